@@ -1,0 +1,79 @@
+"""What a fix is: its name, where it comes from, and functions that edit upstream source."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckpt_patches.registry import FIXES, FOLDERS, TARGETS
+from ckpt_patches.source import Source
+
+EditFunction = Callable[[Source], None]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of one upstream module.
+
+    The function asks the source for edits, or raises `AlreadyThere` where upstream has what it brings, or `NoMatch`.
+    """
+
+    module: str
+    function: EditFunction
+    optional: bool  # the module need not exist: releases moved the code between modules
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One fix: all of its edits are made, or none."""
+
+    module_name: str  # the fix's file is its name
+    upstream: tuple[str, ...]  # issues and pull requests
+    affected: str  # releases that have the bug; documentation, never the gate
+    test: str = ""  # where the upstream-style regression test goes in an upstream checkout
+    edits: list[Edit] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.module_name.rpartition(".")[2]
+
+    @property
+    def package(self) -> str:
+        """The upstream package that it edits: `megatron.core` or `deepspeed`."""
+        return TARGETS[FIXES[self.name][0]]
+
+    def edit(self, *modules: str, optional: bool = False) -> Callable[[EditFunction], EditFunction]:
+        """Decorate a function that edits these modules, each on its own."""
+
+        def register(function: EditFunction) -> EditFunction:
+            self.edits.extend(Edit(module, function, optional) for module in modules)
+            return function
+
+        return register
+
+
+def folder(package: str) -> str:
+    """The folder with an upstream package's fixes."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    return os.path.join(os.path.dirname(here), *FOLDERS[package].split("/"))
+
+
+def package_of(name: str) -> str:
+    """The upstream package that a fix is for."""
+    return TARGETS[FIXES[name][0]]
+
+
+def load(name: str) -> Fix:
+    """Load a fix from its file, by path: `megatron` is never imported for it.
+
+    Beside a regular package `megatron` of the user's, `megatron.patches` could not be imported at all.
+    """
+    path = os.path.join(folder(package_of(name)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{name}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"expected the fix {name} in {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fix = module.fix
+    assert isinstance(fix, Fix)
+    return fix

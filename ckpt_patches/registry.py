@@ -1,0 +1,39 @@
+"""Every fix and the upstream modules it edits, in the order in which fixes are applied.
+
+Plain data, read at every start of the interpreter: no import, no file access. A fix itself lives in the file of its
+name and repeats its modules; a test holds the two together.
+"""
+
+CORE = "megatron.core"
+DEEPSPEED = "deepspeed"
+
+# Folder of the fixes of an upstream package, beside this package.
+FOLDERS = {CORE: "megatron/patches", DEEPSPEED: "deepspeed_patches"}
+
+# Fix: the modules it edits, all of one upstream package.
+FIXES = {
+    "zarr_create_synchronizer": ("megatron.core.dist_checkpointing.strategies.zarr",),
+    "dp_zero_empty_state": ("megatron.core.optimizer.distrib_optimizer",),
+    "hybrid_offload_reload": (
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "megatron.core.optimizer.distrib_optimizer",
+    ),
+    "numpy2_product": (
+        "megatron.core.dist_checkpointing.exchange_utils",
+        "megatron.core.dist_checkpointing.mapping",
+        "megatron.core.dist_checkpointing.serialization",
+        "megatron.core.dist_checkpointing.strategies.fully_parallel",
+        "megatron.core.dist_checkpointing.validation",
+    ),
+    "universal_tensor_paddings": (
+        "deepspeed.checkpoint.zero_checkpoint",
+        "deepspeed.checkpoint.deepspeed_checkpoint",
+        "deepspeed.checkpoint.ds_to_universal",
+    ),
+    "zero3_fragment_bounds": ("deepspeed.checkpoint.ds_to_universal",),
+}
+
+# Upstream module: its package. What the import hook looks every name up in.
+TARGETS = {
+    module: (CORE if module.startswith("megatron.") else DEEPSPEED) for modules in FIXES.values() for module in modules
+}

@@ -1,0 +1,246 @@
+"""Source text of an upstream module: anchors found in its syntax tree, edits made in its text.
+
+Everything outside an edit stays byte for byte what it was: line endings, quotes, comments, a byte order mark. Anchors
+are written as Python (`source.one('zarr.create(...)', within=function)`) and compared as syntax, so quotes, spacing and
+line breaks of a release do not matter.
+"""
+
+import ast
+import codecs
+import re
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, TypeVar
+
+Function = ast.FunctionDef
+NodeT = TypeVar("NodeT", bound=ast.AST)
+
+
+class NoMatch(Exception):
+    """An anchor is not in the source as often as the fix says: unknown code, the fix does not apply."""
+
+
+class AlreadyThere(Exception):
+    """What the fix brings is in the source already: upstream has it, or it was applied in place."""
+
+
+class UnreadableSource(Exception):
+    """The file cannot be edited at all: not UTF-8, or it does not parse with this Python."""
+
+
+@dataclass(frozen=True)
+class TextEdit:
+    """Replace the bytes [start, stop) of the file by `text`."""
+
+    start: int
+    stop: int
+    text: bytes
+
+
+def _same(pattern: Any, node: Any) -> bool:
+    """Whether two syntax trees are equal; in the pattern, `...` stands for any expression and any arguments."""
+    if isinstance(pattern, ast.Constant) and pattern.value is ...:
+        return isinstance(node, ast.expr)
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.Call) and [ast.dump(a) for a in pattern.args] == ["Constant(value=Ellipsis)"]:
+        return _same(pattern.func, node.func)
+    if isinstance(pattern, ast.AST):
+        return all(
+            _same(getattr(pattern, field), getattr(node, field, None))
+            for field in pattern._fields
+            if field not in ("ctx", "kind", "type_comment")
+        )
+    if isinstance(pattern, list):
+        return len(pattern) == len(node) and all(map(_same, pattern, node))
+    return bool(pattern == node)
+
+
+def _parse_pattern(pattern: str) -> ast.AST:
+    (statement,) = ast.parse(textwrap.dedent(pattern).strip()).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+class Source:
+    """One upstream file and the edits that fixes have asked for. `data` is the file as it is on disk."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self.data = data
+        self.path = path
+        self.edits: list[TextEdit] = []
+        self._tree: ast.Module | None = None
+        self._line_starts: list[int] | None = None
+
+    @property
+    def tree(self) -> ast.Module:
+        """The syntax tree, parsed once.
+
+        Raises:
+            UnreadableSource: not UTF-8, or not a program for this Python.
+        """
+        if self._tree is None:
+            self._check_encoding()
+            try:
+                self._tree = ast.parse(self.data, self.path)
+            except (SyntaxError, ValueError) as error:
+                line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+                raise UnreadableSource(f"it does not parse with this Python: {error.args[0]}{line}") from error
+        return self._tree
+
+    def _check_encoding(self) -> None:
+        try:
+            declared, _ = tokenize.detect_encoding(BytesIO(self.data).readline)
+            self.data.decode("utf-8")
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise UnreadableSource(f"expected UTF-8: {error}") from error
+        if declared not in ("utf-8", "utf-8-sig"):
+            raise UnreadableSource(f"expected UTF-8, found a file declared as {declared}")
+
+    # Anchors
+
+    def function(self, name: str) -> Function:
+        """The one function of that name; a method is `Class.method`. Raises NoMatch."""
+        found: ast.AST = self.tree
+        for part in name.split("."):
+            body: list[ast.stmt] = getattr(found, "body", [])
+            named = [s for s in body if isinstance(s, ast.FunctionDef | ast.ClassDef) and s.name == part]
+            if len(named) != 1:
+                raise NoMatch(f"expected one definition of {name}, found {len(named)}")
+            found = named[0]
+        if not isinstance(found, ast.FunctionDef):
+            raise NoMatch(f"expected {name} to be a function, found a class")
+        return found
+
+    def has_function(self, name: str) -> bool:
+        """Whether that function or method is defined exactly once."""
+        try:
+            self.function(name)
+        except NoMatch:
+            return False
+        return True
+
+    def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
+        """Every node equal to the pattern, in the order of the text. `...` matches any expression, `f(...)` any call."""
+        wanted = _parse_pattern(pattern)
+        found = [node for node in ast.walk(within or self.tree) if _same(wanted, node)]
+        return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+
+    def one(self, pattern: str, within: ast.AST | None = None) -> Any:
+        """The only node equal to the pattern. Raises NoMatch if there is none, or more than one."""
+        found = self.all(pattern, within)
+        if len(found) != 1:
+            where = f" in {within.name}" if isinstance(within, ast.FunctionDef | ast.ClassDef) else ""
+            raise NoMatch(f"expected `{pattern.strip()}` once{where}, found it {len(found)} times")
+        return found[0]
+
+    def text(self, node: ast.AST) -> str:
+        """The source text of a node, as it stands in the file."""
+        start, stop = self._span(node)
+        return self.data[start:stop].decode()
+
+    # Edits
+
+    def replace(self, node: ast.AST, text: str) -> None:
+        """Put `text` (one expression, or statements without indentation) in place of a node."""
+        start, stop = self._span(node)
+        self._edit(start, stop, self._indented(text, self._indent(node)))
+
+    def insert_before(self, statement: ast.stmt, text: str) -> None:
+        """Insert statements, written without indentation, in front of a statement."""
+        start, _ = self._span(statement)
+        self._edit(start, start, self._indented(text, self._indent(statement)) + self._newline + self._indent(statement))
+
+    def insert_after(self, statement: ast.stmt, text: str, blank_lines: int = 0) -> None:
+        """Insert statements, written without indentation, behind a statement."""
+        _, stop = self._span(statement)
+        indent = self._indent(statement)
+        self._edit(stop, stop, self._newline * (1 + blank_lines) + indent + self._indented(text, indent))
+
+    def insert_at(self, node: ast.AST, text: str, *, end: bool = False) -> None:
+        """Insert text right in front of an expression, or right behind it."""
+        position = self._span(node)[1 if end else 0]
+        self._edit(position, position, text)
+
+    def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
+        """Insert a method of a class in a fix's file, from its own source text, in front of an upstream method."""
+        first = (getattr(method, "decorator_list", None) or [method])[0]
+        line_start = self._lines[first.lineno - 1]
+        indent = self._indent(method)
+        text = indent + self._indented(function_text(function), indent) + self._newline * 2
+        self._edit(line_start, line_start, text)
+
+    def add_keyword(self, call: ast.Call, name: str, value: str) -> None:
+        """Add a keyword argument behind a call's last argument, in the call's own layout."""
+        last = max([*call.args, *[k.value for k in call.keywords]], key=lambda n: self._span(n)[1])
+        if last.lineno == call.lineno:
+            self.insert_at(last, f", {name}={value}", end=True)
+            return
+        indent = self._line_indent(last.lineno)
+        self.insert_at(last, f",{self._newline}{indent}{self._indented(f'{name}={value}', indent)}", end=True)
+
+    def edited(self) -> bytes:
+        """The text with every edit made."""
+        parts, position = [], 0
+        for edit in sorted(self.edits, key=lambda e: (e.start, e.stop)):
+            parts += [self.data[position : edit.start], edit.text]
+            position = edit.stop
+        return b"".join([*parts, self.data[position:]])
+
+    # Positions
+
+    @property
+    def _lines(self) -> list[int]:
+        """Byte offset of every line's start."""
+        if self._line_starts is None:
+            start = len(codecs.BOM_UTF8) if self.data.startswith(codecs.BOM_UTF8) else 0
+            lines = self.data[start:].splitlines(keepends=True)
+            self._line_starts = [start]
+            for line in lines:
+                self._line_starts.append(self._line_starts[-1] + len(line))
+        return self._line_starts
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
+
+    def _line_indent(self, lineno: int) -> str:
+        line = self.data[self._lines[lineno - 1] :].split(b"\n", 1)[0]
+        return line[: len(line) - len(line.lstrip(b" \t"))].decode()
+
+    def _indent(self, node: Any) -> str:
+        return self._line_indent(node.lineno)
+
+    @property
+    def _newline(self) -> str:
+        return "\r\n" if b"\r\n" in self.data else "\n"
+
+    def _indented(self, text: str, indent: str) -> str:
+        """Indent every line but the first, with the file's own indentation and line endings."""
+        first, *rest = textwrap.dedent(text).strip().splitlines()
+        if indent.startswith("\t"):
+            rest = [re.sub("^ +", lambda spaces: "\t" * (len(spaces[0]) // 4), line) for line in rest]
+        return self._newline.join([first, *(indent + line if line else "" for line in rest)])
+
+    def _edit(self, start: int, stop: int, text: str) -> None:
+        for other in self.edits:
+            if start < other.stop and other.start < stop or other.start < start < other.stop or start < other.start < stop:
+                raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
+        self.edits.append(TextEdit(start, stop, text.encode()))
+
+
+def function_text(function: Callable[..., Any]) -> str:
+    """The source text of a function in a fix's file, decorators and comments included, without indentation."""
+    path = function.__code__.co_filename
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    for node in _functions(ast.parse(text)):
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        if first == function.__code__.co_firstlineno:
+            return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    raise LookupError(f"{function.__qualname__} is not defined in {path}")
+
+
+def _functions(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))

@@ -1,0 +1,1 @@
+"""Fixes to DeepSpeed, one file a fix."""

@@ -1,0 +1,40 @@
+"""Give the rank that creates a Zarr array the synchronizer that every other writer has.
+
+https://github.com/NVIDIA/Megatron-LM/issues/1053
+"""
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Source
+
+ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1053",),
+    affected="megatron-core 0.4.0 to 0.14.0; fixed in 0.15.0; the zarr strategy is gone in 0.16.0",
+    test="tests/unit_tests/dist_checkpointing/test_zarr_create_synchronizer.py",
+)
+
+
+@fix.edit(ZARR)
+def synchronize_creation(source: Source) -> None:
+    """Without it, the creator's read-modify-write of chunk 0,…,0 overwrites the slices that other ranks write meanwhile."""
+    create = source.one("zarr.create(...)", within=source.function("_create_zarr_array"))
+    if any(keyword.arg == "synchronizer" for keyword in create.keywords):
+        raise AlreadyThere
+    synchronizer = """(
+    zarr.ProcessSynchronizer(str(checkpoint_dir / f"{sharded_tensor.key}.sync"))
+    if sharded_tensor.flattened_range is not None
+    else None
+)"""
+    source.add_keyword(create, "synchronizer", synchronizer)
+
+
+@fix.edit(ZARR)
+def skip_lock_directories(source: Source) -> None:
+    """The lock of `.zarray` is a file of that name, so a directory of locks looks like an array."""
+    listing = source.function("load_zarr_based_sharded_metadata")
+    if source.all("'.sync'", within=listing):
+        raise AlreadyThere
+    not_an_array = source.one("not (subdir / '.zarray').exists()", within=listing)
+    source.insert_at(not_an_array, ' or subdir.suffix == ".sync"', end=True)
