@@ -11,7 +11,7 @@ from types import CodeType
 
 from ckpt_patches.fix import Fix, load
 from ckpt_patches.registry import FIXES, TARGETS
-from ckpt_patches.source import AlreadyThere, NoMatch, Source, UnreadableSource
+from ckpt_patches.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
 
 
 class Outcome(Enum):
@@ -129,12 +129,14 @@ def _try(fix: Fix, tree: _Tree) -> FixResult:
             if source is None:
                 missing = missing or ("" if edit.optional else path)
                 continue
-            present = True
             try:
                 edit.function(source)
                 edited = True
             except AlreadyThere:
                 pass
+            except NotConcerned:
+                continue
+            present = True
         if present and missing:
             path = missing
             raise NoMatch("there is no such file, though the fix's other files are there")

@@ -27,6 +27,10 @@ class AlreadyThere(Exception):
     """What the fix brings is in the source already: upstream has it, or it was applied in place."""
 
 
+class NotConcerned(Exception):
+    """The code that the fix is about is not in this release, in no form: there is nothing to fix, and nothing fixed."""
+
+
 class UnreadableSource(Exception):
     """The file cannot be edited at all: not UTF-8, or it does not parse with this Python."""
 
@@ -180,6 +184,14 @@ class Source:
             return
         indent = self._line_indent(last.lineno)
         self.insert_at(last, f",{self._newline}{indent}{self._indented(f'{name}={value}', indent)}", end=True)
+
+    def add_parameter(self, function: Function, text: str) -> None:
+        """Add a parameter (`name: type = default`) behind a function's last one. Raises NoMatch unless those are plain."""
+        arguments = function.args
+        if not arguments.args or arguments.vararg or arguments.kwonlyargs or arguments.kwarg:
+            raise NoMatch(f"expected {function.name} to have plain parameters only")
+        last = [*arguments.args, *arguments.defaults]
+        self.insert_at(max(last, key=lambda node: self._span(node)[1]), f", {text}", end=True)
 
     def edited(self) -> bytes:
         """The text with every edit made."""

@@ -1,0 +1,71 @@
+"""Convert checkpoints to universal whose ZeRO padding is larger than a partition: a fragment needs no stripping.
+
+https://github.com/deepspeedai/DeepSpeed/issues/6918
+"""
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Source
+
+ZERO_CHECKPOINT = "deepspeed.checkpoint.zero_checkpoint"
+DEEPSPEED_CHECKPOINT = "deepspeed.checkpoint.deepspeed_checkpoint"
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+
+UNSTRIPPED = """sd = ds_checkpoint.get_zero_checkpoint_state(pp_index=pp_index,
+                                             tp_index=tp_index,
+                                             dp_index=dp_index,
+                                             strip_tensor_paddings=False)"""
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/issues/6918",),
+    affected="DeepSpeed 0.12.0 to 0.19.8; 0.17.3 and later accept the argument that their converter does not pass",
+    test="tests/unit/checkpoint/test_universal_tensor_paddings.py",
+)
+
+
+@fix.edit(ZERO_CHECKPOINT)
+def strip_at_most_the_partition(source: Source) -> None:
+    """The last rank may record the padding of several ranks: 348 - 1024 = -676 elements.
+
+    A converter run as a bare script asks for stripping; no import hook sees it, and this alone has to save it.
+    """
+    strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
+    if source.all("raw_length = max(0, ...)", within=strip) or source.all("raw_length = max(..., 0)", within=strip):
+        raise AlreadyThere
+    length = source.one("raw_length = state_value.numel() - group_paddings[key]", within=strip).value
+    source.insert_at(length, "max(0, ")
+    source.insert_at(length, ")", end=True)
+
+
+@fix.edit(ZERO_CHECKPOINT)
+def never_strip_the_step(source: Source) -> None:
+    """Up to 0.13 a `step` that is a tensor of no dimension is narrowed as well; later releases leave it alone."""
+    strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
+    if source.all("state_name != 'step'", within=strip):
+        raise AlreadyThere
+    tensors = source.one("torch.is_tensor(state_value)", within=strip)
+    source.insert_at(tensors, 'state_name != "step" and ')
+
+
+@fix.edit(DEEPSPEED_CHECKPOINT)
+def accept_the_argument(source: Source) -> None:
+    """The reader of a rank's file has it; the checkpoint in front of the reader does not hand it on."""
+    get = source.function("DeepSpeedCheckpoint.get_zero_checkpoint_state")
+    read = source.one("self.zero_checkpoint.get_state_for_rank(...)", within=get)
+    if any(keyword.arg == "strip_tensor_paddings" for keyword in read.keywords):
+        raise AlreadyThere
+    source.add_parameter(get, "strip_tensor_paddings: bool = True")
+    source.add_keyword(read, "strip_tensor_paddings", "strip_tensor_paddings")
+
+
+@fix.edit(CONVERTER)
+def ask_for_no_stripping(source: Source) -> None:
+    """Each parameter's fragment is cut out of the partition by its own start and length; no padding gets into it."""
+    extract = source.function("extract_zero_shards")
+    if source.all(UNSTRIPPED, within=extract):
+        raise AlreadyThere
+    read = source.one(
+        "sd = ds_checkpoint.get_zero_checkpoint_state(pp_index=pp_index, tp_index=tp_index, dp_index=dp_index)",
+        within=extract,
+    )
+    source.replace(read, UNSTRIPPED)

@@ -1,0 +1,31 @@
+"""Convert ZeRO-3 checkpoints to universal without padding as data: a rank past a parameter's end holds none of it.
+
+https://github.com/deepspeedai/DeepSpeed/pull/8060
+"""
+
+import ast
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8060",),
+    affected="DeepSpeed 0.14.5 to 0.19.2; fixed in 0.19.3; the converter knows no ZeRO-3 up to 0.13",
+    test="tests/unit/checkpoint/test_zero3_fragment_bounds.py",
+)
+
+
+@fix.edit("deepspeed.checkpoint.ds_to_universal")
+def count_no_negative_elements(source: Source) -> None:
+    """4096 elements at dp 768 are 6 a rank. Rank 683 would start at 4098: -2 elements, of which `abs` makes 2."""
+    functions = [node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)]
+    if not any("stage3" in name for name in functions):
+        raise NotConcerned
+    extract = source.function("extract_zero_shards_stage3")
+    bounded = ("padding_free_numel = max(0, min(...))", "padding_free_numel = min(..., max(0, ...))")
+    if any(source.all(pattern, within=extract) for pattern in bounded):
+        raise AlreadyThere
+    length = source.one("abs(unpartitioned_numel - dp_index * partitioned_numel)", within=extract)
+    source.replace(length.func, "max")
+    source.insert_at(length.args[0], "0, ")
