@@ -30,7 +30,8 @@ class Fix:
     module_name: str  # the fix's file is its name
     upstream: tuple[str, ...]  # issues and pull requests
     affected: str  # releases that have the bug; documentation, never the gate
-    test: str = ""  # where the upstream-style regression test goes in an upstream checkout
+    test: str  # where the upstream-style regression test goes in an upstream checkout
+    concerns: str = ""  # module without which the fix is not for this release
     edits: list[Edit] = field(default_factory=list)
 
     @property

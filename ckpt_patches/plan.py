@@ -4,7 +4,7 @@ A tree is the folder that holds the package: site-packages, a `--target` folder 
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import CodeType
@@ -30,6 +30,7 @@ class FixResult:
     name: str
     outcome: Outcome
     reason: str = ""  # for NO_MATCH: file, what was expected, what was found
+    unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
 
 
 @dataclass(frozen=True)
@@ -73,30 +74,41 @@ def fixes_for(package: str, skip: Iterable[str] = ()) -> list[str]:
 
 
 class _Tree:
-    """The sources of a tree, each read once."""
+    """The sources of a tree, each read once; `originals` (by path) stand in for files that were edited in place."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, originals: Mapping[str, bytes]) -> None:
         self.root = root
+        self.originals = originals
         self.sources: dict[str, Source | None] = {}
 
     def source(self, module: str) -> Source | None:
         if module not in self.sources:
             path = module_path(self.root, module)
             try:
-                with open(path, "rb") as file:
-                    self.sources[module] = Source(file.read(), path)
+                self.sources[module] = Source(self._read(path), path)
             except FileNotFoundError:
                 self.sources[module] = None
                 if os.path.exists(path + "c"):
                     raise NoMatch("no source, only bytecode") from None
             except OSError as error:
-                raise NoMatch(f"it cannot be read: {error.strerror}") from error
+                raise UnreadableSource(f"it cannot be read: {error.strerror}") from error
         return self.sources[module]
 
+    def _read(self, path: str) -> bytes:
+        if path in self.originals:
+            return self.originals[path]
+        with open(path, "rb") as file:
+            return file.read()
 
-def plan_tree(root: str, package: str, names: Iterable[str] | None = None) -> TreePlan:
-    """Decide what these fixes (all of the package's, if None) do in a tree."""
-    tree = _Tree(root)
+
+def plan_tree(
+    root: str, package: str, names: Iterable[str] | None = None, originals: Mapping[str, bytes] | None = None
+) -> TreePlan:
+    """Decide what these fixes (all of the package's, if None) do in a tree.
+
+    `originals` maps paths to the text to start from, for files that are edited on disk already.
+    """
+    tree = _Tree(root, originals or {})
     results = [_try(load(name), tree) for name in (fixes_for(package) if names is None else names)]
     files: dict[str, FilePlan] = {}
     for module, source in tree.sources.items():
@@ -122,7 +134,10 @@ def _try(fix: Fix, tree: _Tree) -> FixResult:
     """Make all edits of a fix, or none."""
     before = {module: list(source.edits) for module, source in tree.sources.items() if source}
     present, edited, missing = False, False, ""
+    path = module_path(tree.root, fix.concerns or fix.edits[0].module)
     try:
+        if fix.concerns and tree.source(fix.concerns) is None:
+            return FixResult(fix.name, Outcome.NOT_PRESENT)
         for edit in fix.edits:
             path = module_path(tree.root, edit.module)
             source = tree.source(edit.module)
@@ -144,7 +159,7 @@ def _try(fix: Fix, tree: _Tree) -> FixResult:
         for module, source in tree.sources.items():
             if source:
                 source.edits = before.get(module, [])
-        return FixResult(fix.name, Outcome.NO_MATCH, f"{path}: {error}")
+        return FixResult(fix.name, Outcome.NO_MATCH, f"{path}: {error}", isinstance(error, UnreadableSource))
     if not present:
         return FixResult(fix.name, Outcome.NOT_PRESENT)
     return FixResult(fix.name, Outcome.APPLIES if edited else Outcome.ALREADY_THERE)

@@ -31,6 +31,10 @@ class NotConcerned(Exception):
     """The code that the fix is about is not in this release, in no form: there is nothing to fix, and nothing fixed."""
 
 
+class NotConcerned(Exception):
+    """This release does not have the code that the fix is about."""
+
+
 class UnreadableSource(Exception):
     """The file cannot be edited at all: not UTF-8, or it does not parse with this Python."""
 
@@ -140,6 +144,21 @@ class Source:
             raise NoMatch(f"expected `{pattern.strip()}` once{where}, found it {len(found)} times")
         return found[0]
 
+    def all_of(self, kind: type[NodeT], within: ast.AST | None = None) -> list[NodeT]:
+        """Every node of a kind, such as `ast.For`."""
+        return [node for node in ast.walk(within or self.tree) if isinstance(node, kind)]
+
+    def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
+        """Every node equal to the pattern, at least one. Raises NoMatch."""
+        return self.all(pattern, within) or [self.one(pattern, within)]
+
+    def branch(self, test: str, within: ast.AST | None = None) -> ast.If:
+        """The only `if` with that test. Raises NoMatch."""
+        found = [node for node in self.all_of(ast.If, within) if _same(_parse_pattern(test), node.test)]
+        if len(found) != 1:
+            raise NoMatch(f"expected `if {test}` once, found it {len(found)} times")
+        return found[0]
+
     def text(self, node: ast.AST) -> str:
         """The source text of a node, as it stands in the file."""
         start, stop = self._span(node)
@@ -162,6 +181,13 @@ class Source:
         _, stop = self._span(statement)
         indent = self._indent(statement)
         self._edit(stop, stop, self._newline * (1 + blank_lines) + indent + self._indented(text, indent))
+
+    def insert_at_start(self, function: Function, text: str) -> None:
+        """Insert statements, written without indentation, at the start of a function, behind its docstring."""
+        if ast.get_docstring(function) is None:
+            self.insert_before(function.body[0], text)
+        else:
+            self.insert_after(function.body[0], text)
 
     def insert_at(self, node: ast.AST, text: str, *, end: bool = False) -> None:
         """Insert text right in front of an expression, or right behind it."""

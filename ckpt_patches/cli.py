@@ -1,0 +1,158 @@
+"""The command `ckpt-patches`: status, list, diff, apply, revert."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ckpt_patches import __version__
+from ckpt_patches.errors import UserError
+from ckpt_patches.plan import FixResult, Outcome, TreePlan, plan_tree
+from ckpt_patches.trees import select
+
+if TYPE_CHECKING:
+    from ckpt_patches.status import Status
+
+EXAMPLES = """examples:
+  ckpt-patches status                                  what is installed, and what every fix does here
+  ckpt-patches status --json | jq .fixes               the same for programs
+  ckpt-patches diff --tree ~/Megatron-LM > fix.patch   then: git -C ~/Megatron-LM apply fix.patch
+  ckpt-patches diff zarr_create_synchronizer --tree ~/Megatron-LM --with-test
+  ckpt-patches apply                                   write the fixes into the installed files (a Dockerfile's RUN)
+  ckpt-patches revert numpy2_product                   take one out again, byte for byte
+
+exit status: 0 all is well, 1 a fix that is needed is missing, 2 wrong usage or a file that cannot be worked on
+"""
+
+MEANING = {
+    Outcome.APPLIES: "applied",
+    Outcome.ALREADY_THERE: "already there",
+    Outcome.NOT_PRESENT: "not present in this release",
+    Outcome.NO_MATCH: "NO MATCH",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except UserError as error:
+        print(f"ckpt-patches: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ckpt-patches",
+        description="Checkpoint fixes for megatron-core and DeepSpeed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    status = commands.add_parser("status", help="what is installed, and what every fix does here")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.set_defaults(run=_status)
+    diff = commands.add_parser("diff", help="print the fixes as a unified diff against a tree")
+    diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
+    diff.set_defaults(run=_diff)
+    apply = commands.add_parser("apply", help="write the fixes into a tree's files")
+    apply.set_defaults(run=_apply)
+    revert = commands.add_parser("revert", help="take applied fixes out of a tree's files again")
+    revert.set_defaults(run=_revert)
+    for command in (diff, apply, revert):
+        command.add_argument("fixes", nargs="*", metavar="FIX", help="fixes to take (default: all)")
+        command.add_argument(
+            "--tree",
+            metavar="PATH",
+            help="a checkout, site-packages or --target folder (default: what this Python imports)",
+        )
+    return parser
+
+
+def _status(options: argparse.Namespace) -> int:
+    from ckpt_patches import status
+
+    found = status.collect()
+    if options.json:
+        print(json.dumps({**asdict(found), "complete": found.complete}, indent=1))
+    else:
+        _print_status(found)
+    return 0 if found.complete else 1
+
+
+def _print_status(found: "Status") -> None:
+    from ckpt_patches.status import python
+
+    print(f"training-checkpoint-patches {found.version}, mode {found.mode}, {python()}\n")
+    _print_table([(p.name, p.version or "not installed", p.location or "") for p in found.installed])
+    print()
+    _print_table([(fix.name, fix.state, fix.reason) for fix in found.fixes])
+    for warning in found.warnings:
+        print(f"\nwarning: {warning}")
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from ckpt_patches.diffs import tree_diff
+
+    plans = [plan_tree(s.root, s.package, s.names) for s in select(options.fixes, options.tree)]
+    _raise_unreadable(plans)
+    for plan in plans:
+        sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
+    sys.stdout.flush()
+    return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
+
+
+def _apply(options: argparse.Namespace) -> int:
+    from ckpt_patches import inplace
+
+    results: list[FixResult] = []
+    for selection in select(options.fixes, options.tree):
+        before = inplace.read_state(selection.root, selection.package).fixes
+        plan = inplace.apply(selection.root, selection.package, selection.names)
+        results += [_as_before(r, before) for r in plan.results if r.name in selection.names]
+    return _tell(results)
+
+
+def _as_before(result: FixResult, before: Sequence[str]) -> FixResult:
+    """A fix that an earlier run applied is there already."""
+    if result.outcome is Outcome.APPLIES and result.name in before:
+        return FixResult(result.name, Outcome.ALREADY_THERE)
+    return result
+
+
+def _revert(options: argparse.Namespace) -> int:
+    from ckpt_patches import inplace
+
+    for selection in select(options.fixes, options.tree):
+        removed = inplace.revert(selection.root, selection.package, selection.names)
+        for name in selection.names:
+            print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
+    return 0
+
+
+def _raise_unreadable(plans: Sequence[TreePlan]) -> None:
+    for plan in plans:
+        for result in plan.results:
+            if result.unreadable:
+                raise UserError(result.reason)
+
+
+def _tell(results: Sequence[FixResult]) -> int:
+    """Say on stderr what each fix did; 1 if one does not match."""
+    for result in results:
+        reason = f": {result.reason}" if result.reason else ""
+        print(f"{result.name}: {MEANING[result.outcome]}{reason}", file=sys.stderr)
+    return 1 if any(result.outcome is Outcome.NO_MATCH for result in results) else 0

@@ -1,0 +1,53 @@
+"""Fixes as a unified diff against the user's own tree, for `git apply` and for an upstream pull request."""
+
+import difflib
+import os
+from pathlib import Path
+
+from ckpt_patches.fix import folder, load
+from ckpt_patches.plan import FilePlan, Outcome, TreePlan
+
+
+def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
+    """Every edited file of a plan as a unified diff, paths relative to the tree.
+
+    With `with_test`, each fix that applies also adds its upstream-style regression test.
+    """
+    parts = [file_diff(plan.root, file) for file in plan.files.values()]
+    if with_test:
+        parts += [_new_file_diff(*upstream_test(plan.package, name)) for name in plan.named(Outcome.APPLIES)]
+    return b"".join(parts)
+
+
+def file_diff(root: str, file: FilePlan) -> bytes:
+    """One edited file, byte for byte: CRLF and a missing last newline stay visible to `git apply`."""
+    path = Path(os.path.relpath(file.path, root)).as_posix()
+    return _unified(f"a/{path}", f"b/{path}", file.original, file.patched)
+
+
+def upstream_test(package: str, name: str) -> tuple[str, bytes]:
+    """Where a fix's upstream-style test goes in an upstream checkout, and its text."""
+    path = load(name).test
+    return path, Path(folder(package), "upstream_tests", Path(path).name).read_bytes()
+
+
+def _new_file_diff(path: str, text: bytes) -> bytes:
+    return b"new file mode 100644\n".join(
+        [f"diff --git a/{path} b/{path}\n".encode(), _unified("/dev/null", f"b/{path}", b"", text)]
+    )
+
+
+def _unified(before_name: str, after_name: str, before: bytes, after: bytes) -> bytes:
+    lines = difflib.diff_bytes(
+        difflib.unified_diff,
+        _lines(before),
+        _lines(after),
+        before_name.encode(),
+        after_name.encode(),
+    )
+    return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Split at LF alone, as git does: a CR belongs to its line."""
+    return [line + b"\n" for line in data.split(b"\n")[:-1]] + ([data.split(b"\n")[-1]] if data.split(b"\n")[-1] else [])

@@ -1,0 +1,57 @@
+"""Which trees a command works on: the one that the user names, or those that this environment imports from."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.fix import package_of
+from ckpt_patches.plan import fixes_for
+from ckpt_patches.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.upstream import contains, locate
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One upstream package in one tree, and the fixes that the user asked for."""
+
+    package: str
+    root: str
+    names: tuple[str, ...]
+
+
+def select(names: Sequence[str], tree: str | None) -> list[Selection]:
+    """The trees and fixes a command is for.
+
+    Raises:
+        UserError: an unknown fix, a tree without the package, no package installed.
+    """
+    check_names(names)
+    wanted = [p for p in (CORE, DEEPSPEED) if not names or any(package_of(n) == p for n in names)]
+    found = [(package, root) for package in wanted if (root := _root(package, tree)) is not None]
+    missing = [package for package in wanted if package not in dict(found)]
+    if not found or (names and missing):
+        folders = " or ".join(p.replace(".", "/") + "/" for p in missing)
+        where = tree if tree is not None else "the packages that this Python imports"
+        raise UserError(f"expected {folders} in {where}, found none; name a tree that has it with --tree PATH")
+    return [
+        Selection(package, root, tuple(n for n in fixes_for(package) if not names or n in names))
+        for package, root in found
+    ]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises UserError if one of them is not a fix."""
+    unknown = [name for name in names if name not in FIXES]
+    if unknown:
+        raise UserError(f"no such fix: {', '.join(unknown)}; the fixes are {', '.join(FIXES)}")
+
+
+def _root(package: str, tree: str | None) -> str | None:
+    if tree is None:
+        found = locate(package)
+        return str(found) if found else None
+    if not Path(tree).is_dir():
+        raise UserError(f"expected a folder with megatron/core/ or deepspeed/, found no folder {tree}")
+    return os.path.abspath(tree) if contains(tree, package) else None

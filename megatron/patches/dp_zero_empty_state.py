@@ -1,0 +1,168 @@
+"""Save an optimizer state that is empty, or empty for some parameters, as what the optimizer would start from.
+
+https://github.com/NVIDIA/Megatron-LM/issues/602
+"""
+
+from typing import Any
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Function, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import logging
+
+    import torch
+
+    logger: logging.Logger
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/602",
+        "https://github.com/NVIDIA/Megatron-LM/issues/1053",
+        "https://github.com/volcengine/verl/issues/4316",
+        "https://github.com/volcengine/verl/issues/3517",
+    ),
+    affected="every megatron-core with DistributedOptimizer, 0.7.0 to main",
+    test="tests/unit_tests/dist_checkpointing/test_dp_zero_empty_state.py",
+)
+
+CLASS = "DistributedOptimizer"
+# Where a save looks a parameter's state up: since 0.11 in the first alone, before that in each of the others.
+LOOK_UP = "_get_main_param_and_optimizer_states"
+OLDER_LOOK_UPS = (
+    "get_parameter_state_fs_bucket_space",
+    "get_parameter_state_dp_zero",
+    "sharded_param_state_fs_model_space",
+)
+# Every save format begins in one of these.
+SAVES = (
+    "get_parameter_state_fs_bucket_space",
+    "get_parameter_state_dp_reshardable",
+    "get_parameter_state_dp_zero",
+    "sharded_param_state_fs_model_space",
+)
+
+
+class DistributedOptimizer:
+    """The methods that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        optimizer: Any
+        model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
+
+    def _missing_state_keys(self, state: dict) -> list:
+        """Keys that the optimizer creates on a parameter's first step, and that its state lacks."""
+        keys = getattr(self, "optimizer_state_keys", None)
+        if keys is None:
+            is_adam = all("betas" in group for group in self.optimizer.param_groups)
+            keys = ("exp_avg", "exp_avg_sq") if is_adam else ()
+        return [key for key in keys if key not in state]
+
+    def _initial_optimizer_state(self, param: "torch.Tensor", state: dict) -> dict:
+        """What the optimizer would start a parameter from, for the keys that its state lacks.
+
+        Before the first real step (fp16 skips steps until the loss scale fits) no parameter has a
+        state, and one that never steps never gets one: zero moments are the truth then.
+
+        Args:
+            param (torch.Tensor): the parameter's shard, as the inner optimizer has it.
+            state (dict): its state, by key.
+
+        Returns:
+            dict: the missing moments (fp32, of the shard's shape), and the main parameter where
+                the optimizer keeps it in the state.
+        """
+        keys = self._missing_state_keys(state)
+        initial = {key: torch.zeros_like(param, dtype=torch.float32) for key in keys}
+        if "master_param" in state:
+            return initial
+        hybrid_params = getattr(self.optimizer, "param_to_inner_param", None)
+        if hybrid_params is not None:
+            initial["master_param"] = hybrid_params[param]
+        elif getattr(self.optimizer, "master_weights", False):
+            remainders = getattr(self.optimizer, "store_param_remainders", False)
+            if remainders and param.dtype == torch.bfloat16:
+                initial["master_param"] = torch.zeros_like(param, dtype=torch.int16)
+            else:
+                initial["master_param"] = param.detach().clone().float()
+        return initial
+
+    def _saved_optimizer_state(self, param: "torch.Tensor") -> dict:
+        """A parameter's state, complete. Adds no entry to the optimizer's state, as `[param]` does."""
+        state = self.optimizer.state.get(param, {})
+        return {**self._initial_optimizer_state(param, state), **state}
+
+    def _warn_about_lost_state(self) -> None:
+        """Name on this rank the parameters that have stepped and are saved without their state."""
+        stepped = any(len(state) > 0 for state in self.optimizer.state.values()) or any(
+            group.get("step", 0) > 0 for group in self.optimizer.param_groups
+        )
+        lost = []
+        for model_param, (group_index, group_order) in self.model_param_group_index_map.items():
+            param = self.optimizer.param_groups[group_index]["params"][group_order]
+            state = self.optimizer.state.get(param, {})
+            had_state = len(state) > 0 or (stepped and model_param.requires_grad)
+            if had_state and param.numel() > 0 and self._missing_state_keys(state):
+                lost.append(model_param)
+        if not lost:
+            return
+        chunks = getattr(self, "model_chunks", [])
+        names = {param: name for chunk in chunks for name, param in chunk.named_parameters()}
+        shown = [names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in lost[:50]]
+        logger.warning(
+            f"rank {torch.distributed.get_rank()}: {len(lost)} of "
+            f"{len(self.model_param_group_index_map)} parameters have stepped and lack optimizer "
+            f"state; the checkpoint gets initial values (zero moments) for them: "
+            f"{', '.join(shown)}{', ...' if len(lost) > len(shown) else ''}"
+        )
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def complete_saved_states(source: Source) -> None:
+    """Every look-up of a state that is about to be saved gets what is missing in it."""
+    if source.has_function(f"{CLASS}._saved_optimizer_state"):
+        raise AlreadyThere
+    look_ups = [LOOK_UP] if source.has_function(f"{CLASS}.{LOOK_UP}") else list(OLDER_LOOK_UPS)
+    look_ups = [name for name in look_ups if source.has_function(f"{CLASS}.{name}")]
+    for name in look_ups:
+        function = source.function(f"{CLASS}.{name}")
+        for state in source.some("self.optimizer.state[main_param]", within=function):
+            source.replace(state, "self._saved_optimizer_state(main_param)")
+    if look_ups == [LOOK_UP]:
+        complete_precision_aware_state(source, source.function(f"{CLASS}.{LOOK_UP}"))
+    step_of_empty_state(source)
+    for name in SAVES:
+        if source.has_function(f"{CLASS}.{name}"):
+            source.insert_at_start(source.function(f"{CLASS}.{name}"), "self._warn_about_lost_state()")
+    for method in (
+        DistributedOptimizer._missing_state_keys,
+        DistributedOptimizer._initial_optimizer_state,
+        DistributedOptimizer._saved_optimizer_state,
+        DistributedOptimizer._warn_about_lost_state,
+    ):
+        source.insert_method_before(source.function(f"{CLASS}.{look_ups[0]}"), method)
+
+
+def complete_precision_aware_state(source: Source, look_up: Function) -> None:
+    """With the precision-aware optimizer the main parameter itself is in the state."""
+    pop = source.one("tensors['param'] = tensors.pop('master_param')", within=look_up)
+    source.insert_before(pop, "tensors.update(self._initial_optimizer_state(sharded_model_param, tensors))")
+    keys = source.all("self.optimizer.state[sharded_model_param]", within=look_up)[0]
+    source.replace(keys, "self.optimizer.state.get(sharded_model_param, ())")
+
+
+def step_of_empty_state(source: Source) -> None:
+    """torch's AdamW keeps `step` in the state: none is there before the first step, which is step 0."""
+    state_dict = source.function(f"{CLASS}.state_dict")
+    pattern = "list(set([s['step'].item() for s in inner_state_dict['state'].values()]))"
+    if "HAVE_APEX_OR_TE" not in source.text(state_dict):
+        return  # this release needs Apex or Transformer Engine, which keep it in the param group
+    steps = source.one(pattern, within=state_dict)
+    source.replace(
+        steps,
+        """list(
+    set([s["step"].item() for s in inner_state_dict["state"].values() if "step" in s])
+) or [0.0]""",
+    )

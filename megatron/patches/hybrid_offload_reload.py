@@ -1,0 +1,108 @@
+"""Refresh every copy that the hybrid CPU-offload optimizer holds when only the model's weights were loaded.
+
+https://github.com/NVIDIA/Megatron-LM/issues/5071
+"""
+
+from typing import Any
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+    is_float8tensor: Any
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/5071",
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3949",
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4082",
+        "https://github.com/NVIDIA-NeMo/RL/issues/2371",
+    ),
+    affected="megatron-core 0.12.0 to main; worked around in Megatron-Bridge 0.6.0",
+    concerns="megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+    test="tests/unit_tests/test_hybrid_offload_reload.py",
+)
+
+
+class HybridDeviceOptimizer:
+    """The method that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        gpu_params_map_cpu_copy: dict[torch.Tensor, torch.Tensor]
+        param_to_fp32_param: dict[torch.Tensor, torch.Tensor]
+        state: dict[torch.Tensor, dict[str, Any]]
+
+    def reload_param(self, param: "torch.Tensor", value: "torch.Tensor") -> None:
+        """Set a parameter and every copy of it: the CPU clone, the fp32 working copy, and the
+        main parameter in its state.
+
+        Args:
+            param (torch.Tensor): a parameter of the param groups.
+            value (torch.Tensor): its new value, of the same shape and any precision.
+        """
+        copies = (
+            param,
+            self.gpu_params_map_cpu_copy.get(param),
+            self.param_to_fp32_param.get(param),
+            self.state.get(param, {}).get("master_param"),
+        )
+        for copy in copies:
+            if copy is not None:
+                copy.data.copy_(value)
+
+
+class DistributedOptimizer:
+    """The method that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        optimizer: Any
+        model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
+        _get_model_param_range_map: Any
+        _build_model_param_to_state_dict_param_map: Any
+
+    def _copy_model_params_to_hybrid_optimizer(self, state_dict: "dict | None" = None) -> None:
+        """Copy model params to every copy that the hybrid optimizer holds of this rank's shards of them.
+
+        Args:
+            state_dict (dict, optional): take the params from it instead, in its higher precision.
+        """
+        sources = {}
+        if state_dict is not None:
+            sources = self._build_model_param_to_state_dict_param_map(state_dict)
+        # Megatron-FSDP has no such map: its params are the hybrid optimizer's own.
+        indices = getattr(self, "model_param_group_index_map", {})
+        for model_param, (group_index, group_order) in indices.items():
+            param_range = self._get_model_param_range_map(model_param)["param"]
+            source = sources.get(model_param, model_param).detach()
+            if is_float8tensor(source):
+                source = source.float()  # it has no flat view
+            self.optimizer.reload_param(
+                self.optimizer.param_groups[group_index]["params"][group_order],
+                source.reshape(-1)[param_range.start : param_range.end],
+            )
+
+
+@fix.edit("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+def add_reload_param(source: Source) -> None:
+    """Upstream refreshes the fp32 working copies alone, and in 0.12 nothing."""
+    if source.has_function("HybridDeviceOptimizer.reload_param"):
+        raise AlreadyThere
+    zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
+    source.insert_method_before(zero_grad, HybridDeviceOptimizer.reload_param)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def reload_hybrid_optimizer(source: Source) -> None:
+    """Upstream leaves the method early for the hybrid optimizer, before any main parameter is copied."""
+    if source.has_function("DistributedOptimizer._copy_model_params_to_hybrid_optimizer"):
+        raise AlreadyThere
+    reload = source.function("DistributedOptimizer._copy_model_params_to_main_params")
+    branch = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=reload)
+    has_state_dict = any(argument.arg == "state_dict" for argument in reload.args.args)
+    call = f"self._copy_model_params_to_hybrid_optimizer({'state_dict' if has_state_dict else ''})"
+    source.insert_before(source.one("return", within=branch), call)
+    source.insert_method_before(reload, DistributedOptimizer._copy_model_params_to_hybrid_optimizer)

@@ -1,0 +1,32 @@
+"""Call `np.prod`: NumPy 2 removed the alias `np.product`.
+
+https://github.com/NVIDIA/Megatron-LM/issues/1563
+"""
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1563",),
+    affected="megatron-core up to 0.15.3; gone in 0.16.0",
+    test="tests/unit_tests/dist_checkpointing/test_numpy2_product.py",
+)
+
+
+# Releases moved the calls between these modules.
+@fix.edit(
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.mapping",
+    "megatron.core.dist_checkpointing.serialization",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.validation",
+    optional=True,
+)
+def call_prod(source: Source) -> None:
+    """The two names were the same function, in NumPy 1 as well."""
+    calls = source.all("np.product") if b"np.product" in source.data else []
+    if not calls:
+        raise AlreadyThere
+    for name in calls:
+        source.replace(name, "np.prod")
