@@ -87,7 +87,7 @@ README = Path("README.md")
 setup(
     name="training-checkpoint-patches",
     version=_version(),
-    description="Checkpoint fixes for megatron-core and DeepSpeed, laid over the installed packages at import or in place",
+    description="Checkpoint fixes for megatron-core and DeepSpeed, active on the installed packages",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
