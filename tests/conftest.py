@@ -1,0 +1,107 @@
+"""What all tests share: markers, a check that the hook is active, and the record for docs/compatibility.md."""
+
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+RECORD = Path(__file__).parent.parent / ".results" / "compatibility.json"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+    config.addinivalue_line(
+        "markers",
+        "compat(fix): the outcome is a cell of docs/compatibility.md; takes parameters `version` and `delivery` "
+        '("none", "hook" or "in place")',
+    )
+    config.stash[_CELLS] = {}
+
+
+_CELLS = pytest.StashKey[dict[str, dict[str, Any]]]()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hook_is_active() -> None:
+    """Without the hook at start-up, the tests of the delivery "hook" would test nothing."""
+    if not any(type(finder).__name__ == "PatchFinder" for finder in sys.meta_path):
+        pytest.exit(
+            f"expected the import hook in sys.meta_path of {sys.executable}, found none: install the project into "
+            "this environment (pip install -e . --no-deps) and leave CKPT_PATCHES unset",
+            returncode=2,
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; refuse a `compat` test that cannot be put in a cell."""
+    for item in items:
+        if item.get_closest_marker("gpu") and (reason := _no_gpu()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("compat") and not {"version", "delivery"} <= _parameters(item).keys():
+            raise pytest.UsageError(f"{item.nodeid}: marked compat, expected the parameters `version` and `delivery`")
+
+
+def _no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs a GPU; torch.cuda.is_available() is false here"
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words."""
+    report: pytest.TestReport = yield
+    marker = item.get_closest_marker("compat")
+    if marker and (report.when == "call" or report.outcome != "passed"):
+        parameters = _parameters(item)
+        item.config.stash[_CELLS][item.nodeid] = {
+            "fix": marker.kwargs["fix"],
+            "version": parameters["version"],
+            "delivery": parameters["delivery"],
+            "outcome": report.outcome,
+            "words": dict(report.user_properties).get("compat", ""),
+            "reason": _reason(report),
+            "date": datetime.date.today().isoformat(),
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+        }
+    return report  # type: ignore[return-value]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped, or the last line of why it failed."""
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    lines = report.longreprtext.strip().splitlines() if report.outcome != "passed" else []
+    return lines[-1] if lines else ""
+
+
+def _version(distribution: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Add this session's outcomes to those of earlier ones, by test."""
+    cells = session.config.stash[_CELLS]
+    if cells:
+        RECORD.parent.mkdir(exist_ok=True)
+        earlier = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        RECORD.write_text(json.dumps({**earlier, **cells}, indent=1, sort_keys=True) + "\n")

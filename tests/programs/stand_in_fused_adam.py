@@ -1,0 +1,104 @@
+"""A CPU stand-in for transformer_engine's FusedAdam, enough for megatron's (distributed) optimizer:
+lr may be None, fp32 math, group['step'], decoupled grads, fp32 master weights, (un)scaled state accessors."""
+
+import torch
+
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        capturable=False,
+        master_weights=False,
+        use_decoupled_grad=False,
+        store_param_remainders=False,
+        master_weight_dtype=torch.float32,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        set_grad_none=None,
+        **kw,
+    ):
+        super().__init__(
+            params,
+            {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+        )
+        self.adam_w_mode, self.master_weights, self.use_decoupled_grad = adam_w_mode, master_weights, use_decoupled_grad
+        self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        if self.use_decoupled_grad:
+            for g in self.param_groups:
+                for p in g["params"]:
+                    p.decoupled_grad = None
+
+    def initialize_state(self, p, store_param_remainders=False):
+        s = self.state[p]
+        s["exp_avg"] = torch.zeros_like(p, dtype=self.exp_avg_dtype)
+        s["exp_avg_sq"] = torch.zeros_like(p, dtype=self.exp_avg_sq_dtype)
+        if self.master_weights:
+            s["master_param"] = p.detach().clone().float()
+
+    def get_unscaled_state(self, p, name):
+        return self.state[p][name].float()
+
+    def set_scaled_state(self, p, name, v):
+        if name not in self.state[p]:
+            self.initialize_state(p)
+        self.state[p][name].copy_(v)
+
+    @torch.no_grad()
+    def step(self, closure=None, **kw):
+        for g in self.param_groups:
+            if not g["params"]:
+                continue
+            g["step"] = g.get("step", 0) + 1
+            b1, b2 = g["betas"]
+            for p in g["params"]:
+                gr = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
+                if gr is None:
+                    continue
+                s = self.state[p]
+                if len(s) == 0:
+                    self.initialize_state(p)
+                w = s["master_param"] if self.master_weights else p
+                gr = gr.float()
+                m = s["exp_avg"].float().mul_(b1).add_(gr, alpha=1 - b1)
+                v = s["exp_avg_sq"].float().mul_(b2).addcmul_(gr, gr, value=1 - b2)
+                s["exp_avg"].copy_(m)
+                s["exp_avg_sq"].copy_(v)
+                c1, c2 = (1 - b1 ** g["step"], 1 - b2 ** g["step"]) if g["bias_correction"] else (1.0, 1.0)
+                d = (v / c2).sqrt_().add_(g["eps"])
+                x = w.float()
+                if self.adam_w_mode:
+                    x = x * (1 - g["lr"] * g["weight_decay"])
+                x = x.addcdiv(m, d, value=-g["lr"] / c1)
+                w.copy_(x)
+                if self.master_weights:
+                    p.copy_(w)
+
+
+class FusedSGD(torch.optim.SGD):
+    pass
+
+
+def patch_megatron():
+    """make megatron.core.optimizer believe TE's FusedAdam was imported (as in upstream CI), without faking TE itself"""
+    import megatron.core.optimizer as mo
+    import megatron.core.optimizer.distrib_optimizer as do
+
+    mo.Adam = FusedAdam
+    mo.SGD = FusedSGD
+    if hasattr(mo, "USING_PYTORCH_OPTIMIZER"):
+        mo.USING_PYTORCH_OPTIMIZER = False
+    do.Adam = FusedAdam
+    do.HAVE_APEX_OR_TE = True
+    do.USING_TE_OPTIMIZER = True

@@ -1,0 +1,263 @@
+"""The upstream releases under test, in one table, and what every test needs to run programs on them.
+
+A release is installed on its own into a folder (a tree); a program runs in a process with that tree first on its path.
+Trees lie in `.trees/`, or where `CKPT_PATCHES_TREES` says, and are installed when first asked for.
+`CKPT_PATCHES_TEST_ALL=1` runs every release of the table in place of the default ones.
+"""
+
+import atexit
+import fcntl
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROGRAMS = REPOSITORY / "tests" / "programs"
+
+# How a fix reaches a program: by the import hook, or written into the files of the tree.
+DELIVERIES = ("hook", "in place")
+
+
+@dataclass(frozen=True)
+class Release:
+    """One upstream release on the package index."""
+
+    distribution: str
+    version: str
+    default: bool  # in the default run; the others with CKPT_PATCHES_TEST_ALL=1 only
+    note: str = ""  # why it cannot be run here; empty if it can
+
+
+def _table(distribution: str, versions: str, default: str, notes: Mapping[str, str]) -> list[Release]:
+    return [Release(distribution, v, v in default.split(), notes.get(v, "")) for v in versions.split()]
+
+
+_NO_SOCKET = (
+    "does not import: takes _get_socket_with_port from torch.distributed.elastic, which torch 2.13 does not have"
+)
+
+RELEASES: tuple[Release, ...] = (
+    *_table(
+        "megatron-core",
+        """0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0
+        0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1""",
+        default="0.7.0 0.12.0 0.14.0 0.16.1",
+        notes={},
+    ),
+    *_table(
+        "deepspeed",
+        """0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5
+        0.14.0 0.14.1 0.14.2 0.14.3 0.14.4 0.14.5 0.15.0 0.15.1 0.15.2 0.15.3 0.15.4
+        0.16.0 0.16.1 0.16.2 0.16.3 0.16.4 0.16.5 0.16.6 0.16.7 0.16.8 0.16.9
+        0.17.0 0.17.1 0.17.2 0.17.3 0.17.4 0.17.5 0.17.6
+        0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
+        0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
+        default="0.12.6 0.16.2 0.19.2 0.19.8",
+        notes=dict.fromkeys(("0.14.1", "0.14.2", "0.14.3"), _NO_SOCKET),
+    ),
+    *_table("megatron-bridge", "0.3.1", default="0.3.1", notes={}),
+)
+
+# Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
+_INTEL = REPOSITORY / "tests" / "stand_ins" / "intel_cpu"
+_INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
+STAND_INS: dict[tuple[str, str], Path] = {
+    ("megatron-core", "0.7.0"): PROGRAMS / "stand_in_apex",
+    **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), _INTEL),
+}
+
+
+def all_releases() -> bool:
+    """Whether this run is over every release of the table."""
+    return os.environ.get("CKPT_PATCHES_TEST_ALL") == "1"
+
+
+def releases(distribution: str, *, oldest: str | None = None, newest: str | None = None) -> list[Any]:
+    """Pytest parameters, one a version, of a distribution's releases in an inclusive range.
+
+    Only the default ones, unless `CKPT_PATCHES_TEST_ALL=1`. One that cannot be run here is skipped with its reason.
+    """
+    return [
+        pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ())
+        for r in RELEASES
+        if r.distribution == distribution
+        and (r.default or all_releases())
+        and (oldest is None or _numbers(oldest) <= _numbers(r.version))
+        and (newest is None or _numbers(r.version) <= _numbers(newest))
+    ]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def tree(distribution: str, version: str) -> Path:
+    """The folder with a release, and nothing else, in it. Installed on demand; read-only for tests.
+
+    Raises:
+        ValueError: the release is not in the table.
+        RuntimeError: pip could not install it; its last lines are in the message.
+    """
+    if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
+        raise ValueError(f"expected a release of the table in {__file__}, found {distribution} {version}; add it there")
+    folder = _trees() / f"{distribution}-{version}"
+    if not folder.is_dir():
+        with _locked(folder):
+            if not folder.is_dir():
+                _install(distribution, version, folder)
+    return folder
+
+
+def _trees() -> Path:
+    return Path(os.environ.get("CKPT_PATCHES_TREES") or REPOSITORY / ".trees").resolve()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One installer of a tree at a time, among all processes of this machine."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{folder.name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _install(distribution: str, version: str, folder: Path) -> None:
+    """Install a release into a temporary folder beside the tree, and rename that when it is whole."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        target = Path(temporary, "tree")
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(target),
+        ]
+        if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
+            command.append("--no-build-isolation")
+        environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
+        command.append(f"{distribution}=={version}")
+        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode != 0:
+            raise RuntimeError(
+                f"{distribution} {version} could not be installed into {folder} (pip's exit status {done.returncode}); "
+                f"install it there by hand, or give its reason in {__file__}. pip said:\n{_tail(done.stdout)}"
+            )
+        os.chmod(target, 0o755)
+        os.rename(target, folder)
+
+
+def in_place(tree: Path) -> Path:
+    """A copy of a tree with all fixes written into its files; made once a session."""
+    return _in_place(Path(tree).resolve())
+
+
+@functools.cache
+def _in_place(tree: Path) -> Path:
+    copy = Path(_session_folder(), str(len(os.listdir(_session_folder()))), tree.name)
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+    command = [sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(copy)]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
+    return copy
+
+
+@functools.cache
+def _session_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="ckpt-patches-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def run(
+    program: str | Path,
+    *args: str | Path,
+    tree: Path,
+    delivery: str = "none",
+    path: Sequence[str | Path] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on a tree: a file in `tests/programs/` (its name without .py) or any path.
+
+    `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook).
+
+    Raises:
+        AssertionError: the program's exit status is not 0 (unless `check` is false); its last lines are in the message.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+    """
+    if delivery not in ("none", *DELIVERIES):
+        raise ValueError(f"expected delivery to be one of none, {', '.join(DELIVERIES)}, found {delivery!r}")
+    root = in_place(tree) if delivery == "in place" else tree
+    file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
+    command = [sys.executable, str(file), *map(str, args)]
+    environment = environment_for(root, delivery, path)
+    environment.update(env or {})
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=timeout)
+    if check and done.returncode != 0:
+        raise AssertionError(
+            f"{' '.join(command)} on {root} ({delivery}): exit status {done.returncode}\n"
+            f"--- stdout\n{_tail(done.stdout)}\n--- stderr\n{_tail(done.stderr)}"
+        )
+    return done
+
+
+def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
+    """`run`, and the last line of its standard output, which is JSON."""
+    done = run(program, *args, **keywords)
+    lines = done.stdout.strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise AssertionError(
+            f"expected JSON in the last line of {program}, found:\n{_tail(done.stdout)}\n"
+            f"--- stderr\n{_tail(done.stderr)}"
+        ) from None
+
+
+# What a launcher or a developer may have set, and must not reach a program under test.
+_NOT_INHERITED = ("PYTHONDONTWRITEBYTECODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) -> dict[str, str]:
+    """The environment of a program under test; a copy, free to change."""
+    inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
+    distribution, _, version = root.name.rpartition("-")
+    stand_in = STAND_INS.get((distribution, version))
+    folders = [root, *path, *([stand_in] if stand_in else []), PROGRAMS]
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "CKPT_PATCHES": "strict" if delivery == "hook" else "off",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _tail(text: str, lines: int = 40) -> str:
+    return "\n".join(text.splitlines()[-lines:])
