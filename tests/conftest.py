@@ -4,7 +4,7 @@ import datetime
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words."""
-    report: pytest.TestReport = yield
+    report = yield
     marker = item.get_closest_marker("compat")
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
@@ -78,7 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
             "python": platform.python_version(),
             "torch": _version("torch"),
         }
-    return report  # type: ignore[return-value]
+    return report
 
 
 def _reason(report: pytest.TestReport) -> str:

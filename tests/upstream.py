@@ -71,11 +71,10 @@ RELEASES: tuple[Release, ...] = (
 )
 
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
-_INTEL = REPOSITORY / "tests" / "stand_ins" / "intel_cpu"
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
 STAND_INS: dict[tuple[str, str], Path] = {
     ("megatron-core", "0.7.0"): PROGRAMS / "stand_in_apex",
-    **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), _INTEL),
+    **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), PROGRAMS / "stand_in_intel"),
 }
 
 
