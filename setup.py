@@ -14,7 +14,8 @@ from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 # Python runs a line of a .pth file at start-up only if it lies in site-packages itself. It sorts behind the
-# __editable__*.pth of an editable install, which has put the packages on sys.path by then.
+# __editable__*.pth of an editable install, which has put the packages on sys.path by then. It must never stop Python
+# from starting, and acts once although Python runs the .pth files of a virtual environment twice.
 PTH = "training_checkpoint_patches.pth"
 # What goes beside the packages; the text file says why it is there.
 FILES = (PTH, "megatron/patches.txt")

@@ -1,0 +1,325 @@
+"""Real pip installs of the working tree into fresh environments: what Python sees, what an uninstall leaves."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import upstream
+
+SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
+# Imports all that can be imported without torch, so that bytecode is written before an uninstall.
+IMPORT_US = """
+import importlib, pkgutil, ckpt_patches, ckpt_patches.fix, ckpt_patches.registry
+for module in pkgutil.iter_modules(ckpt_patches.__path__):
+    if module.name != "__main__":
+        importlib.import_module(f"ckpt_patches.{module.name}")
+for name in ckpt_patches.registry.FIXES:
+    folder = ckpt_patches.registry.FOLDERS[ckpt_patches.fix.package_of(name)]
+    importlib.import_module(f"{folder.replace('/', '.')}.{name}")
+"""
+
+
+class Environment:
+    """A virtual environment with nothing in it; pip, setuptools and wheel are lent to it while pip runs."""
+
+    def __init__(self, folder: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        self.folder = folder
+        self.executable = folder / "bin" / "python"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self.site_packages = folder / "lib" / version / "site-packages"
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        installed = Path(sysconfig.get_path("purelib"))
+        for pattern in ("pip", "setuptools*", "wheel*", "packaging", "pkg_resources", "_distutils_hack"):
+            for path in installed.glob(pattern):
+                (self.tools / path.name).symlink_to(path)
+
+    def python(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run its Python, with nothing of ours in the environment but `env`."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES"))}
+        return subprocess.run(
+            [str(self.executable), *args], cwd=cwd or self.folder, env=kept | env, text=True, capture_output=True
+        )
+
+    def pip(self, *args: str) -> None:
+        done = self.python("-m", "pip", *args, PYTHONPATH=str(self.tools), CKPT_PATCHES="off")
+        assert done.returncode == 0, f"pip {' '.join(args)}:\n{done.stdout}\n{done.stderr}"
+
+    def install(self, *args: str) -> None:
+        self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *args)
+
+    def files(self) -> list[str]:
+        """Every file and folder of site-packages and bin."""
+        tops = (self.site_packages, self.folder / "bin")
+        return sorted(str(path.relative_to(self.folder)) for top in tops for path in top.rglob("*"))
+
+    def hook(self) -> str:
+        """What a plain `python -c` has in sys.meta_path; nothing may be said on stderr."""
+        done = self.python("-c", SHOW_HOOK)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "venv")
+
+
+def copy_working_tree(folder: Path) -> Path:
+    """What git would commit now: tracked files and new ones, without the ignored."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=upstream.REPOSITORY, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (upstream.REPOSITORY / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(upstream.REPOSITORY / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return copy_working_tree(tmp_path / "source")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    builder = Environment(folder / "venv")
+    source = copy_working_tree(folder / "source")
+    builder.pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def as_folder(environment: Environment, source: Path) -> list[str]:
+    return [str(source)]
+
+
+def as_editable(environment: Environment, source: Path) -> list[str]:
+    return ["-e", str(source)]
+
+
+def as_wheel(environment: Environment, source: Path) -> list[str]:
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    environment.pip("wheel", *options, "-w", str(source / "dist"), str(source))
+    return [str(path) for path in (source / "dist").glob("*.whl")]
+
+
+def as_source_distribution(environment: Environment, source: Path) -> list[str]:
+    program = "import setuptools.build_meta as b; b.build_sdist('dist')"
+    done = environment.python("-c", program, cwd=source, PYTHONPATH=str(environment.tools), CKPT_PATCHES="off")
+    assert done.returncode == 0, done.stderr
+    return [str(path) for path in (source / "dist").glob("*.tar.gz")]
+
+
+def as_git(environment: Environment, source: Path) -> list[str]:
+    def git(*args: str) -> None:
+        identity = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *identity, *args], cwd=source, check=True, capture_output=True)
+
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--no-verify", "-m", "The working tree")
+    return [f"git+file://{source}"]
+
+
+KINDS = [as_folder, as_editable, as_wheel, as_source_distribution, as_git]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_install_activates_the_hook_and_uninstall_leaves_nothing(
+    kind: Callable[[Environment, Path], list[str]], environment: Environment, source: Path
+) -> None:
+    requirement = kind(environment, source)
+    before = environment.files()
+
+    environment.install(*requirement)
+    assert environment.hook().startswith("['PatchFinder',")
+    done = environment.python("-c", IMPORT_US)
+    assert done.returncode == 0, done.stderr
+    for command in (
+        [str(environment.folder / "bin" / "ckpt-patches")],
+        [str(environment.executable), "-m", "ckpt_patches"],
+    ):
+        assert subprocess.run([*command, "--help"], cwd=environment.folder, capture_output=True).returncode == 0
+
+    environment.pip("uninstall", "--quiet", "--yes", "training-checkpoint-patches")
+    assert environment.files() == before
+    assert "PatchFinder" not in environment.hook()
+
+
+def test_reinstall_replaces(environment: Environment, source: Path, wheel: Path) -> None:
+    """From editable to wheel and again the wheel: one start-up file, and nothing of the editable install."""
+    before = environment.files()
+    environment.install("-e", str(source))
+    environment.install("--force-reinstall", str(wheel))
+    environment.install("--force-reinstall", str(wheel))
+    assert [path.name for path in environment.site_packages.glob("*.pth")] == ["training_checkpoint_patches.pth"]
+    assert "PatchFinder" in environment.hook()
+    environment.pip("uninstall", "--quiet", "--yes", "training-checkpoint-patches")
+    assert environment.files() == before
+
+
+def test_uninstall_leaves_the_other_packages_of_megatron(environment: Environment, wheel: Path) -> None:
+    other = environment.site_packages / "megatron" / "core" / "__init__.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("")
+    environment.install(str(wheel))
+    assert environment.python("-c", "import megatron.core, megatron.patches.numpy2_product").returncode == 0
+    shutil.rmtree(other.parent / "__pycache__")
+    environment.pip("uninstall", "--quiet", "--yes", "training-checkpoint-patches")
+    assert [str(path.relative_to(environment.site_packages)) for path in environment.site_packages.rglob("*")] == [
+        "megatron",
+        "megatron/core",
+        "megatron/core/__init__.py",
+    ]
+
+
+def test_record_names_every_file_and_megatron_stays_a_namespace(environment: Environment, wheel: Path) -> None:
+    environment.install("--no-compile", str(wheel))
+    (record,) = environment.site_packages.glob("training_checkpoint_patches-*.dist-info/RECORD")
+    recorded = {line.split(",")[0] for line in record.read_text().splitlines()}
+    ours = {str(p.relative_to(environment.site_packages)) for p in environment.site_packages.rglob("*") if p.is_file()}
+    assert recorded == ours | {"../../../bin/ckpt-patches"}
+    assert "megatron/__init__.py" not in recorded
+    assert not [name for name in recorded if name.startswith(("tests/", "megatron/core/"))]
+    for name in ("ckpt_patches", "deepspeed_patches", "megatron/patches"):
+        shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
+        assert shipped == {str(p.relative_to(upstream.REPOSITORY)) for p in (upstream.REPOSITORY / name).rglob("*.py")}
+
+
+def test_nothing_is_required(environment: Environment, wheel: Path) -> None:
+    """It must never pull another torch into a container."""
+    environment.install(str(wheel))
+    (metadata,) = environment.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
+    required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist:")]
+    assert required
+    assert not [line for line in required if "extra ==" not in line]
+
+
+def test_start_up_file_sorts_behind_that_of_an_editable_install(environment: Environment, source: Path) -> None:
+    environment.install("-e", str(source))
+    names = sorted(path.name for path in environment.site_packages.glob("*.pth"))
+    assert names[-1] == "training_checkpoint_patches.pth"
+    (editable,) = [name for name in names if name.startswith("__editable__")]
+    assert (environment.site_packages / editable).read_text().strip() == str(source)
+
+
+def test_target_folder(environment: Environment, wheel: Path) -> None:
+    """`pip install --target`: a .pth there is not run; the hook is installed by hand, and nothing breaks without."""
+    target = environment.folder / "target"
+    environment.install("--target", str(target), str(wheel))
+    assert (target / "training_checkpoint_patches.pth").exists()
+    done = environment.python("-c", SHOW_HOOK, PYTHONPATH=str(target))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "PatchFinder" not in done.stdout
+    by_hand = f"from ckpt_patches.startup import install; install(); {SHOW_HOOK}"
+    assert "PatchFinder" in environment.python("-c", by_hand, PYTHONPATH=str(target)).stdout
+
+
+@pytest.mark.parametrize("options", [["-I"], ["-E"], ["-s"], ["-O"], ["-W", "error"], ["-X", "utf8=0"]], ids=" ".join)
+def test_interpreter_options(options: list[str], environment: Environment, wheel: Path) -> None:
+    environment.install(str(wheel))
+    done = environment.python(*options, "-c", SHOW_HOOK)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "PatchFinder" in done.stdout
+
+
+def remove_startup(installed: Path) -> None:
+    (installed / "startup.py").unlink()
+    shutil.rmtree(installed / "__pycache__")
+
+
+def damage_startup(installed: Path) -> None:
+    (installed / "startup.py").write_text("def run(:\n")
+
+
+def empty_startup(installed: Path) -> None:
+    (installed / "startup.py").write_text("")
+
+
+@pytest.mark.parametrize("damage", [remove_startup, damage_startup, empty_startup, shutil.rmtree])
+def test_broken_install_says_so_in_one_line(
+    damage: Callable[[Path], None], environment: Environment, wheel: Path
+) -> None:
+    environment.install(str(wheel))
+    damage(environment.site_packages / "ckpt_patches")
+    done = environment.python("-c", "print('started')")
+    assert (done.returncode, done.stdout) == (0, "started\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(
+        "ckpt-patches: the import hook is not active, reinstall training-checkpoint-patches: "
+    )
+
+
+def test_errors_are_said_once(environment: Environment, wheel: Path) -> None:
+    """In a virtual environment, Python runs every .pth file twice."""
+    environment.install(str(wheel))
+    done = environment.python("-c", SHOW_HOOK, CKPT_PATCHES="sometimes")
+    assert done.stdout.count("PatchFinder") == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_broken_install_without_stderr(environment: Environment, wheel: Path) -> None:
+    environment.install(str(wheel))
+    remove_startup(environment.site_packages / "ckpt_patches")
+    command = f"exec '{environment.executable}' -c 'print(\"started\")' 2>&-"
+    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "started\n"
+
+
+# Root may write everywhere, unless it gives that capability up.
+WITHOUT_ROOTS_RIGHTS = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
+
+
+def _works(command: list[str]) -> bool:
+    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_read_only_site_packages(environment: Environment, wheel: Path) -> None:
+    """Where no bytecode can be written, everything works without."""
+    environment.install("--no-compile", str(wheel))
+    before = environment.files()
+    folders = [environment.site_packages, *(p for p in environment.site_packages.rglob("*") if p.is_dir())]
+    command = [str(environment.executable), "-c", f"{IMPORT_US}\n{SHOW_HOOK}"]
+    if os.geteuid() == 0:
+        if not _works([*WITHOUT_ROOTS_RIGHTS, "true"]):
+            pytest.skip("root may write everywhere, and cannot give that right up here")
+        command = [*WITHOUT_ROOTS_RIGHTS, *command]
+    try:
+        for folder in folders:
+            folder.chmod(0o555)
+        done = subprocess.run(command, cwd=environment.folder, capture_output=True, text=True)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "PatchFinder" in done.stdout
+    assert environment.files() == before
+
+
+MEGATRON_SCRIPT = """
+import sys
+before = "megatron" in sys.modules
+import megatron
+import deepspeed.checkpoint.ds_to_universal as converter
+print(before, megatron.OWNER, type(converter.__loader__).__name__, converter.__file__)
+"""
+
+
+def test_regular_package_megatron_beside_a_script(tmp_path: Path) -> None:
+    """The stack of the DP=768 report: `megatron` is the script's own package, DeepSpeed is patched all the same."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("OWNER = 'the script'\n")
+    script = tmp_path / "convert.py"
+    script.write_text(MEGATRON_SCRIPT)
+    tree = upstream.tree("deepspeed", "0.16.2")
+    done = upstream.run(script, tree=tree, delivery="hook")
+    converter = tree / "deepspeed" / "checkpoint" / "ds_to_universal.py"
+    assert done.stdout.splitlines()[-1] == f"False the script PatchedLoader {converter}"
