@@ -1,0 +1,42 @@
+# Everything here works on a fresh Debian with Python, pip and make: the first target sets up .venv/ by itself.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
+
+.PHONY: test test-all lint check bench demo compatibility clean
+
+# Formatting, lint, types, and the tests on the default upstream releases.
+test: lint check
+
+# The tests on every upstream release, and the page that is made from their results.
+test-all: lint
+	rm -rf .results
+	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest; status=$$?; $(PY) tests/compatibility.py && exit $$status
+
+check: $(VENV)/ready
+	$(PY) -m pytest
+
+lint: $(VENV)/ready
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy $(CHECKED)
+
+bench: $(VENV)/ready
+	$(PY) -m pytest tests/benchmarks -s
+
+demo: $(VENV)/ready
+	$(PY) tests/demo.py
+
+compatibility: $(VENV)/ready
+	$(PY) tests/compatibility.py
+
+# Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
+$(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
+	test -x $(PY) && $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install --quiet pip; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .trees .results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
