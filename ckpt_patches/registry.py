@@ -15,6 +15,7 @@ FIXES = {
     "zarr_create_synchronizer": ("megatron.core.dist_checkpointing.strategies.zarr",),
     "dp_zero_empty_state": ("megatron.core.optimizer.distrib_optimizer",),
     "torch_adam_step": ("megatron.core.optimizer.distrib_optimizer",),
+    "reshardable_padding_flag": ("megatron.core.optimizer.distrib_optimizer",),
     "hybrid_offload_reload": (
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.distrib_optimizer",

@@ -171,8 +171,8 @@ class Source:
         start, stop = self._span(node)
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
-    def insert_before(self, statement: ast.stmt, text: str) -> None:
-        """Insert statements, written without indentation, in front of a statement."""
+    def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
+        """Insert statements, written without indentation, in front of a statement (or of an expression that is one)."""
         start, _ = self._span(statement)
         self._edit(start, start, self._indented(text, self._indent(statement)) + self._newline + self._indent(statement))
 

@@ -49,14 +49,17 @@ def one_step_each(source: Source) -> None:
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def save_without_step(source: Source) -> None:
-    """Up to 0.10 the sharded formats take every key of the state for a tensor of the parameter's size."""
+    """These sharded formats take every key of the state for a tensor of the parameter's size."""
     if b"HAVE_APEX_OR_TE" not in source.data:
         raise NotConcerned
-    drop_step = 'optim_state = {key: value for key, value in optim_state.items() if key != "step"}'
-    saves = [f"DistributedOptimizer.{name}" for name in ("get_parameter_state_fs_bucket_space", "sharded_param_state_fs_model_space")]
-    functions = [source.function(name) for name in saves if source.has_function(name)]
-    look_ups = [look_up for f in functions for look_up in source.all("optim_state = self.optimizer.state[main_param]", f)]
-    if not look_ups or any(source.all(drop_step, within=function) for function in functions):
-        raise AlreadyThere  # since 0.11 they leave it out
-    for look_up in look_ups:
-        source.insert_after(look_up, drop_step)
+    names = ("get_parameter_state_fs_bucket_space", "sharded_param_state_fs_model_space")
+    methods = [f"DistributedOptimizer.{name}" for name in names]
+    functions = [source.function(method) for method in methods if source.has_function(method)]
+    affected = [function for function in functions if not source.all("'step'", within=function)]
+    if not affected:
+        raise AlreadyThere
+    for function in affected:
+        assignments = [node for node in source.all_of(ast.Assign, function) if source.text(node.targets[0]) == "tensors"]
+        if len(assignments) != 1:
+            raise NoMatch(f"expected `tensors = ...` once in {function.name}, found it {len(assignments)} times")
+        source.insert_after(assignments[0], 'tensors.pop("step", None)  # saved with the param groups')

@@ -55,6 +55,16 @@ class FusedAdam(torch.optim.Optimizer):
             self.initialize_state(p)
         self.state[p][name].copy_(v)
 
+    def load_state_dict(self, state_dict):
+        """torch casts a state to its parameter's dtype; Transformer Engine's optimizer keeps the state's own."""
+        super().load_state_dict(state_dict)
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for name, param in zip(names, params, strict=True):
+            if name in state_dict["state"]:
+                saved = state_dict["state"][name].items()
+                self.state[param] = {k: v.clone() if torch.is_tensor(v) else v for k, v in saved}
+
     @torch.no_grad()
     def step(self, closure=None, **kw):
         for g in self.param_groups:

@@ -1,0 +1,32 @@
+"""Keep the padding flag of the dp-reshardable formats out of the optimizer's state.
+
+https://github.com/NVIDIA/Megatron-LM/issues/1842
+"""
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1842",),
+    affected="megatron-core 0.11.0 to main, with the precision-aware optimizer",
+    test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_flag.py",
+)
+
+LOADS = ("load_parameter_state_from_fs_bucket_space", "load_parameter_state_from_dp_reshardable")
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def drop_padding_flag(source: Source) -> None:
+    """Each saved shard has a key `padding`, for which the precision-aware optimizer has no state: KeyError."""
+    pattern = "self._set_main_param_and_optimizer_states(model_param, src_tensors)"
+    methods = [f"DistributedOptimizer.{name}" for name in LOADS]
+    functions = [source.function(method) for method in methods if source.has_function(method)]
+    affected = [function for function in functions if source.all(pattern, within=function)]
+    if not affected:
+        raise NotConcerned  # up to 0.10 the keys are the optimizer's own
+    drop = 'src_tensors.pop("padding", None)'
+    if any(source.all(drop, within=function) for function in affected):
+        raise AlreadyThere
+    for function in affected:
+        source.insert_before(source.one(pattern, within=function), drop)

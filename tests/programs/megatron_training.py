@@ -1,0 +1,202 @@
+"""A tiny model under the real megatron-core on CPU ranks: build it, step it, look into its optimizer."""
+
+import contextlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_gpu
+
+fake_gpu.install()
+
+import torch  # noqa: E402  the stand-in GPU has to be there first
+import torch.distributed as dist  # noqa: E402
+
+Model = Any
+Optimizer = Any
+
+
+def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
+    """Run `worker(rank, *args)` on that many processes with a Gloo group and Megatron's parallel state."""
+    port = os.environ.get("MASTER_PORT", "29571")
+    torch.multiprocessing.spawn(_start, (worker, ranks, port, *args), nprocs=ranks)
+
+
+def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, *args: object) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
+    )
+    fake_gpu.install()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    without_transformer_engine()
+    try:
+        worker(rank, *args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def without_transformer_engine() -> None:
+    """Releases compare the version of Transformer Engine even where it is not installed; 0.12 steps only with it."""
+    import megatron.core.utils
+    from packaging.version import Version
+
+    if getattr(megatron.core.utils, "_te_version", 0) is None:
+        megatron.core.utils._te_version = Version("0.0.0")
+    with contextlib.suppress(ImportError):  # 0.7 to 0.9 have no such module
+        from megatron.core import fp8_utils
+
+        refused = getattr(fp8_utils, "_quantize_param_shard_impl", None)
+        if refused is not None and inspect.getfullargspec(refused).varargs:
+            # It raises even for no fp8 parameter at all, and there is none here.
+            fp8_utils._quantize_param_shard_impl = lambda *args, **kwargs: None
+
+
+def build(
+    *,
+    offload_fraction: float | None = None,
+    precision_aware: bool = False,
+    overlap: bool = False,
+    native_fp32: bool = False,
+    fp16: bool = False,
+) -> tuple[Model, Optimizer]:
+    """The model under Megatron's DDP, and its distributed optimizer.
+
+    `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps one parameter in fp32.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    dtype = torch.float16 if fp16 else torch.bfloat16
+    config = transformer_config(dtype)
+    torch.manual_seed(1)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+    )
+    model = tiny_model(config, dtype, native_fp32).cuda()
+    options: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "bf16": not fp16,
+        "fp16": fp16,
+        "params_dtype": dtype,
+        "clip_grad": 0.0,
+        "use_distributed_optimizer": True,
+    }
+    if precision_aware:
+        options["use_precision_aware_optimizer"] = True
+    if offload_fraction is not None:
+        options.update(
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=overlap,
+            use_torch_optimizer_for_cpu_offload=True,
+            pin_cpu_grads=True,
+            pin_cpu_params=True,
+        )
+    try:
+        model = DistributedDataParallel(config, ddp, model)
+    except TypeError:  # 0.7: the data-parallel group is an argument
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        model = DistributedDataParallel(config, ddp, model, data_parallel_group=group)
+    with contextlib.ExitStack() as stack:
+        if precision_aware and offload_fraction is None:
+            stack.enter_context(fused_adam_of_transformer_engine())
+        if native_fp32:
+            # A shard of an fp32 parameter is a view of it, which torch's optimizers take as a leaf only then.
+            stack.enter_context(torch.no_grad())
+        return model, get_megatron_optimizer(OptimizerConfig(**options), [model])
+
+
+@contextlib.contextmanager
+def fused_adam_of_transformer_engine() -> Iterator[None]:
+    """The precision-aware optimizer looks at Transformer Engine's FusedAdam, which cannot be installed without a GPU."""
+    import stand_in_fused_adam
+
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[names[-1]].FusedAdam = stand_in_fused_adam.FusedAdam  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def transformer_config(dtype: torch.dtype) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+
+
+def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Model:
+    """Two linear layers of 16 x 33 and 33 x 7 elements, and with `native_fp32` a scale that stays in fp32."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class Tiny(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.a = torch.nn.Linear(16, 33)
+            self.b = torch.nn.Linear(33, 7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.b(torch.relu(self.a(x)))
+            return out * self.scale.to(out.dtype) if native_fp32 else out
+
+    model = Tiny().to(dtype)
+    if native_fp32:
+        model.scale = torch.nn.Parameter(torch.full((7,), 1.5))
+    return model
+
+
+def step(model: Model, optimizer: Optimizer, iteration: int) -> None:
+    """One training step on a batch that depends on the iteration alone."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(100 + iteration)
+    dtype = next(p.dtype for name, p in model.named_parameters() if name.endswith("a.weight"))
+    x = torch.randn(4, 16, generator=generator).to(dtype).cuda()
+    loss = model(x).float().pow(2).mean()
+    optimizer.scale_loss(loss).backward()
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+def inner(optimizer: Optimizer) -> Optimizer:
+    """The distributed optimizer in the chain that later releases return."""
+    return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+
+
+def weights(model: Model) -> dict[str, torch.Tensor]:
+    """A copy of every parameter, in fp32, by name."""
+    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+
+def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(values[name].to(p.dtype))
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors are the same, bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
