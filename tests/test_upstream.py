@@ -1,0 +1,138 @@
+"""The helpers in upstream.py: what is selected, installed once, run, and said when it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import upstream
+
+
+def versions(parameters: list[Any]) -> list[str]:
+    return [parameter.id for parameter in parameters]
+
+
+def test_default_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
+    assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.12.0", "0.14.0", "0.16.1"]
+    assert versions(upstream.releases("deepspeed", oldest="0.16.2", newest="0.19.2")) == ["0.16.2", "0.19.2"]
+
+
+def test_all_releases_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
+    found = upstream.releases("deepspeed", oldest="0.14.0", newest="0.14.5")
+    assert versions(found) == ["0.14.0", "0.14.1", "0.14.2", "0.14.3", "0.14.4", "0.14.5"]
+    reasons = {parameter.id: [mark.kwargs["reason"] for mark in parameter.marks] for parameter in found}
+    assert [version for version, reason in reasons.items() if reason] == ["0.14.1", "0.14.2", "0.14.3"]
+    assert "_get_socket_with_port" in reasons["0.14.1"][0]
+
+
+def test_no_release_stands_twice_in_the_table() -> None:
+    names = [(release.distribution, release.version) for release in upstream.RELEASES]
+    assert len(names) == len(set(names))
+    assert not [release for release in upstream.RELEASES if release.default and release.note]
+    assert all(folder.is_dir() for folder in upstream.STAND_INS.values())
+    assert upstream.STAND_INS.keys() <= set(names)
+
+
+FAKE_PIP = """
+import pathlib, sys, time
+target = pathlib.Path(sys.argv[sys.argv.index("--target") + 1])
+with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
+    calls.write(sys.argv[-1] + chr(10))
+time.sleep(0.3)
+if "0.8.0" in sys.argv[-1]:
+    sys.exit("no such release")
+target.mkdir()
+(target / "package.py").write_text("")
+"""
+
+ASK_FOR_TREE = "import sys, upstream; print(upstream.tree(*sys.argv[1:]))"
+
+
+def ask(folder: Path, *release: str) -> "subprocess.Popen[str]":
+    """Ask for a tree in another process, in which pip is a program that notes its calls."""
+    (folder / "pip.py").write_text(FAKE_PIP)
+    path = os.pathsep.join([str(folder), str(upstream.REPOSITORY / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "CKPT_PATCHES_TREES": str(folder / "trees")}
+    command = [sys.executable, "-c", ASK_FOR_TREE, *release]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_tree_is_installed_once_by_many(tmp_path: Path) -> None:
+    askers = [ask(tmp_path, "megatron-core", "0.7.0") for _ in range(3)]
+    tree = tmp_path / "trees" / "megatron-core-0.7.0"
+    assert {asker.communicate()[0].strip() for asker in askers} == {str(tree)}
+    assert (tmp_path / "calls").read_text().splitlines() == ["megatron-core==0.7.0"]
+    assert (tree / "package.py").exists()
+    assert {path.name for path in tree.parent.iterdir()} == {tree.name, f".{tree.name}.lock"}
+
+
+def test_a_failed_install_leaves_no_tree_and_repeats_pip(tmp_path: Path) -> None:
+    error = ask(tmp_path, "megatron-core", "0.8.0").communicate()[1]
+    assert "megatron-core 0.8.0 could not be installed into" in error
+    assert "no such release" in error
+    assert [path.name for path in (tmp_path / "trees").iterdir()] == [".megatron-core-0.8.0.lock"]
+
+
+def test_a_release_outside_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"found deepspeed 0\.1\.0"):
+        upstream.tree("deepspeed", "0.1.0")
+
+
+PROGRAM = """
+import json, os, sys
+print("noise")
+print(json.dumps({
+    "args": sys.argv[1:],
+    "path": sys.path[1:],
+    "hook": any(type(finder).__name__ == "PatchFinder" for finder in sys.meta_path),
+    "environment": {name: os.environ.get(name) for name in ("CKPT_PATCHES", "RANK", "MASTER_PORT", "MINE")},
+}))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_run(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    tree = tmp_path / "tree"
+    for delivery, switch in (("none", "off"), ("hook", "strict")):
+        found = upstream.run_json(program, "a", tmp_path, tree=tree, delivery=delivery, path=["/x"], env={"MINE": "1"})
+        assert found["args"] == ["a", str(tmp_path)]
+        assert found["path"][:3] == [str(tree), "/x", str(upstream.PROGRAMS)]
+        assert found["hook"] == (delivery == "hook")
+        assert int(found["environment"].pop("MASTER_PORT")) > 0
+        assert found["environment"] == {"CKPT_PATCHES": switch, "RANK": None, "MINE": "1"}
+
+
+def test_run_says_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("import sys; print('out'); sys.exit('err')")
+    with pytest.raises(AssertionError, match=r"(?s)exit status 1.*out.*err"):
+        upstream.run(tmp_path / "fails.py", tree=tmp_path)
+    assert upstream.run(tmp_path / "fails.py", tree=tmp_path, check=False).returncode == 1
+    with pytest.raises(AssertionError, match="expected JSON in the last line"):
+        upstream.run_json(tmp_path / "fails.py", tree=tmp_path, check=False)
+    with pytest.raises(ValueError, match="found 'hooked'"):
+        upstream.run(tmp_path / "fails.py", tree=tmp_path, delivery="hooked")
+
+
+def test_in_place_is_an_edited_copy_made_once() -> None:
+    tree = upstream.tree("megatron-core", "0.14.0")
+    copy = upstream.in_place(tree)
+    assert copy != tree
+    assert upstream.in_place(tree) == copy
+    name = "megatron/core/dist_checkpointing/strategies/zarr.py"
+    assert (tree / name).read_bytes() != (copy / name).read_bytes()
+    state = json.loads((copy / ".ckpt-patches" / "megatron.core" / "state.json").read_text())
+    assert "zarr_create_synchronizer" in state["fixes"]
+    assert list(copy.glob("megatron_core-*.dist-info"))
