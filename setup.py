@@ -66,7 +66,7 @@ def _version() -> str:
     return found[1]
 
 
-# zarr 3 has no ProcessSynchronizer, which Megatron's zarr strategy needs; zarr 2 does not import with numcodecs 0.16.
+# zarr 3 has no ProcessSynchronizer, which Megatron's zarr strategy needs, zarr 2 what numcodecs 0.16 dropped.
 MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
 # What DeepSpeed itself asks for, less torch and the compiled parts; and what builds its source distribution.
 DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm"]
