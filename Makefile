@@ -12,10 +12,10 @@ test: lint check
 # The tests on every upstream release, and the page that is made from their results.
 test-all: lint
 	rm -rf .results
-	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest; status=$$?; $(PY) tests/compatibility.py && exit $$status
+	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest -n 2; status=$$?; $(PY) tests/compatibility.py && exit $$status
 
 check: $(VENV)/ready
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 lint: $(VENV)/ready
 	$(PY) -m ruff format --check .

@@ -78,6 +78,7 @@ TEST = [
     "setuptools>=65,<81",
     "wheel",
     "pytest>=8",
+    "pytest-xdist>=3",
     "hypothesis>=6",
     "ruff>=0.9",
     "mypy>=1.11",

@@ -1,6 +1,7 @@
 """What all tests share: markers, a check that the hook is active, and the record for docs/compatibility.md."""
 
 import datetime
+import fcntl
 import json
 import platform
 import sys
@@ -103,5 +104,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     cells = session.config.stash[_CELLS]
     if cells:
         RECORD.parent.mkdir(exist_ok=True)
-        earlier = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        RECORD.write_text(json.dumps({**earlier, **cells}, indent=1, sort_keys=True) + "\n")
+        with open(RECORD.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a parallel run end at about the same time
+            earlier = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            RECORD.write_text(json.dumps({**earlier, **cells}, indent=1, sort_keys=True) + "\n")

@@ -73,7 +73,9 @@ RELEASES: tuple[Release, ...] = (
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
 STAND_INS: dict[tuple[str, str], Path] = {
+    # Later releases run without Apex; for them a program takes the stand-in for Transformer Engine's optimizer.
     ("megatron-core", "0.7.0"): PROGRAMS / "stand_in_apex",
+    ("megatron-core", "0.8.0"): PROGRAMS / "stand_in_apex",
     **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), PROGRAMS / "stand_in_intel"),
 }
 
@@ -93,12 +95,13 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
         for r in RELEASES
         if r.distribution == distribution
         and (r.default or all_releases())
-        and (oldest is None or _numbers(oldest) <= _numbers(r.version))
-        and (newest is None or _numbers(r.version) <= _numbers(newest))
+        and (oldest is None or numbers(oldest) <= numbers(r.version))
+        and (newest is None or numbers(r.version) <= numbers(newest))
     ]
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """A version as numbers, to compare."""
     return tuple(int(part) for part in version.split("."))
 
 

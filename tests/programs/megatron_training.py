@@ -20,17 +20,24 @@ Optimizer = Any
 
 
 def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
-    """Run `worker(rank, *args)` on that many processes with a Gloo group and Megatron's parallel state."""
+    """Run `worker(rank, *args)` on that many processes with a Gloo group and Megatron's parallel state.
+
+    The ranks are forked from this process, so the packages are imported once.
+    """
+    import megatron.core.dist_checkpointing
+    import megatron.core.optimizer  # noqa: F401
+
     port = os.environ.get("MASTER_PORT", "29571")
-    torch.multiprocessing.spawn(_start, (worker, ranks, port, *args), nprocs=ranks)
+    torch.set_num_threads(1)
+    torch.multiprocessing.start_processes(
+        _start, (worker, ranks, port, *args), nprocs=ranks, start_method="fork"
+    )
 
 
 def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, *args: object) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
-    fake_gpu.install()
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
 

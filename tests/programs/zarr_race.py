@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 KEYS = ("fp32_param", "exp_avg", "exp_avg_sq")
 ROWS, COLUMNS = 24, 50  # of a tensor-parallel rank's shard
-PATIENCE = 1.0  # seconds; nothing is timed, a lock holds the others for as long as it is held
+PATIENCE = 0.5  # seconds; nothing is timed, a lock holds the others for as long as it is held
 
 
 def main() -> None:
@@ -30,7 +30,10 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    torch.multiprocessing.spawn(worker, (options,), nprocs=options.ranks)
+    # Forked, so that the packages are imported once.
+    import megatron.core.dist_checkpointing.strategies.zarr  # noqa: F401
+
+    torch.multiprocessing.start_processes(worker, (options,), nprocs=options.ranks, start_method="fork")
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:

@@ -1,0 +1,49 @@
+"""What a fix changes in a tree: for tests of the edits themselves, on copies of a few files."""
+
+import difflib
+import os
+import shutil
+from pathlib import Path
+
+from ckpt_patches.plan import FixResult, TreePlan, module_path, plan_tree
+from ckpt_patches.registry import FIXES, TARGETS
+
+
+def copy_of(tree: Path, fix: str, to: Path) -> Path:
+    """A tree with nothing in it but the files that a fix edits, writable."""
+    for module in FIXES[fix]:
+        source, target = module_path(str(tree), module), module_path(str(to), module)
+        if os.path.exists(source):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copyfile(source, target)
+    return to
+
+
+def plan(tree: Path, fix: str) -> tuple[FixResult, TreePlan]:
+    made = plan_tree(str(tree), TARGETS[FIXES[fix][0]], [fix])
+    return made.results[0], made
+
+
+def added_lines(made: TreePlan) -> dict[str, list[str]]:
+    """By the file's name, the lines that we bring: ours to repeat in a test, as upstream's are not."""
+    added = {}
+    for module, file in made.files.items():
+        before, after = file.original.decode().splitlines(), file.patched.decode().splitlines()
+        lines = difflib.unified_diff(before, after, n=0, lineterm="")
+        added[module.rpartition(".")[2]] = [
+            line[1:].strip() for line in lines if line.startswith("+") and line[:3] != "+++"
+        ]
+    return added
+
+
+def write(made: TreePlan) -> None:
+    for file in made.files.values():
+        Path(file.path).write_bytes(file.patched)
+
+
+def rewrite(tree: Path, module: str, old: str, new: str) -> None:
+    """Change a file of a copied tree; `old` is there."""
+    path = Path(module_path(str(tree), module))
+    text = path.read_text()
+    assert old in text, f"expected {old!r} in {path}"
+    path.write_text(text.replace(old, new))
