@@ -1,0 +1,17 @@
+"""Become DeepSpeed's converter: `module …` is `python -m …`, `script …` is `python …/ds_to_universal.py …`."""
+
+import os
+import sys
+
+MODULE = "deepspeed.checkpoint.ds_to_universal"
+
+
+def main() -> None:
+    how, *arguments = sys.argv[1:]
+    path = os.path.join(*MODULE.split(".")) + ".py"
+    (script, *_) = [os.path.join(folder, path) for folder in sys.path if os.path.exists(os.path.join(folder, path))]
+    os.execv(sys.executable, [sys.executable, *(["-m", MODULE] if how == "module" else [script]), *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Train a tiny model with the real DeepSpeed on CPU ranks: write checkpoints, or resume from one.
+
+    write OUT --ranks 8 KIND...        OUT/KIND/global_step2, OUT/KIND/truth.pt, OUT/KIND/losses.json
+    resume FOLDER TAG KIND --ranks 4   prints the state after the load against truth.pt, and the losses from there
+
+The no-decay group has 11 elements; on 8 ranks it is padded to 16, 2 a rank: the padding, 5, reaches over 3 ranks.
+Every rank sees its share of the same 16 samples a step, so runs with different numbers of ranks are comparable.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+# On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
+deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+
+HIDDEN = 3
+SAMPLES = 16
+STEPS = 2  # before the checkpoint, and again after it
+TAG = "global_step2"
+
+KINDS: dict[str, dict[str, Any]] = {
+    "stage1": {"zero_optimization": {"stage": 1}},
+    # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, the writer of the DP=768 report
+    "bf16_optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "stage2": {"zero_optimization": {"stage": 2}},
+    "stage3": {"zero_optimization": {"stage": 3}},
+}
+
+
+class Tiny(torch.nn.Module):
+    """12 elements with weight decay, 11 without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.ln = torch.nn.LayerNorm(HIDDEN)
+        self.w2 = torch.nn.Linear(HIDDEN, 1)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.w2(self.ln(torch.tanh(self.w1(x)))) * self.scale
+        return output
+
+
+def engine(kind: str, ranks: int, universal: bool) -> Any:
+    torch.manual_seed(0)
+    model = Tiny()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if kind == "stage3":  # before 0.18 the converter reads the first group only
+        groups = [{"params": list(model.parameters())}]
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // ranks,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
+        **KINDS[kind],
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+
+
+def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
+    """The mean loss of every step."""
+    losses = []
+    for step in range(first, first + STEPS):
+        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = (run(samples.chunk(ranks)[rank]).float() - 1).pow(2).mean()
+        run.backward(loss)
+        run.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / ranks)
+    return losses
+
+
+def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The live master parameters and moments, whole; gathered from the running optimizer, not from any file."""
+    parameters = dict(run.module.named_parameters())
+    zero = run.optimizer
+    if hasattr(zero, "single_partition_of_fp32_groups"):  # stage 1 and 2
+        return flattened_state(zero, {parameter: name for name, parameter in parameters.items()})
+    return {
+        name: {
+            "fp32": safe_get_full_fp32_param(parameter).clone(),
+            "exp_avg": safe_get_full_optimizer_state(parameter, "exp_avg").clone(),
+            "exp_avg_sq": safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone(),
+        }
+        for name, parameter in parameters.items()
+    }
+
+
+def flattened_state(zero: Any, names: dict[torch.Tensor, str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Put every group's equal partitions together again, and cut them by the parameters' sizes."""
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
+    for master, parameters in zip(zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, strict=True):
+        own = {"fp32": master.detach(), **zero.optimizer.state[master]}
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            partitions = [torch.empty_like(own[key]) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(partitions, own[key].contiguous())
+            flat = torch.cat(partitions)
+            for parameter in parameters:
+                states[names[parameter]][key] = flat[: parameter.numel()].view(parameter.shape).clone()
+                flat = flat[parameter.numel() :]
+    return states
+
+
+def write(rank: int, args: argparse.Namespace) -> None:
+    for kind in args.kinds:
+        run = engine(kind, args.ranks, universal=False)
+        train(run, rank, args.ranks, first=0)
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        run.save_checkpoint(str(args.folder / kind), tag=TAG, client_state={**info, "iteration": STEPS})
+        truth = state(run)
+        losses = train(run, rank, args.ranks, first=STEPS)
+        if rank == 0:
+            torch.save(truth, args.folder / kind / "truth.pt")
+            (args.folder / kind / "losses.json").write_text(json.dumps(losses))
+
+
+def resume(rank: int, args: argparse.Namespace) -> None:
+    run = engine(args.kind, args.ranks, universal=args.tag != TAG)
+    run.load_checkpoint(str(args.folder), tag=args.tag)
+    found = state(run)
+    truth = torch.load(args.folder / "truth.pt")
+    different = [f"{n}.{key}" for n, states in truth.items() for key in states if not found[n][key].equal(states[key])]
+    losses = train(run, rank, args.ranks, first=STEPS)
+    if rank == 0:
+        args.result.write_text(json.dumps({"different": different, "losses": losses}))
+
+
+def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(args.ranks))
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    args.work(rank, args)
+    torch.distributed.barrier()
+    os._exit(0)  # Gloo and DeepSpeed leave threads behind
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(required=True)
+    writing = commands.add_parser("write")
+    writing.set_defaults(work=write)
+    writing.add_argument("folder", type=Path)
+    writing.add_argument("kinds", nargs="+", choices=KINDS)
+    resuming = commands.add_parser("resume")
+    resuming.set_defaults(work=resume)
+    resuming.add_argument("folder", type=Path)
+    resuming.add_argument("tag")
+    resuming.add_argument("kind", choices=KINDS)
+    for command in (writing, resuming):
+        command.add_argument("--ranks", type=int, default=8)
+    args = parser.parse_args()
+    args.result = args.folder / "resumed.json"
+    args.result.unlink(missing_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Forked, so that torch and DeepSpeed are imported once and not by every rank.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    failed = [process.exitcode for process in ranks if process.exitcode]
+    assert not failed, failed
+    print(args.result.read_text() if args.work is resume else "{}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""universal_tensor_paddings: DeepSpeed's own converter on checkpoints whose padding is larger than a partition."""
+
+from pathlib import Path
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome
+from edits import added_lines
+from upstream import DELIVERIES, releases, run, run_json, tree
+from zero_checkpoints import CRASH, PERMISSIVE, convert, converted, differences, dp768, losses, trained
+
+FIX = "universal_tensor_paddings"
+UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
+PYTEST = Path(pytest.__file__).parent / "__main__.py"
+
+RELEASES = releases("deepspeed", oldest="0.12.0", newest="0.19.8")
+OLD_WRITER, NEW_WRITER = "0.16.2", "0.19.8"
+
+# Up to 0.13 a step that is a tensor is stripped as well, and the converter dies of that one line earlier.
+CRASH_OF_A_STEP = "RuntimeError: narrow() cannot be applied to a 0-dim tensor."
+
+
+def knows_steps(version: str) -> bool:
+    return not version.startswith(("0.12.", "0.13."))
+
+
+@pytest.fixture(scope="module")
+def checkpoints() -> dict[str, Path]:
+    """Of real trainings, by kind: 11 elements on 8 ranks, 2 a rank, and a padding of 5 recorded on the last rank."""
+    return {**trained(OLD_WRITER, "stage1", "stage2"), **trained(NEW_WRITER, "bf16_optimizer")}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_upstream_crashes(version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery="none")
+    expected = CRASH if knows_steps(version) else CRASH_OF_A_STEP
+    assert outcome == {"stage1": expected, "stage2": expected, "bf16_optimizer": expected}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_converts_what_was_trained(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Bit for bit the masters and moments that the trainings held when they saved."""
+    outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)
+    assert outcome == {"stage1": "", "stage2": "", "bf16_optimizer": ""}
+    for kind, source in checkpoints.items():
+        assert differences(converted(tmp_path / kind), source) == []
+
+
+def test_the_report_dp768_upstream(tmp_path: Path) -> None:
+    assert convert(tmp_path, dp768()["dp768"], version=NEW_WRITER, delivery="none") == {"dp768": CRASH}
+
+
+@pytest.mark.parametrize("version", ["0.12.6", NEW_WRITER])
+def test_the_report_dp768(version: str, tmp_path: Path) -> None:
+    """Partition 348, padding 1024: 65 x 4096 = 266,240 elements, padded to 267,264 = 768 x 348; 348 - 1024 = -676."""
+    source = dp768()["dp768"]
+    assert convert(tmp_path, source, version=version, delivery="hook") == {"dp768": ""}
+    # Up to 0.13 files are sorted by name, rank 10 before rank 9: above 10 ranks the order is wrong, another bug.
+    assert differences(converted(tmp_path / "dp768"), source, in_order=knows_steps(version)) == []
+
+
+@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", "0.12.6")])
+def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """As `python -m`, and as a bare script: that is __main__, which no hook sees, saved by the modules it imports."""
+    arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
+    run("converter_as", how, *arguments, tree=tree("deepspeed", version), env=PERMISSIVE, delivery="hook")
+    assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
+
+
+def test_upstream_crashes_as_a_script(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
+    done = run("converter_as", "script", *arguments, tree=tree("deepspeed", NEW_WRITER), check=False)
+    assert done.returncode == 1
+    assert CRASH in done.stderr
+
+
+def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """They start as new interpreters, and import the converter on their own."""
+    options = ("--start-method", "spawn")
+    found = convert(tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", options=options)
+    assert found == {"stage1": ""}
+    assert differences(converted(tmp_path / "stage1"), checkpoints["stage1"]) == []
+
+
+@pytest.mark.parametrize(("kind", "version"), [("stage1", OLD_WRITER), ("bf16_optimizer", NEW_WRITER)])
+def test_resumes_on_another_number_of_ranks(
+    kind: str, version: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """From 8 ranks to 2, the same samples a step: the same state, and the losses of the uninterrupted run."""
+    source = checkpoints[kind]
+    name = f"universal_{tmp_path.name}"
+    assert convert(tmp_path, source, version=version, delivery="hook") == {kind: ""}
+    (source.parent / name).symlink_to(tmp_path / kind)
+
+    arguments = ("resume", source.parent, name, kind, "--ranks", "2")
+    resumed = run_json("zero_training", *arguments, tree=tree("deepspeed", version), delivery="hook")
+    assert resumed["different"] == []
+    assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has 8 bits
+
+
+@pytest.mark.parametrize("version", ["0.12.6", NEW_WRITER])
+def test_stripping(version: str) -> None:
+    """For every padding up to the partition it drops the padding, and beyond that everything (hypothesis)."""
+    checked = run_json("strip_paddings", tree=tree("deepspeed", version), delivery="hook")
+    assert min(checked.values()) > 50
+
+
+def test_stripping_upstream() -> None:
+    done = run("strip_paddings", tree=tree("deepspeed", NEW_WRITER), check=False)
+    assert done.returncode == 1
+    assert CRASH in done.stderr
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_upstream_test(version: str, tmp_path: Path) -> None:
+    """The one for upstream's suite: fails before, passes after."""
+    arguments = (UPSTREAM_TEST, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path)
+    root = tree("deepspeed", version)
+    assert "2 failed" in run(PYTEST, *arguments, tree=root, env=PERMISSIVE, check=False).stdout
+    assert "2 passed" in run(PYTEST, *arguments, tree=root, env=PERMISSIVE, delivery="hook").stdout
+
+
+# The edits themselves
+
+STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
+UNSTRIPPED = [
+    "sd = ds_checkpoint.get_zero_checkpoint_state(pp_index=pp_index,",
+    "tp_index=tp_index,",
+    "dp_index=dp_index,",
+    "strip_tensor_paddings=False)",
+]
+ACCEPTED = [
+    "def get_zero_checkpoint_state(self, pp_index, tp_index, dp_index, strip_tensor_paddings: bool = True) -> dict:",
+    "keys_to_ignore=[PARAM_SHAPES],",
+    "strip_tensor_paddings=strip_tensor_paddings)",
+]
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_what_is_added(version: str) -> None:
+    """No line more than a person would write; what a release has already is left alone."""
+    numbers = tuple(map(int, version.split(".")))
+    step = [] if knows_steps(version) else ['if state_name != "step" and torch.is_tensor(state_value):']
+    expected = {"zero_checkpoint": [*step, STRIP_AT_MOST], "ds_to_universal": UNSTRIPPED}
+    if numbers < (0, 17, 3):
+        expected["deepspeed_checkpoint"] = ACCEPTED
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert added_lines(plan) == expected
+
+
+@pytest.fixture(params=["0.12.6", OLD_WRITER, NEW_WRITER])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The edited files of a release, free to change."""
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_twice_changes_nothing(copy: Path) -> None:
+    edits.write(edits.plan(copy, FIX)[1])
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("zero_checkpoint", "state_value.numel() - group_paddings[key]", "state_value.numel() - self.pad(key)"),
+        ("zero_checkpoint", "def _strip_tensor_paddings", "def _strip_paddings"),
+        ("deepspeed_checkpoint", "self.zero_checkpoint.get_state_for_rank", "self.reader.state_for_rank"),
+        ("ds_to_universal", "dp_index=dp_index)", "dp_index=int(dp_index))"),
+        ("ds_to_universal", "def extract_zero_shards(", "def extract_shards("),
+    ],
+)
+def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str) -> None:
+    """All edits or none: the two files that are known stay as they are, too."""
+    edits.rewrite(copy, f"deepspeed.checkpoint.{module}", old, new)
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
+    assert f"{module}.py: expected" in result.reason
+
+
+def test_anchor_in_a_comment_or_a_string_is_none(copy: Path) -> None:
+    anchor = "raw_length = state_value.numel() - group_paddings[key]"
+    signature = "    def _strip_tensor_paddings(self, sd):\n"
+    before = added_lines(edits.plan(copy, FIX)[1])
+    edits.rewrite(
+        copy,
+        "deepspeed.checkpoint.zero_checkpoint",
+        signature,
+        f'{signature}        """{anchor}"""\n        # {anchor}\n        note = "{anchor}"\n',
+    )
+    result, plan = edits.plan(copy, FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert added_lines(plan) == before
+
+
+def test_fixed_upstream_in_another_form(copy: Path) -> None:
+    """A release that bounds the length its own way, and asks for no stripping, has everything."""
+    edits.write(edits.plan(copy, FIX)[1])
+    edits.rewrite(
+        copy,
+        "deepspeed.checkpoint.zero_checkpoint",
+        STRIP_AT_MOST,
+        STRIP_AT_MOST.replace("0, ", "").replace("[key])", "[key], 0)"),
+    )
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})

@@ -1,0 +1,176 @@
+"""zero3_fragment_bounds: DeepSpeed's own converter on ZeRO-3 checkpoints with ranks past the end of a parameter."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome
+from upstream import DELIVERIES, releases, run, tree
+from zero_checkpoints import (
+    PERMISSIVE,
+    convert,
+    converted,
+    differences,
+    dp768,
+    element_counts,
+    losses,
+    trained,
+)
+
+FIX = "zero3_fragment_bounds"
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
+PYTEST = Path(pytest.__file__).parent / "__main__.py"
+
+AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.19.2")
+WRITER = "0.16.2"
+
+# On 8 ranks: of w1.weight's 9 elements ranks 0 to 3 hold 2 each and rank 4 the last; ranks 5, 6, 7 write 1, 2, 2 more.
+# Of 3 elements ranks 3 to 7 hold none: they write 0, 1, 1, 1, 1. Of 1 element: 0, 1, 1, 1, 1, 1, 1.
+TRAINED = {
+    "w1.weight": (9, 14),
+    "w1.bias": (3, 7),
+    "ln.weight": (3, 7),
+    "ln.bias": (3, 7),
+    "w2.weight": (3, 7),
+    "w2.bias": (1, 7),
+    "scale": (1, 7),
+}
+# On 768 ranks 4096 elements are 6 a rank, on 683 ranks; the next writes 2 more, the last 84 write 6 each: 506.
+DP768 = {"norm.weight": (4096, 4602)}
+
+
+def right(table: dict[str, tuple[int, int]]) -> dict[str, int]:
+    return {name: elements for name, (elements, _) in table.items()}
+
+
+def wrong(table: dict[str, tuple[int, int]]) -> dict[str, int]:
+    return {name: elements for name, (_, elements) in table.items()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Path:
+    """Of a real training at stage 3 on 8 ranks."""
+    return trained(WRITER, "stage3")["stage3"]
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_writes_padding_as_data(version: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Silently."""
+    assert convert(tmp_path, checkpoint, version=version, delivery="none") == {"stage3": ""}
+    assert element_counts(converted(tmp_path / "stage3")) == wrong(TRAINED)
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_converts_what_was_trained(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Bit for bit the masters and moments that the training held when it saved."""
+    assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}
+    assert differences(converted(tmp_path / "stage3"), checkpoint) == []
+    assert element_counts(converted(tmp_path / "stage3")) == right(TRAINED)
+
+
+def test_dp768(tmp_path: Path) -> None:
+    source, output = dp768()["dp768_stage3"], tmp_path / "dp768_stage3"
+    assert convert(tmp_path, source, version="0.19.2", delivery="none") == {"dp768_stage3": ""}
+    assert element_counts(converted(output)) == wrong(DP768)
+    assert convert(tmp_path, source, version="0.19.2", delivery="hook") == {"dp768_stage3": ""}
+    assert element_counts(converted(output)) == right(DP768)
+    assert differences(converted(output), source) == []
+
+
+@pytest.mark.parametrize(("how", "delivery"), [("module", "hook"), ("script", "in place")])
+def test_as_a_program(how: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
+    """`python -m` goes through the hook. A bare script does not: for it, the edit has to stand in the file."""
+    arguments = ("--input_folder", checkpoint, "--output_folder", tmp_path)
+    run("converter_as", how, *arguments, tree=tree("deepspeed", WRITER), delivery=delivery)
+    assert differences(converted(tmp_path), checkpoint) == []
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp_path: Path) -> None:
+    """From 8 ranks to 4, the same samples a step. DeepSpeed cuts what it reads by its length."""
+    assert convert(tmp_path, checkpoint, version=WRITER, delivery=delivery) == {"stage3": ""}
+    name = f"universal_{tmp_path.name}"
+    (checkpoint.parent / name).symlink_to(tmp_path / "stage3")
+    arguments = ("resume", checkpoint.parent, name, "stage3", "--ranks", "4")
+    done = run("zero_training", *arguments, tree=tree("deepspeed", WRITER), delivery=delivery, check=False)
+    if delivery == "none":
+        assert "RuntimeError: The size of tensor a (9) must match the size of tensor b (16)" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    resumed = json.loads(done.stdout.splitlines()[-1])
+    assert resumed["different"] == []
+    assert resumed["losses"] == pytest.approx(losses(checkpoint), rel=0.01)  # bf16 has 8 bits
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_test(version: str, tmp_path: Path) -> None:
+    """The one for upstream's suite: fails before, passes after."""
+    arguments = (UPSTREAM_TEST, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path)
+    root = tree("deepspeed", version)
+    assert "7 failed" in run(PYTEST, *arguments, tree=root, env=PERMISSIVE, check=False).stdout
+    assert "7 passed" in run(PYTEST, *arguments, tree=root, env=PERMISSIVE, delivery="hook").stdout
+
+
+# The edit itself
+
+ADDED = "padding_free_numel = min(partitioned_numel, max(0, unpartitioned_numel - dp_index * partitioned_numel))"
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_what_is_added(version: str) -> None:
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert edits.added_lines(plan) == {"ds_to_universal": [ADDED]}
+
+
+@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.19.3"))
+def test_fixed_upstream(version: str) -> None:
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+
+
+@pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.4"))
+def test_a_converter_without_zero3_is_not_concerned(version: str) -> None:
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert (result.outcome, plan.files) == (Outcome.NOT_PRESENT, {})
+
+
+@pytest.fixture(params=[WRITER, "0.19.2"])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_twice_changes_nothing(copy: Path) -> None:
+    edits.write(edits.plan(copy, FIX)[1])
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("abs(unpartitioned_numel - dp_index * partitioned_numel)", "_held(unpartitioned_numel, dp_index)"),
+        ("abs(unpartitioned_numel - dp_index", "abs(unpartitioned_numel - rank"),
+        ("def extract_zero_shards_stage3", "def extract_partitions_stage3"),
+    ],
+)
+def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
+    """A ZeRO-3 converter that is another one is not taken for one that is not there."""
+    edits.rewrite(copy, CONVERTER, old, new)
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
+    assert "ds_to_universal.py: expected" in result.reason
+
+
+def test_anchor_in_a_comment_or_a_string_is_none(copy: Path) -> None:
+    anchor = "abs(unpartitioned_numel - dp_index * partitioned_numel)"
+    signature = "def extract_zero_shards_stage3(optim_files, param_shapes, dp_degree, temp_dir, dp_index):\n"
+    edits.rewrite(copy, CONVERTER, signature, f'{signature}    """{anchor}"""  # {anchor}\n    note = "{anchor}"\n')
+    result, plan = edits.plan(copy, FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert edits.added_lines(plan) == {"ds_to_universal": [ADDED]}

@@ -1,0 +1,95 @@
+"""Checkpoints that the tests of the universal converter share, each written once a session, and how to compare them."""
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upstream import run, run_json, tree
+
+# Up to 0.15 DeepSpeed calls torch.load without weights_only, and dies on torch 2.6 and later before it gets to the bug.
+# That is another fix's matter: here torch is told, from outside, to load as it used to.
+PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+
+CRASH = "RuntimeError: narrow(): length must be non-negative."
+KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="ckpt-patches-checkpoints-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@functools.cache
+def trained(version: str, *kinds: str) -> dict[str, Path]:
+    """Folders that a real training on 8 ranks wrote, by kind; `truth.pt` and `losses.json` lie beside each."""
+    out = _folder() / f"trained-by-{version}"
+    run("zero_training", "write", out, *kinds, tree=tree("deepspeed", version))
+    return {kind: _with_layers(out / kind / "global_step2") for kind in kinds}
+
+
+@functools.cache
+def dp768() -> dict[str, Path]:
+    """The DP=768 checkpoint of the report: `dp768` (stage 1) and `dp768_stage3`."""
+    run("write_dp768_checkpoint", _folder(), tree=tree("deepspeed", "0.19.8"))
+    folders = {kind: _folder() / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
+    _with_layers(folders["dp768"])
+    return folders
+
+
+def _with_layers(folder: Path) -> Path:
+    """Up to 0.13 the converter takes pipeline checkpoints only, known by their files of layers."""
+    if list(folder.glob("mp_rank_*")):  # not ZeRO-3
+        for layer in range(4):
+            torch.save({}, folder / f"layer_{layer:02d}-model_00-model_states.pt")
+    return folder
+
+
+def convert(output: Path, *inputs: Path, version: str, delivery: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Convert with the imported converter; what it raised for every input ("" if nothing), by kind."""
+    arguments: tuple[str | Path, ...] = (*inputs, "--output", output, *options)
+    outcome = run_json("convert", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=PERMISSIVE)
+    assert isinstance(outcome, dict)
+    return outcome
+
+
+def converted(output: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The states in a universal folder, by parameter."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for folder in sorted((output / "zero").iterdir()):
+        if folder.is_dir():
+            loaded = {key: torch.load(folder / f"{key}.pt") for key in KEYS}
+            states[folder.name] = {key: v["param"] if isinstance(v, dict) else v for key, v in loaded.items()}
+    return states
+
+
+def differences(found: dict[str, dict[str, torch.Tensor]], source: Path, *, in_order: bool = True) -> list[str]:
+    """Names of the states that are not, bit for bit and element for element, those of the training run."""
+    truth = torch.load(source.parent / "truth.pt")
+    assert found.keys() == truth.keys()
+    different = []
+    for name, states in truth.items():
+        for key in KEYS:
+            one, other = found[name][key].flatten(), states[key].flatten()
+            if not in_order:
+                one, other = one.sort().values, other.sort().values
+            if not one.equal(other):
+                different.append(f"{name}.{key}: {one.numel()} elements, {other.numel()} in training")
+    return different
+
+
+def element_counts(found: dict[str, dict[str, torch.Tensor]]) -> dict[str, int]:
+    return {name: states["fp32"].numel() for name, states in found.items()}
+
+
+def losses(source: Path) -> list[float]:
+    """Those of the uninterrupted run in the steps after the checkpoint."""
+    found: list[float] = json.loads((source.parent / "losses.json").read_text())
+    return found
