@@ -1,0 +1,274 @@
+"""Finetune with the real Megatron-Bridge: its checkpoint load under the hybrid CPU-offload optimizer, then one step.
+
+Bridge builds a small GPT, saves it, builds it anew from another seed, with an optimizer, and loads the checkpoint; the
+step is at learning rate 0. Prints a list as JSON, for each way to load and offload fraction: whether the load brought
+the saved weights, the parameters that the step changed, those of them that are as at random initialisation again, and
+the kinds of copies in the optimizer that Bridge's own work-around (of 0.6.0), done after the load, still changed.
+
+    bridge_finetune.py OUT [--ranks 2] [--work-around]
+"""
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_training as mt
+
+# Bridge imports these at its top; none has a part in what is under test.
+NOT_HERE = {
+    "datasets": "the data of supervised finetuning",
+    "modelopt": "quantisation, needs a GPU",
+    "omegaconf": "overrides on the command line",
+    "regex": "a tokenizer's splitting of text",
+    "six": "a tokenizer's conversion of text",
+    "torch.utils.tensorboard": "a log, and the package that writes it",
+    "transformers": "tokenizers and the conversion from Hugging Face",
+    "yaml": "run_config.yaml, written as JSON here, which YAML contains",
+}
+
+# How the checkpoint is given to Bridge, and whether the optimizer is given it as well (`state_dict=`).
+LOADS: dict[str, dict[str, Any]] = {
+    "finetune": {"finetune": True},
+    "pretrained_checkpoint": {},
+    "load_main_params_from_ckpt": {"finetune": True, "load_optim": False, "load_main_params_from_ckpt": True},
+}
+FRACTIONS = (0.0, 0.5, 1.0)
+RESULT = "result.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--work-around", action="store_true", help="do what Bridge 0.6.0 does, before the step")
+    options = parser.parse_args()
+    import_bridge()
+    mt.spawn(worker, options.ranks, options)
+    print((options.out / RESULT).read_text())
+
+
+class StandIns:
+    """A finder of the modules of NOT_HERE and of any submodule of theirs; any name in them is an empty class."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        stands_in = any(f"{name}.".startswith(f"{absent}.") for absent in NOT_HERE)
+        return ModuleSpec(name, self, is_package=True) if stands_in else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = empty_class  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def empty_class(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def import_bridge() -> None:
+    """Import the checkpoint code and what it needs, and not the hundred models that Bridge's packages import."""
+    sys.meta_path.insert(0, StandIns())
+    for name in ("megatron.bridge", "megatron.bridge.models"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = list(spec.submodule_search_locations or [])
+    # Bridge names them in the types of its configuration; Mamba needs Triton.
+    mamba: Any = types.ModuleType("megatron.bridge.models.mamba.mamba_provider")
+    mamba.MambaModelProvider = empty_class("MambaModelProvider")
+    sys.modules.update({"megatron.bridge.models.mamba": mamba, mamba.__name__: mamba})
+    models: Any = sys.modules["megatron.bridge.models"]
+    models.T5ModelProvider = empty_class("T5ModelProvider")
+    models.GPTModelProvider = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider
+    checkpointing = importlib.import_module("megatron.bridge.training.checkpointing")
+    for name in ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"):
+        setattr(checkpointing, name, lambda *args: None)
+    stand_in_yaml()
+
+
+def stand_in_yaml() -> None:
+    """JSON, which is YAML as well."""
+    yaml: Any = sys.modules["yaml"]
+    yaml.safe_dump = lambda data, file, **kwargs: json.dump(data, file, default=str)
+    yaml.safe_load = json.load
+    yaml.SafeDumper = types.SimpleNamespace(
+        yaml_representers={},
+        yaml_multi_representers={},
+        add_representer=lambda *args: None,
+        add_multi_representer=lambda *args: None,
+    )
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    saved = save(options.out)
+    found = []
+    for load, fraction in itertools.product(LOADS, FRACTIONS):
+        result = case(options, load, fraction, saved)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        found.append({
+            "load": load,
+            "fraction": fraction,
+            "loaded": all(r["loaded"] for r in results),
+            "lost": sorted({name for r in results for name in r["lost"]}),
+            "initial": sorted({name for r in results for name in r["initial"]}),
+            "work_around_changes": sorted({kind for r in results for kind in r["work_around_changes"]}),
+        })  # fmt: skip
+    if rank == 0:
+        (options.out / RESULT).write_text(json.dumps(found))
+
+
+def save(out: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of a pretrained model by Bridge itself; the weights in it."""
+    from megatron.bridge.training.checkpointing import save_checkpoint
+
+    state, model, _ = build(seed=1, fraction=None, save=str(out), save_optim=False)
+    state.train_state.step = 10
+    save_checkpoint(state, model, None, None, num_floating_point_operations_so_far=0)
+    return weights(model)
+
+
+def weights(model: list[Any]) -> dict[str, torch.Tensor]:
+    return {name.replace("module.", ""): value for name, value in mt.weights(model[0]).items()}
+
+
+def case(options: argparse.Namespace, load: str, fraction: float, saved: dict[str, torch.Tensor]) -> dict[str, Any]:
+    from megatron.bridge.training.checkpointing import load_checkpoint
+
+    place = "pretrained_checkpoint" if load == "pretrained_checkpoint" else "load"
+    state, model, optimizer = build(seed=2, fraction=fraction, **{place: str(options.out)}, **LOADS[load])
+    initial = weights(model)
+    load_checkpoint(state, model, optimizer, None)
+    loaded = weights(model)
+    changes = changed_by_work_around(optimizer) if options.work_around else []
+    step(model[0], optimizer)
+    after = weights(model)
+    lost = [name for name in after if not torch.equal(after[name], loaded[name])]
+    return {
+        "loaded": mt.equal(loaded, saved),
+        "lost": lost,
+        "initial": [name for name in lost if torch.equal(after[name], initial[name])],
+        "work_around_changes": changes,
+    }
+
+
+def build(seed: int, fraction: float | None, **checkpoint: Any) -> tuple[Any, list[Any], Any]:
+    """Bridge's state, model and optimizer, by the calls of its `setup`."""
+    from megatron.bridge.training.optim import setup_optimizer
+    from megatron.bridge.training.state import GlobalState
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    state = GlobalState()
+    state.cfg = config(fraction, checkpoint)
+    model = state.cfg.model.provide_distributed_model(ddp_config=state.cfg.ddp)
+    optimizer = setup_optimizer(state.cfg.optimizer, state.cfg.scheduler, model)[0] if fraction is not None else None
+    return state, model, optimizer
+
+
+def config(fraction: float | None, checkpoint: dict[str, Any]) -> Any:
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.bridge.training import config as bridge
+
+    model = GPTModelProvider(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=32,
+        seq_length=8,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        masked_softmax_fusion=False,
+        cross_entropy_loss_fusion=False,
+        gradient_accumulation_fusion=False,
+        transformer_layer_spec=local_layer_spec,
+    )
+    optimizer = bridge.OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        min_lr=0.0,
+        weight_decay=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=fraction or 0.0,
+        use_torch_optimizer_for_cpu_offload=True,
+    )
+    ddp = bridge.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    for part in (model, optimizer, ddp):
+        part.finalize()
+    scheduler = bridge.SchedulerConfig(lr_decay_style="constant", start_weight_decay=0.0, end_weight_decay=0.0)
+    scheduler.lr_warmup_steps, scheduler.lr_decay_steps, scheduler.wd_incr_steps = 0, 1, 1
+    return bridge.ConfigContainer(
+        train=bridge.TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
+        model=model,
+        optimizer=optimizer,
+        ddp=ddp,
+        scheduler=scheduler,
+        dataset=None,
+        logger=bridge.LoggerConfig(),
+        tokenizer=bridge.TokenizerConfig(),
+        checkpoint=bridge.CheckpointConfig(save_rng=False, **checkpoint),
+    )
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    tokens = torch.arange(8).unsqueeze(0).cuda()
+    mask = torch.ones(1, 1, 8, 8).triu(1).bool().cuda()
+    model(tokens, tokens, mask, labels=tokens).float().mean().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+def changed_by_work_around(optimizer: Any) -> list[str]:
+    """Do what Megatron-Bridge does from 0.6.0 on after reload_model_params(); the kinds of copies that it changed."""
+    distributed = mt.inner(optimizer)
+    hybrid = distributed.optimizer
+    before = copies(distributed)
+    with torch.no_grad():
+        groups = zip(distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups, strict=True)
+        for params, shards in groups:
+            for param, shard in zip(params, shards, strict=True):
+                where = distributed._get_model_param_range_map(param)["param"]
+                shard.copy_(param.view(-1)[where.start : where.end])
+        for param, clone in hybrid.gpu_params_map_cpu_copy.items():
+            clone.copy_(param)
+        hybrid.update_fp32_param_by_new_param()
+    after = copies(distributed)
+    return [kind for kind in before if not all(map(torch.equal, before[kind], after[kind]))]
+
+
+def copies(distributed: Any) -> dict[str, list[torch.Tensor]]:
+    hybrid = distributed.optimizer
+    found = {
+        "fp32 shard": [shard for group in distributed.shard_fp32_from_float16_groups for shard in group],
+        "CPU clone": list(hybrid.gpu_params_map_cpu_copy.values()),
+        "fp32 working copy": list(hybrid.param_to_fp32_param.values()),
+    }
+    return {kind: [tensor.detach().clone() for tensor in tensors] for kind, tensors in found.items()}
+
+
+if __name__ == "__main__":
+    main()
