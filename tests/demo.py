@@ -1,0 +1,213 @@
+"""Show each bug on the unpatched upstream package, and its absence after the install; `make demo` runs it.
+
+Nothing is simulated: the programs of the tests run the real releases on CPU ranks, once with the patches switched off
+and once as they are for everybody who has installed the project (the import hook). Exit status 0 only if every bug
+showed without them and none with them.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.registry import FIXES
+from upstream import run, run_json, tree
+from zero_checkpoints import convert, converted, differences, dp768, element_counts
+
+NUMPY = "2.2.6"
+BRIDGE = "0.3.1"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one run did."""
+
+    bug: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One row of the table: a fix, and a program that shows what it is for."""
+
+    fix: str
+    what: str  # the line of progress
+    distribution: str
+    version: str
+    show: Callable[["Bug", str, Path], Found]  # given the delivery, and an empty folder
+    beside: tuple[tuple[str, str], ...] = ()  # releases that the program needs as well
+
+    @property
+    def release(self) -> str:
+        return ", ".join(" ".join(release) for release in ((self.distribution, self.version), *self.beside))
+
+    @property
+    def tree(self) -> Path:
+        return tree(self.distribution, self.version)
+
+    @property
+    def path(self) -> list[Path]:
+        return [tree(*release) for release in self.beside]
+
+
+def zarr(bug: Bug, delivery: str, out: Path) -> Found:
+    """Three arrays of four ranks; rank 0 creates them while the others write."""
+    (out / "checkpoint").mkdir()
+    lost = len(run_json("zarr_race", out / "checkpoint", tree=bug.tree, delivery=delivery)["lost"])
+    return Found(lost > 0, f"{lost} of 12 slices lost, and no error" if lost else "all 12 slices saved")
+
+
+def resume(*options: str) -> Callable[[Bug, str, Path], Found]:
+    """Save, load, and train on beside the run that was not interrupted."""
+
+    def show(bug: Bug, delivery: str, out: Path) -> Found:
+        state = run_json("empty_state", out / "checkpoint", *options, tree=bug.tree, path=bug.path, delivery=delivery)
+        if state["error"]:
+            return Found(True, state["error"])
+        equal = state["resume"] == "bit-equal"
+        return Found(not equal, "saved; resumes bit for bit" if equal else "resumes, and trains to other weights")
+
+    return show
+
+
+def reload(bug: Bug, delivery: str, out: Path) -> Found:
+    """Twelve configurations: precision-aware or not, three offload fractions, overlap on and off."""
+    done = run("hybrid_reload", tree=bug.tree, delivery=delivery)
+    return weights_kept(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def finetune(bug: Bug, delivery: str, out: Path) -> Found:
+    """Nine: three settings with which Bridge loads a model alone, three offload fractions."""
+    return weights_kept(run_json("bridge_finetune", out, tree=bug.tree, path=bug.path, delivery=delivery))
+
+
+def weights_kept(cases: Iterable[dict[str, Any]]) -> Found:
+    lost = [bool(case["lost"]) for case in cases]
+    if any(lost):
+        return Found(True, f"weights lost in {sum(lost)} of {len(lost)} set-ups")
+    return Found(not lost, f"weights kept in all {len(lost)}")
+
+
+def product(bug: Bug, delivery: str, out: Path) -> Found:
+    failed = run_json("numpy2_product", tree=bug.tree, path=bug.path, delivery=delivery)["failed"]
+    return Found(bool(failed), f"AttributeError: np.product, {len(failed)} of 3 calls" if failed else "all 3 calls run")
+
+
+def paddings(bug: Bug, delivery: str, out: Path) -> Found:
+    """The report: 768 ranks, partition 348, padding 1024."""
+    source = dp768()["dp768"]
+    error = convert(out, source, version=bug.version, delivery=delivery)["dp768"]
+    if error:
+        return Found(True, error.removeprefix("RuntimeError: "))
+    different = differences(converted(out / "dp768"), source)
+    return Found(
+        bool(different), f"converted, {len(different)} states differ" if different else "converted bit for bit"
+    )
+
+
+def bounds(bug: Bug, delivery: str, out: Path) -> Found:
+    """One parameter of 4096 elements, 6 a rank: the last 85 of 768 ranks hold none of it."""
+    source = dp768()["dp768_stage3"]
+    error = convert(out, source, version=bug.version, delivery=delivery)["dp768_stage3"]
+    if error:
+        return Found(True, error)
+    found = converted(out / "dp768_stage3")
+    (numel,) = element_counts(found).values()
+    if differences(found, source):
+        return Found(True, f"{numel} elements for 4096, and no error")
+    return Found(False, f"{numel} elements, bit for bit")
+
+
+BUGS = (
+    Bug("zarr_create_synchronizer", "zarr save, 4 ranks", "megatron-core", "0.14.0", zarr),
+    Bug("dp_zero_empty_state", "save before the first step", "megatron-core", "0.16.1", resume()),
+    Bug(
+        "torch_adam_step",
+        "resume with torch's AdamW",
+        "megatron-core",
+        "0.16.1",
+        resume("--inner", "torch", "--steps", "3"),
+    ),
+    Bug(
+        "reshardable_padding_flag",
+        "resume with the precision-aware optimizer",
+        "megatron-core",
+        "0.16.1",
+        resume("--precision-aware", "--steps", "2", "--formats", "dp_reshardable"),
+    ),
+    Bug("hybrid_offload_reload", "load a model under CPU offload", "megatron-core", "0.16.1", reload),
+    Bug(
+        "hybrid_offload_reload",
+        "finetune with Megatron-Bridge",
+        "megatron-core",
+        "0.16.1",
+        finetune,
+        (("megatron-bridge", BRIDGE),),
+    ),
+    Bug("numpy2_product", "Megatron under NumPy 2", "megatron-core", "0.14.0", product, (("numpy", NUMPY),)),
+    Bug("universal_tensor_paddings", "convert ZeRO-1, 768 ranks", "deepspeed", "0.19.8", paddings),
+    Bug("zero3_fragment_bounds", "convert ZeRO-3, 768 ranks", "deepspeed", "0.19.2", bounds),
+)
+
+
+def main() -> int:
+    assert {bug.fix for bug in BUGS} == set(FIXES), "expected a demonstration of every fix"
+    if not set_up():
+        return 2
+    found = [demonstrate(bug) for bug in BUGS]
+    print_table(found)
+    good = sum(without.bug and not with_.bug for without, with_ in found)
+    print(f"\n{good} of {len(BUGS)} shown on the unpatched package, and gone after the install.")
+    return 0 if good == len(BUGS) else 1
+
+
+def set_up() -> bool:
+    """Install the upstream releases, each into a folder of its own."""
+    for release in dict.fromkeys(pair for bug in BUGS for pair in ((bug.distribution, bug.version), *bug.beside)):
+        print(f"{' '.join(release)} … ", end="", flush=True)
+        try:
+            tree(*release)
+        except RuntimeError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return False
+        print("ready")
+    return True
+
+
+def demonstrate(bug: Bug) -> tuple[Found, Found]:
+    """Without the patches, and with them."""
+    print(f"{bug.what} … ", end="", flush=True)
+    start = time.monotonic()
+    without, with_ = attempt(bug, "none"), attempt(bug, "hook")
+    shown = "the bug shows" if without.bug else "NO BUG without the patches"
+    gone = "BUG with them" if with_.bug else "gone with the patches"
+    print(f"{shown}, {gone} ({time.monotonic() - start:.0f} s)", flush=True)
+    return without, with_
+
+
+def attempt(bug: Bug, delivery: str) -> Found:
+    """A program that dies in another way than its bug is no demonstration, and no reason to stop the others."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-patches-demo-") as out:
+        try:
+            return bug.show(bug, delivery, Path(out))
+        except Exception as error:
+            print(f"\n{error}", file=sys.stderr)
+            return Found(delivery != "none", f"the program failed: {type(error).__name__}")
+
+
+def print_table(found: list[tuple[Found, Found]]) -> None:
+    head = ("fix", "upstream release", "without", "with")
+    rows = [(b.fix, b.release, without.words, with_.words) for b, (without, with_) in zip(BUGS, found, strict=True)]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    print()
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
