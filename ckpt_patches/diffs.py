@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 
 from ckpt_patches.fix import folder, load
@@ -50,4 +51,4 @@ def _unified(before_name: str, after_name: str, before: bytes, after: bytes) -> 
 
 def _lines(data: bytes) -> list[bytes]:
     """Split at LF alone, as git does: a CR belongs to its line."""
-    return [line + b"\n" for line in data.split(b"\n")[:-1]] + ([data.split(b"\n")[-1]] if data.split(b"\n")[-1] else [])
+    return re.findall(rb"[^\n]*\n|[^\n]+", data)

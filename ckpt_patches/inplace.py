@@ -128,8 +128,9 @@ def _write(root: str, package: str, state: State, originals: Mapping[str, bytes]
     ignore_file, state_file = folder / ".gitignore", folder / "state.json"
     for own in (ignore_file, state_file):
         rows[_relative(root, own)] = _untracked_row(root, own) if kept else None
+    # In a checkout no commit takes our folder along.
     ignore_before = ignore_file.read_bytes() if ignore_file.exists() else None
-    changes.append(Change(ignore_file, ignore_before, b"*\n" if kept else None))  # keep our folder out of a checkout's commits
+    changes.append(Change(ignore_file, ignore_before, b"*\n" if kept else None))
     if record_file:
         before = record_file.read_bytes()
         changes.append(Change(record_file, before, record.with_rows(before, rows)))
@@ -139,7 +140,9 @@ def _write(root: str, package: str, state: State, originals: Mapping[str, bytes]
         commit(folder, changes)
     except OSError as error:
         recover(folder)
-        raise UserError(f"{error.filename or root}: it cannot be written: {error.strerror}; nothing was changed") from error
+        raise UserError(
+            f"{error.filename or root}: it cannot be written: {error.strerror}; nothing was changed"
+        ) from error
     for path in planned.keys() | originals.keys():
         _drop_bytecode(Path(path))
 
@@ -152,7 +155,7 @@ def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
         found = path.read_bytes() if path.exists() else b""
         if _digest(found) != file.patched:
             raise UserError(
-                f"{path} changed since the fixes were applied to it; nothing was changed. Put the applied version back, "
+                f"{path} changed since the fixes were applied; nothing was changed. Put the applied version back, "
                 f"or, to keep the file as it is, delete {state_folder(root, package)}"
             )
         originals[str(path)] = (state_folder(root, package) / "originals" / file.path).read_bytes()
@@ -173,7 +176,9 @@ def _locked(root: str, package: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(f"{root}: its file system cannot lock a folder ({error.strerror}); copy the tree") from error
+            raise UserError(
+                f"{root}: its file system cannot lock a folder ({error.strerror}); copy the tree"
+            ) from error
         recover(folder)
         yield
     finally:

@@ -20,7 +20,7 @@ from ckpt_patches.startup import PatchFinder, Switches
 class PatchedLoader(SourceFileLoader):
     """Loads one upstream module from its edited source; upstream's bytecode is neither read nor written.
 
-    A `.pyc` beside the upstream file may be stale (unchecked hash), and one with edited code would outlive an uninstall.
+    A `.pyc` beside the upstream file may be stale (unchecked hash); one with edited code would outlive an uninstall.
     """
 
     def __init__(self, plan: FilePlan) -> None:
@@ -88,7 +88,7 @@ class StrictModeError(ImportError):
 
 
 def _plan_for(spec: ModuleSpec, switches: Switches) -> TreePlan:
-    """The plan of the tree that a module is in; made when the tree's first target is met, and again if a file changed."""
+    """The plan of the tree that a module is in: made when its first target is met, and again if a file changed."""
     if type(spec.loader) is not SourceFileLoader:
         raise Unpatchable(f"no source to edit: it is loaded by {type(spec.loader).__name__}")
     path = os.path.abspath(spec.loader.path)

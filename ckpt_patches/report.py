@@ -1,4 +1,4 @@
-"""What the import hook says in a job's log: one line on what is active, one warning for each fix that does not match."""
+"""What the import hook says in a job's log: one line on what is active, a warning for each fix without a match."""
 
 import logging
 import os

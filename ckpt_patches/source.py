@@ -31,10 +31,6 @@ class NotConcerned(Exception):
     """The code that the fix is about is not in this release, in no form: there is nothing to fix, and nothing fixed."""
 
 
-class NotConcerned(Exception):
-    """This release does not have the code that the fix is about."""
-
-
 class UnreadableSource(Exception):
     """The file cannot be edited at all: not UTF-8, or it does not parse with this Python."""
 
@@ -131,7 +127,7 @@ class Source:
         return True
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
-        """Every node equal to the pattern, in the order of the text. `...` matches any expression, `f(...)` any call."""
+        """Every node equal to the pattern, in the order of the text. `...` is any expression, `f(...)` any call."""
         wanted = _parse_pattern(pattern)
         found = [node for node in ast.walk(within or self.tree) if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
@@ -174,7 +170,9 @@ class Source:
     def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
         """Insert statements, written without indentation, in front of a statement (or of an expression that is one)."""
         start, _ = self._span(statement)
-        self._edit(start, start, self._indented(text, self._indent(statement)) + self._newline + self._indent(statement))
+        self._edit(
+            start, start, self._indented(text, self._indent(statement)) + self._newline + self._indent(statement)
+        )
 
     def insert_after(self, statement: ast.stmt, text: str, blank_lines: int = 0) -> None:
         """Insert statements, written without indentation, behind a statement."""
@@ -212,7 +210,7 @@ class Source:
         self.insert_at(last, f",{self._newline}{indent}{self._indented(f'{name}={value}', indent)}", end=True)
 
     def add_parameter(self, function: Function, text: str) -> None:
-        """Add a parameter (`name: type = default`) behind a function's last one. Raises NoMatch unless those are plain."""
+        """Add a parameter (`name: type = default`) behind the last one. Raises NoMatch unless all of them are plain."""
         arguments = function.args
         if not arguments.args or arguments.vararg or arguments.kwonlyargs or arguments.kwarg:
             raise NoMatch(f"expected {function.name} to have plain parameters only")
@@ -263,7 +261,7 @@ class Source:
 
     def _edit(self, start: int, stop: int, text: str) -> None:
         for other in self.edits:
-            if start < other.stop and other.start < stop or other.start < start < other.stop or start < other.start < stop:
+            if start < other.stop and other.start < stop:
                 raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
         self.edits.append(TextEdit(start, stop, text.encode()))
 

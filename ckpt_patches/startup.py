@@ -1,7 +1,7 @@
 """What the .pth file runs at every start of the interpreter: read the switches, put the finder in front.
 
 Held under a millisecond: only `os` and `sys`, which are there already. Everything else is imported when the first
-target module is met. It never imports `megatron`: a training script beside a regular package of that name has to get its own.
+target module is met. It never imports `megatron`: a script beside a regular package of that name has to get its own.
 """
 
 import os

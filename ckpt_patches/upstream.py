@@ -31,7 +31,8 @@ def _read(path: Path) -> str:
 
 def _core_version(root: Path) -> str:
     """megatron/core/package_info.py assigns MAJOR, MINOR, PATCH and PRE_RELEASE ('rc0', '')."""
-    values = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?(\w*)", _read(root / "megatron/core/package_info.py"), re.M))
+    text = _read(root / "megatron/core/package_info.py")
+    values = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?(\w*)", text, re.M))
     if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
         return ""
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import edits
 import pytest
-from upstream import DELIVERIES, releases, run_json, tree
 
+import edits
 from ckpt_patches.plan import Outcome
+from upstream import DELIVERIES, releases, run_json, tree
 
 FIX = "zarr_create_synchronizer"
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
@@ -27,9 +27,7 @@ def save_in_a_race(version: str, delivery: str, tmp_path: Path, *options: str) -
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", ["none"])
 @pytest.mark.parametrize("version", AFFECTED)
-def test_upstream_loses_what_others_write_while_the_creator_writes(
-    version: str, delivery: str, tmp_path: Path
-) -> None:
+def test_upstream_loses_what_others_write_while_the_creator_writes(version: str, delivery: str, tmp_path: Path) -> None:
     lost, listed = save_in_a_race(version, delivery, tmp_path)
     assert lost == [[key, rank] for key in KEYS for rank in (1, 2, 3)]
     assert "JSONDecodeError" in str(listed)  # a lock named .zarray, read as metadata

@@ -68,6 +68,7 @@ RELEASES: tuple[Release, ...] = (
         notes=dict.fromkeys(("0.14.1", "0.14.2", "0.14.3"), _NO_SOCKET),
     ),
     *_table("megatron-bridge", "0.3.1", default="0.3.1", notes={}),
+    *_table("numpy", "2.2.6", default="2.2.6", notes={}),
 )
 
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    logger: logging.Logger
+    logger = logging.getLogger(__name__)
 
 fix = Fix(
     __name__,
@@ -52,7 +52,7 @@ class DistributedOptimizer:
         optimizer: Any
         model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
 
-    def _missing_state_keys(self, state: dict) -> list:
+    def _missing_state_keys(self, state: "dict[str, torch.Tensor]") -> "list[str]":
         """Keys that the optimizer creates on a parameter's first step, and that its state lacks."""
         keys = getattr(self, "optimizer_state_keys", None)
         if keys is None:
@@ -60,7 +60,9 @@ class DistributedOptimizer:
             keys = ("exp_avg", "exp_avg_sq") if is_adam else ()
         return [key for key in keys if key not in state]
 
-    def _initial_optimizer_state(self, param: "torch.Tensor", state: dict) -> dict:
+    def _initial_optimizer_state(
+        self, param: "torch.Tensor", state: "dict[str, torch.Tensor]"
+    ) -> "dict[str, torch.Tensor]":
         """What the optimizer would start a parameter from, for the keys that its state lacks.
 
         Before the first real step (fp16 skips steps until the loss scale fits) no parameter has a
@@ -89,7 +91,7 @@ class DistributedOptimizer:
                 initial["master_param"] = param.detach().clone().float()
         return initial
 
-    def _saved_optimizer_state(self, param: "torch.Tensor") -> dict:
+    def _saved_optimizer_state(self, param: "torch.Tensor") -> "dict[str, torch.Tensor]":
         """A parameter's state, complete. Adds no entry to the optimizer's state, as `[param]` does."""
         state = self.optimizer.state.get(param, {})
         return {**self._initial_optimizer_state(param, state), **state}

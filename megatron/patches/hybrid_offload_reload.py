@@ -11,8 +11,7 @@ from ckpt_patches.source import AlreadyThere, Source
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import torch
-
-    is_float8tensor: Any
+    from megatron.core.fp8_utils import is_float8tensor
 
 fix = Fix(
     __name__,
@@ -64,7 +63,7 @@ class DistributedOptimizer:
         _get_model_param_range_map: Any
         _build_model_param_to_state_dict_param_map: Any
 
-    def _copy_model_params_to_hybrid_optimizer(self, state_dict: "dict | None" = None) -> None:
+    def _copy_model_params_to_hybrid_optimizer(self, state_dict: "dict[str, Any] | None" = None) -> None:
         """Copy model params to every copy that the hybrid optimizer holds of this rank's shards of them.
 
         Args:

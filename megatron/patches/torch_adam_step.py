@@ -59,7 +59,9 @@ def save_without_step(source: Source) -> None:
     if not affected:
         raise AlreadyThere
     for function in affected:
-        assignments = [node for node in source.all_of(ast.Assign, function) if source.text(node.targets[0]) == "tensors"]
+        assignments = [
+            node for node in source.all_of(ast.Assign, function) if source.text(node.targets[0]) == "tensors"
+        ]
         if len(assignments) != 1:
             raise NoMatch(f"expected `tensors = ...` once in {function.name}, found it {len(assignments)} times")
         source.insert_after(assignments[0], 'tensors.pop("step", None)  # saved with the param groups')

@@ -18,7 +18,7 @@ fix = Fix(
 
 @fix.edit(ZARR)
 def synchronize_creation(source: Source) -> None:
-    """Without it, the creator's read-modify-write of chunk 0,…,0 overwrites the slices that other ranks write meanwhile."""
+    """Without it, the creator's read-modify-write of chunk 0,…,0 overwrites what other ranks write meanwhile."""
     create = source.one("zarr.create(...)", within=source.function("_create_zarr_array"))
     if any(keyword.arg == "synchronizer" for keyword in create.keywords):
         raise AlreadyThere

@@ -12,9 +12,10 @@ import itertools
 import json
 from typing import Any
 
-import megatron_training as mt
 import torch
 import torch.distributed as dist
+
+import megatron_training as mt
 
 
 def main() -> None:

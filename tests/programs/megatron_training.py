@@ -29,9 +29,7 @@ def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
 
     port = os.environ.get("MASTER_PORT", "29571")
     torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(
-        _start, (worker, ranks, port, *args), nprocs=ranks, start_method="fork"
-    )
+    torch.multiprocessing.start_processes(_start, (worker, ranks, port, *args), nprocs=ranks, start_method="fork")
 
 
 def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, *args: object) -> None:
@@ -76,7 +74,7 @@ def build(
 ) -> tuple[Model, Optimizer]:
     """The model under Megatron's DDP, and its distributed optimizer.
 
-    `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps one parameter in fp32.
+    `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps a parameter in fp32.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -127,13 +125,13 @@ def build(
 
 @contextlib.contextmanager
 def fused_adam_of_transformer_engine() -> Iterator[None]:
-    """The precision-aware optimizer looks at Transformer Engine's FusedAdam, which cannot be installed without a GPU."""
+    """The precision-aware optimizer looks at Transformer Engine's FusedAdam, which needs a GPU to be installed."""
     import stand_in_fused_adam
 
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     for name in names:
         sys.modules[name] = types.ModuleType(name)
-    sys.modules[names[-1]].FusedAdam = stand_in_fused_adam.FusedAdam  # type: ignore[attr-defined]
+    vars(sys.modules[names[-1]])["FusedAdam"] = stand_in_fused_adam.FusedAdam
     try:
         yield
     finally:
@@ -159,7 +157,7 @@ def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Model:
     """Two linear layers of 16 x 33 and 33 x 7 elements, and with `native_fp32` a scale that stays in fp32."""
     from megatron.core.transformer.module import MegatronModule
 
-    class Tiny(MegatronModule):  # type: ignore[misc]
+    class Tiny(MegatronModule):
         def __init__(self) -> None:
             super().__init__(config)
             self.a = torch.nn.Linear(16, 33)

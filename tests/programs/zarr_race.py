@@ -81,7 +81,7 @@ def shard(key: str, rank: int, dp: int, options: argparse.Namespace) -> Any:
 
 
 def force_race(rank: int, dp: int, signals: Path) -> None:
-    """Interleave each array's writes: rank 0 reads chunk 0, the ranks that share it write theirs, rank 0 writes back."""
+    """Interleave each array's writes: rank 0 reads chunk 0, the ranks that share it write, rank 0 writes back."""
     import zarr
 
     write, read_chunk, array = zarr.Array.set_coordinate_selection, zarr.Array._process_for_setitem, [0]

@@ -1,0 +1,218 @@
+"""The command: status, diff, apply, revert; bad input is one clear line and exit status 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import upstream
+from ckpt_patches.registry import FIXES
+from ckpt_patches.upstream import version_in
+from small_tree import MODULE, UPSTREAM, make, python
+from upstream import tree
+
+
+def command(*arguments: str, on: Path = Path("/"), **env: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ckpt_patches", *arguments, tree=on, env=env, check=False)
+
+
+def states(on: Path, **env: str) -> dict[str, str]:
+    found = json.loads(command("status", "--json", on=on, **env).stdout)
+    return {fix["name"]: fix["state"] for fix in found["fixes"]}
+
+
+# status
+
+
+def test_status_tells_active_from_fixed_upstream_and_not_present() -> None:
+    found = states(tree("megatron-core", "0.14.0"))
+    assert found["zarr_create_synchronizer"] == "active"
+    assert found["universal_tensor_paddings"] == "not present"
+    found = states(tree("megatron-core", "0.16.1"))
+    assert found["zarr_create_synchronizer"] == "not present"
+    assert found["numpy2_product"] == "fixed upstream"
+    assert found["dp_zero_empty_state"] == "active"
+
+
+def test_status_tells_switched_off_and_applied_in_place() -> None:
+    assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES="off")["numpy2_product"] == "switched off"
+    assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES_SKIP="numpy2_product")["numpy2_product"] == (
+        "switched off"
+    )
+    patched = upstream.in_place(tree("megatron-core", "0.14.0"))
+    assert states(patched, CKPT_PATCHES="off")["numpy2_product"] == "applied in place"
+    assert command("status", on=patched, CKPT_PATCHES="off").returncode == 0
+
+
+def test_status_tells_no_match_with_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed/checkpoint/zero_checkpoint.py"
+    path.parent.mkdir(parents=True)
+    for folder in (path.parent, path.parent.parent):
+        (folder / "__init__.py").touch()
+    path.touch()
+    done = command("status", on=tmp_path)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("universal_tensor_paddings")]
+    assert "NO MATCH" in line
+
+
+def test_status_exit_tells_whether_a_needed_fix_is_missing() -> None:
+    on = tree("megatron-core", "0.14.0")
+    assert command("status", on=on).returncode == 0
+    assert command("status", on=on, CKPT_PATCHES="off").returncode == 1
+    assert command("status", on=on, CKPT_PATCHES_SKIP="numpy2_product").returncode == 1
+    assert command("status", on=Path("/")).returncode == 0  # nothing installed, nothing missing
+
+
+def test_status_shows_what_is_installed_and_where() -> None:
+    on = tree("megatron-core", "0.14.0")
+    found = json.loads(command("status", "--json", on=on).stdout)
+    assert {"name": "megatron-core", "version": "0.14.0", "location": str(on)} in found["installed"]
+    assert found["complete"] is True
+    done = command("status", on=on)
+    assert "megatron-core  0.14.0" in done.stdout
+    assert all(name in done.stdout for name in FIXES)
+
+
+def test_status_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from ckpt_patches.cli import main; main(['status']); print(sorted(sys.modules), file=sys.stderr)"
+    )
+    done = python("-c", code, tree=tree("megatron-core", "0.14.0"))
+    loaded = set(eval(done.stderr.splitlines()[-1]))
+    assert not {"torch", "numpy", "megatron", "megatron.core", "deepspeed", "zarr"} & loaded
+
+
+def fake_distribution(folder: Path, name: str, version: str) -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_status_says_that_zarr_3_does_not_do(tmp_path: Path) -> None:
+    fake_distribution(tmp_path, "zarr", "3.1.6")
+    both = f"{tmp_path}:{tree('megatron-core', '0.14.0')}"
+    done = python("-m", "ckpt_patches", "status", tree=Path("/"), env={"PYTHONPATH": both}, check=False)
+    assert "warning: zarr 3.1.6 is installed" in done.stdout
+    newer = f"{tmp_path}:{tree('megatron-core', '0.16.1')}"  # has no zarr strategy any more
+    done = python("-m", "ckpt_patches", "status", tree=Path("/"), env={"PYTHONPATH": newer}, check=False)
+    assert "warning" not in done.stdout
+
+
+def test_status_says_that_apex_is_the_unrelated_one(tmp_path: Path) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").touch()
+    assert "is not NVIDIA's" in command("status", on=tmp_path).stdout
+    (tmp_path / "apex/optimizers").mkdir()
+    assert "is not NVIDIA's" not in command("status", on=tmp_path).stdout
+
+
+# diff
+
+
+def checkout(tmp_path: Path, text: str | bytes = UPSTREAM) -> Path:
+    """A git repository with the small tree."""
+    make(tmp_path, text)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", "-c", "core.autocrlf=false"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "start"]):
+        subprocess.run([*git, *arguments], check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [UPSTREAM, UPSTREAM.replace("\n", "\r\n"), UPSTREAM.rstrip(), "\ufeff" + UPSTREAM],
+    ids=["LF", "CRLF", "no last newline", "byte order mark"],
+)
+def test_a_diff_applies_and_is_what_the_hook_runs(tmp_path: Path, text: str) -> None:
+    root = checkout(tmp_path, text.encode())
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_patches", "diff", "--tree", str(root), "numpy2_product"],
+        capture_output=True,
+        check=True,
+    )
+    subprocess.run(["git", "-C", str(root), "apply", "--whitespace=nowarn"], input=done.stdout, check=True)
+    path = root.joinpath(*MODULE.split(".")).with_suffix(".py")
+    assert path.read_bytes() == text.encode().replace(b"np.product(", b"np.prod(")
+
+
+def test_a_diff_of_nothing_says_why(tmp_path: Path) -> None:
+    make(tmp_path, "x = 1\n")
+    done = command("diff", "numpy2_product", "--tree", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "numpy2_product: already there\n"
+
+
+def test_diff_of_the_installed_files_needs_no_tree() -> None:
+    done = command("diff", "numpy2_product", on=tree("megatron-core", "0.14.0"))
+    assert "--- a/megatron/core/dist_checkpointing/mapping.py" in done.stdout
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version"), [("megatron-core", "0.7.0"), ("megatron-core", "0.16.1"), ("deepspeed", "0.16.2")]
+)
+def test_the_release_is_read_from_the_packages_own_files(distribution: str, version: str) -> None:
+    package = "megatron.core" if distribution == "megatron-core" else "deepspeed"
+    assert version_in(tree(distribution, version), package) == version
+
+
+# Bad input
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
+def test_an_unknown_fix(verb: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    line = one_line(command(verb, "zarr_sync", "--tree", str(tmp_path)))
+    assert "no such fix: zarr_sync" in line
+    assert all(name in line for name in FIXES)
+
+
+@pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
+def test_a_tree_without_the_package(verb: str, tmp_path: Path) -> None:
+    line = one_line(command(verb, "--tree", str(tmp_path)))
+    assert f"expected megatron/core/ or deepspeed/ in {tmp_path}, found none" in line
+    assert "found no folder" in one_line(command(verb, "--tree", str(tmp_path / "nowhere")))
+    make(tmp_path)
+    assert "expected deepspeed/ in" in one_line(command(verb, "zero3_fragment_bounds", "--tree", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"x = 'np.product \xe9'\n", "expected UTF-8"),
+        (b"def f(:\n    np.product\n", "does not parse with this Python"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["diff", "apply"])
+def test_a_file_that_cannot_be_worked_on(verb: str, text: bytes, reason: str, tmp_path: Path) -> None:
+    path = make(tmp_path, text)
+    line = one_line(command(verb, "numpy2_product", "--tree", str(tmp_path)))
+    assert str(path) in line
+    assert reason in line
+    assert path.read_bytes() == text
+
+
+def test_a_file_edited_by_hand_afterwards(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    assert command("apply", "numpy2_product", "--tree", str(tmp_path)).returncode == 0
+    path.write_text(path.read_text() + "# by hand\n")
+    for verb in ("apply", "revert"):
+        assert f"{path} changed since" in one_line(command(verb, "numpy2_product", "--tree", str(tmp_path)))
+
+
+def test_help_has_examples() -> None:
+    done = command("--help")
+    assert "examples:" in done.stdout
+    assert done.returncode == 0

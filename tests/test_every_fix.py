@@ -1,0 +1,56 @@
+"""What holds for every fix: its file, its place in the registry, its page, its test, its line in the change log."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches import fix as fixes
+from ckpt_patches.registry import FIXES, FOLDERS, TARGETS
+from upstream import REPOSITORY
+
+NAMES = list(FIXES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_registry_and_the_fix_name_the_same_modules(name: str) -> None:
+    fix = fixes.load(name)
+    assert fix.name == name
+    assert {edit.module for edit in fix.edits} | ({fix.concerns} - {""}) == set(FIXES[name])
+    assert {TARGETS[module] for module in FIXES[name]} == {fix.package}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_has_its_file_page_tests_and_change_log_line(name: str) -> None:
+    fix = fixes.load(name)
+    folder = REPOSITORY / FOLDERS[fix.package]
+    assert (folder / f"{name}.py").exists()
+    assert (folder / "upstream_tests" / Path(fix.test).name).exists()
+    assert (REPOSITORY / "docs" / f"{name}.md").exists()
+    assert (REPOSITORY / "tests" / f"test_{name}.py").exists()
+    assert f"`{name}`" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f"`{name}`" in (REPOSITORY / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
+    text = (Path(fixes.folder(fixes.package_of(name))) / f"{name}.py").read_text()
+    sentence, blank, link = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    assert sentence.endswith(".")
+    assert blank == ""
+    assert link.startswith("https://github.com/")
+    assert link in fixes.load(name).upstream
+
+
+def test_every_file_of_a_fix_is_in_the_registry() -> None:
+    files = {path.stem for folder in FOLDERS.values() for path in (REPOSITORY / folder).glob("*.py")}
+    assert files - {"__init__"} == set(FIXES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
+    """Loading it in a training process costs next to nothing, and `status` imports no torch."""
+    tree = ast.parse((Path(fixes.folder(fixes.package_of(name))) / f"{name}.py").read_text())
+    modules = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "typing", "ast"}

@@ -1,0 +1,412 @@
+"""The import hook's contract: every must and never of it."""
+
+import importlib.util
+import os
+import py_compile
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches import loader, startup
+from ckpt_patches.plan import TreePlan, plan_tree
+from ckpt_patches.registry import FIXES, TARGETS
+from ckpt_patches.startup import PatchFinder, Switches, install
+from small_tree import IS_PATCHED, MODULE, UPSTREAM, make, python
+
+
+def patched(tree: Path, **env: str) -> bool:
+    return python("-c", IS_PATCHED, tree=tree, env=env).stdout.strip() == "True"
+
+
+# Patching
+
+
+def test_a_target_is_patched_and_nothing_else(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import {MODULE} as m, megatron.core as c; print(type(m.__loader__).__name__, type(c.__loader__).__name__)"
+    assert python("-c", code, tree=tmp_path).stdout.split() == ["PatchedLoader", "SourceFileLoader"]
+    assert patched(tmp_path)
+
+
+def test_a_module_that_no_fix_edits_keeps_its_ordinary_loader(tmp_path: Path) -> None:
+    make(tmp_path, "import numpy as np\n\n\ndef size(shape):\n    return np.prod(shape)\n")
+    code = f"import {MODULE} as m; print(type(m.__loader__).__name__)"
+    assert python("-c", code, tree=tmp_path).stdout.split() == ["SourceFileLoader"]
+
+
+def test_what_is_not_a_target_is_answered_by_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    class Table(dict[str, str]):
+        def __contains__(self, name: object) -> bool:
+            asked.append(name)
+            return super().__contains__(name)
+
+    monkeypatch.setattr(startup, "TARGETS", Table(TARGETS))
+    monkeypatch.setattr(sys, "meta_path", [])  # nobody else is asked
+    assert PatchFinder(Switches({})).find_spec("numpy") is None
+    assert asked == ["numpy"]
+
+
+def test_dash_m_runs_the_edited_source(tmp_path: Path) -> None:
+    make(tmp_path)
+    done = python("-m", MODULE, tree=tmp_path)
+    assert done.stdout.strip() == "True", done.stderr
+    assert python("-m", MODULE, tree=tmp_path, env={"CKPT_PATCHES": "off"}).stdout.strip() == "False"
+
+
+def test_tracebacks_and_getsource_show_the_edited_source(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import {MODULE} as m, inspect, traceback\nprint(inspect.getsource(m.size))\n"
+    code += "try: m.size(None, 1)\nexcept TypeError: pass\ntry: m.size('x')\nexcept Exception: traceback.print_exc()\n"
+    code += "import linecache; linecache.checkcache(); print(linecache.getline(m.__file__, 5))"
+    done = python("-c", code, tree=tmp_path)
+    assert done.stdout.count("return np.prod(shape)") == 2
+    assert "np.product" not in done.stdout + done.stderr
+    assert "return np.prod(shape)" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_worker_processes_are_patched(tmp_path: Path, method: str) -> None:
+    make(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing as mp\n\ndef work(_):\n"
+        f"    import {MODULE} as m\n    return 'prod' in m.size.__code__.co_names\n\n"
+        f"if __name__ == '__main__':\n    with mp.get_context('{method}').Pool(1) as pool:\n"
+        "        print(pool.map(work, [0]))\n"
+    )
+    assert python(str(program), tree=tmp_path).stdout.strip() == "[True]"
+
+
+def test_reload_takes_the_file_as_it_is_now(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    code = f"""
+import importlib, pathlib, {MODULE} as m
+path = pathlib.Path({str(path)!r})
+path.write_text(path.read_text().replace("return", "return 1 *"))
+importlib.reload(m)
+import inspect
+print(inspect.getsource(m.size).splitlines()[-1].strip())
+"""
+    assert python("-c", code, tree=tmp_path).stdout.strip() == "return 1 * np.prod(shape)"
+
+
+def test_an_editable_install_with_a_finder_of_its_own(tmp_path: Path) -> None:
+    make(tmp_path / "checkout")
+    code = f"""
+import sys, importlib.util
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "megatron.core":
+            file = {str(tmp_path / "checkout/megatron/core/__init__.py")!r}
+            return importlib.util.spec_from_file_location(name, file)
+sys.meta_path.append(Editable)
+{IS_PATCHED}
+"""
+    (tmp_path / "other/megatron").mkdir(parents=True)
+    assert python("-c", code, tree=tmp_path / "other").stdout.strip() == "True"
+
+
+def test_a_fork_whose_megatron_is_a_regular_package_is_patched_as_well(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "megatron/__init__.py").write_text("OWN = True\n")
+    code = f"import megatron; print(megatron.OWN); {IS_PATCHED}"
+    assert python("-c", code, tree=tmp_path).stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        UPSTREAM.replace("\n", "\r\n").encode(),
+        UPSTREAM.replace("    ", "\t").encode(),
+        b"\xef\xbb\xbf" + UPSTREAM.encode(),
+        UPSTREAM.rstrip().encode(),
+        ("# ümläut, 日本\n" + UPSTREAM.replace("shape", "größe")).encode(),
+    ],
+    ids=["CRLF", "tabs", "byte order mark", "no last newline", "not ASCII"],
+)
+def test_unusual_source_text(tmp_path: Path, text: bytes) -> None:
+    make(tmp_path, text)
+    assert patched(tmp_path, CKPT_PATCHES="strict")
+
+
+def test_the_edit_leaves_every_other_byte(tmp_path: Path) -> None:
+    path = make(tmp_path, UPSTREAM.replace("\n", "\r\n").encode())
+    code = f"import {MODULE} as m; print(m.__loader__.get_data(m.__file__) == open(m.__file__, 'rb').read()"
+    code += ".replace(b'np.product(', b'np.prod('))"
+    assert python("-c", code, tree=tmp_path).stdout.strip() == "True"
+    assert path.read_bytes() == UPSTREAM.replace("\n", "\r\n").encode()
+
+
+# Bytecode
+
+
+def caches(path: Path) -> list[Path]:
+    return sorted((path.parent / "__pycache__").glob(f"{path.stem}.*"))
+
+
+def test_bytecode_never_holds_the_edited_source(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    assert patched(tmp_path)
+    assert caches(path) == []
+    assert not patched(tmp_path, CKPT_PATCHES="off")  # writes upstream's bytecode
+    (cached,) = caches(path)
+    before = cached.read_bytes()
+    assert patched(tmp_path)
+    assert cached.read_bytes() == before
+    assert not patched(tmp_path, CKPT_PATCHES="off")
+
+
+def test_stale_bytecode_is_never_run_in_place_of_the_edited_source(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    py_compile.compile(str(path), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert caches(path)
+    assert patched(tmp_path)
+
+
+def test_an_unwritable_directory_is_no_obstacle(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    path.parent.chmod(0o555)
+    try:
+        assert patched(tmp_path)
+    finally:
+        path.parent.chmod(0o755)
+
+
+# What cannot be patched
+
+
+def make_sourceless(tmp_path: Path) -> Path:
+    path = make(tmp_path)
+    py_compile.compile(str(path), cfile=str(path) + "c", doraise=True)
+    path.unlink()
+    return path
+
+
+def test_bytecode_alone_is_said_to_have_no_source(tmp_path: Path) -> None:
+    make_sourceless(tmp_path)
+    done = python("-c", IS_PATCHED, tree=tmp_path)
+    assert done.stdout.strip() == "False"
+    (line,) = [line for line in done.stderr.splitlines() if "WARNING" in line]
+    assert "numpy2_product NOT active" in line
+    assert "no source" in line
+    assert "CKPT_PATCHES_SKIP=numpy2_product" in line
+    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "strict"}, check=False)
+    assert done.returncode != 0
+    assert "ckpt_patches.loader.StrictModeError" in done.stderr
+
+
+UNKNOWN = {  # a real fix's anchor is gone from this text
+    "megatron.core.dist_checkpointing.strategies.zarr": "def _create_zarr_array(tensor):\n    return None\n",
+}
+ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
+
+
+def make_unknown(tmp_path: Path) -> Path:
+    make(tmp_path)
+    path = tmp_path.joinpath(*ZARR.split(".")).with_suffix(".py")
+    path.parent.mkdir()
+    path.write_text(UNKNOWN[ZARR])
+    return path
+
+
+def test_unknown_code_is_warned_of_once_on_rank_zero_alone(tmp_path: Path) -> None:
+    path = make_unknown(tmp_path)
+    code = f"import {ZARR}, importlib; importlib.reload({ZARR})"
+    warnings = [line for line in python("-c", code, tree=tmp_path).stderr.splitlines() if "WARNING" in line]
+    (line,) = warnings
+    for part in ("zarr_create_synchronizer is NOT active", "megatron-core 0.14.0", str(path), "zarr.create", "SKIP="):
+        assert part in line
+    for variable in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        assert python("-c", code, tree=tmp_path, env={variable: "3"}).stderr == ""
+        assert "WARNING" in python("-c", code, tree=tmp_path, env={variable: "0"}).stderr
+
+
+def test_strict_mode_refuses_unknown_code_on_every_rank(tmp_path: Path) -> None:
+    make_unknown(tmp_path)
+    for rank in ("0", "3"):
+        env = {"CKPT_PATCHES": "strict", "RANK": rank}
+        done = python("-c", f"import {ZARR}", tree=tmp_path, env=env, check=False)
+        assert done.returncode == 1
+        assert "StrictModeError: the fix zarr_create_synchronizer is NOT active" in done.stderr
+    env = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_SKIP": "zarr_create_synchronizer"}
+    assert python("-c", f"import {ZARR}", tree=tmp_path, env=env).returncode == 0
+
+
+def test_other_fixes_of_the_tree_are_active_beside_one_that_does_not_match(tmp_path: Path) -> None:
+    make_unknown(tmp_path)
+    assert patched(tmp_path)
+
+
+def test_a_module_that_does_not_parse_fails_as_it_would_without_us(tmp_path: Path) -> None:
+    make(tmp_path, "def size(shape:\n    return np.product(shape)\n")
+    done = python("-c", IS_PATCHED, tree=tmp_path, check=False)
+    assert "does not parse with this Python" in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1].startswith("SyntaxError: ")
+    assert "ckpt_patches/" not in done.stderr.split("Traceback")[1]
+
+
+def test_a_defect_of_ours_does_not_stop_the_import(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"""
+import ckpt_patches.loader
+def broken(*a, **k): raise RuntimeError("our defect")
+ckpt_patches.loader.plan_tree = broken
+{IS_PATCHED}
+"""
+    done = python("-c", code, tree=tmp_path)
+    assert done.stdout.strip() == "False"
+    assert "our defect" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_import_hooks_loader_is_left_alone_and_said(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"""
+import sys, importlib.machinery as im, ckpt_patches.startup
+class Other(im.SourceFileLoader): pass
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = im.PathFinder.find_spec(name, path)
+        if spec and name == {MODULE!r}: spec.loader = Other(name, spec.origin)
+        return spec
+sys.meta_path.insert(1, Finder)
+{IS_PATCHED}
+"""
+    done = python("-c", code, tree=tmp_path)
+    assert done.stdout.strip() == "False"
+    assert "loaded by Other" in done.stderr
+
+
+def test_a_wiped_meta_path_means_no_hook_and_no_harm(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = "import sys, importlib.machinery as im\n"
+    code += f"sys.meta_path[:] = [im.BuiltinImporter, im.FrozenImporter, im.PathFinder]; {IS_PATCHED}"
+    assert python("-c", code, tree=tmp_path).stdout.strip() == "False"
+
+
+# Switches
+
+
+def test_off_and_skip(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert not patched(tmp_path, CKPT_PATCHES="off")
+    assert not patched(tmp_path, CKPT_PATCHES_SKIP="dp_zero_empty_state, numpy2_product")
+    assert patched(tmp_path, CKPT_PATCHES_SKIP="dp_zero_empty_state")
+    assert patched(tmp_path, CKPT_PATCHES="")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "valid"),
+    [
+        ("CKPT_PATCHES", "stirct", ["off", "warn", "strict"]),
+        ("CKPT_PATCHES_SKIP", "numpy3", list(FIXES)),
+    ],
+)
+def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
+    tmp_path: Path, variable: str, value: str, valid: list[str]
+) -> None:
+    make(tmp_path)
+    done = python("-c", IS_PATCHED, tree=tmp_path, env={variable: value})
+    assert done.stdout.strip() == "True"
+    line = done.stderr.splitlines()[0]
+    assert f"{variable}={value}" in line
+    assert all(name in line for name in valid)
+    assert python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr == ""
+
+
+# What is said
+
+
+def info_lines(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if "INFO" in line]
+
+
+def test_one_line_a_process_group_says_what_is_active(tmp_path: Path) -> None:
+    make(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import {MODULE}, subprocess, sys\n"
+        "if len(sys.argv) < 2: subprocess.run([sys.executable, __file__, 'child'], check=True)\n"
+    )
+    (line,) = info_lines(python(str(program), tree=tmp_path).stderr)
+    assert "megatron-core 0.14.0" in line
+    assert line.endswith(": numpy2_product")
+    assert info_lines(python(str(program), tree=tmp_path, env={"RANK": "1"}).stderr) == []
+
+
+def test_a_programs_own_logging_gets_the_line(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import logging; logging.basicConfig(level='INFO', format='MINE %(message)s'); import {MODULE}"
+    (line,) = python("-c", code, tree=tmp_path).stderr.splitlines()
+    assert line.startswith("MINE training-checkpoint-patches")
+
+
+# Installing by hand
+
+
+def test_a_target_that_is_imported_already_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import {MODULE} as m; from ckpt_patches.startup import install\n"
+    code += "import sys; sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'PatchFinder']; install()"
+    done = python("-c", code, tree=tmp_path, env={"CKPT_PATCHES": "warn"})
+    assert f"WARNING: {MODULE} was imported before the hook was installed" in done.stderr
+
+
+def test_the_handle_takes_the_hook_away() -> None:
+    before = list(sys.meta_path)
+    handle = install()
+    assert handle is not None
+    assert handle.finder in sys.meta_path
+    handle.uninstall()
+    handle.uninstall()
+    assert handle.finder not in sys.meta_path
+    sys.meta_path[:] = before
+
+
+# Start-up
+
+
+def test_start_up_imports_only_what_is_light() -> None:
+    code = "import sys; print(sorted(sys.modules))"
+    with_hook = set(eval(python("-c", code, tree=Path("/")).stdout))
+    light = {"ckpt_patches", "ckpt_patches.startup", "ckpt_patches.registry"}
+    assert light <= with_hook
+    without = set(eval(python("-I", "-S", "-c", code, tree=Path("/")).stdout))
+    heavy = {
+        "ast",
+        "difflib",
+        "logging",
+        "re",
+        "torch",
+        "numpy",
+        "megatron",
+        "inspect",
+        "typing",
+        "json",
+        "dataclasses",
+    }
+    assert not (heavy & with_hook) - without
+    assert {name for name in with_hook if name.startswith(("ckpt_patches", "megatron", "deepspeed"))} == light
+
+
+def test_the_plan_of_a_tree_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path)
+    calls = []
+
+    def counted(root: str, package: str, names: list[str]) -> TreePlan:
+        calls.append(root)
+        return plan_tree(root, package, names)
+
+    monkeypatch.setattr(loader, "plan_tree", counted)
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    finder = PatchFinder(Switches({}))
+    for _ in range(2):
+        spec = importlib.util.spec_from_file_location(MODULE, path)
+        assert spec is not None
+        loader._plan_for(spec, finder.switches)
+    assert len(calls) == 1

@@ -1,0 +1,117 @@
+"""hybrid_offload_reload: weights loaded into a model under the real hybrid CPU-offload optimizer, then one step."""
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome
+from upstream import DELIVERIES, numbers, releases, run, tree
+
+FIX = "hybrid_offload_reload"
+HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+AFFECTED = releases("megatron-core", oldest="0.12.0")
+NEWEST = "0.16.1"
+WEIGHTS = ["module.a.bias", "module.a.weight", "module.b.bias", "module.b.weight"]  # bf16
+NATIVE = "module.scale"  # fp32
+
+# precision-aware, offload fraction, overlap
+COMBINATIONS = list(product((False, True), (0.0, 0.5, 1.0), (False, True)))
+Found = dict[tuple[bool, float, bool], dict[str, Any]]
+
+
+def load_and_step(version: str, delivery: str, *options: str) -> Found:
+    """Parameters that lost the loaded weights, and copies that are stale after the reload, by combination."""
+    done = run("hybrid_reload", *options, tree=tree("megatron-core", version), delivery=delivery)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {(line["precision_aware"], line["fraction"], line["overlap"]): line for line in lines}
+    assert list(found) == COMBINATIONS
+    return found
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str) -> None:
+    found = load_and_step(version, delivery)
+    for (precision_aware, fraction, _), result in found.items():
+        if not precision_aware:
+            assert set(result["lost"]) >= set(WEIGHTS)
+            assert "parameter" in result["stale"]
+        elif numbers(version) < (0, 13):
+            assert set(result["lost"]) >= set(WEIGHTS)  # 0.12 does not even refresh the working copies
+        elif fraction == 1.0:
+            assert result["lost"] == [NATIVE]
+            assert result["stale"] == ["CPU clone"]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize(
+    "options", [(), ("--steps-before", "2"), ("--state-dict",)], ids=["fresh", "after steps", "state dict"]
+)
+def test_every_copy_holds_the_loaded_weights_and_keeps_them(
+    version: str, delivery: str, options: tuple[str, ...]
+) -> None:
+    if options == ("--state-dict",) and numbers(version) < (0, 14):
+        pytest.skip("reload_model_params has no state_dict before 0.14")
+    found = load_and_step(version, delivery, *options)
+    assert {key: (result["lost"], result["stale"]) for key, result in found.items()} == {
+        key: ([], []) for key in COMBINATIONS
+    }
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_a_full_resume_restores_the_fp32_masters_exactly(delivery: str) -> None:
+    """Not through the model's bf16 weights; the combinations that upstream can load, with the fix as without."""
+    done = run("hybrid_resume", tree=tree("megatron-core", NEWEST), delivery=delivery)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert all(result["more_digits_than_bf16"] for result in results)
+    loaded = [result for result in results if result["precision_aware"]]
+    assert [result["masters"] for result in loaded] == ["exact"] * 3
+
+
+def test_releases_without_the_hybrid_optimizer_are_not_concerned() -> None:
+    result, made = edits.plan(tree("megatron-core", "0.7.0"), FIX)
+    assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
+
+
+def test_applied_twice_changes_nothing(tmp_path: Any) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    _, made = edits.plan(copy, FIX)
+    edits.write(made)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (DISTRIB_OPTIMIZER, "def _copy_model_params_to_main_params(", "def _copy_model_params("),
+        (
+            DISTRIB_OPTIMIZER,
+            "if isinstance(self.optimizer, HybridDeviceOptimizer):\n            self.optimizer.update",
+            "if self.is_hybrid:\n            self.optimizer.update",
+        ),
+        (HYBRID, "    def zero_grad(self", "    def clear_grad(self"),
+    ],
+)
+def test_unknown_code_in_one_module_leaves_both_alone(tmp_path: Any, module: str, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, module, old, new)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
+
+
+@pytest.mark.parametrize(("version", "argument"), [("0.12.0", ""), (NEWEST, "state_dict")])
+def test_the_call_that_it_brings(version: str, argument: str) -> None:
+    _, made = edits.plan(tree("megatron-core", version), FIX)
+    added = edits.added_lines(made)
+    assert f"self._copy_model_params_to_hybrid_optimizer({argument})" in added["distrib_optimizer"]
+    assert [line for line in added["hybrid_optimizer"] if line.startswith("def ")] == [
+        'def reload_param(self, param: "torch.Tensor", value: "torch.Tensor") -> None:'
+    ]

@@ -1,0 +1,57 @@
+"""reshardable_padding_flag: the real megatron-core loads a dp-reshardable state into the precision-aware optimizer."""
+
+from pathlib import Path
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome
+from test_dp_zero_empty_state import save_and_resume
+from upstream import DELIVERIES, numbers, releases, tree
+
+FIX = "reshardable_padding_flag"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+AFFECTED = releases("megatron-core", oldest="0.14.0")
+NEWEST = "0.16.1"
+TWO_STEPS = ("--precision-aware", "--steps", "2")
+
+
+def reshardable(version: str) -> str:
+    """What the format is called in a release."""
+    return "dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space"
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_takes_the_flag_for_a_state(version: str, delivery: str, tmp_path: Path) -> None:
+    name = reshardable(version)
+    found = save_and_resume(version, delivery, tmp_path, *TWO_STEPS, only=(name,))[name]
+    assert found["error"] == "load: KeyError: 'padding'"
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
+    name = reshardable(version)
+    found = save_and_resume(version, delivery, tmp_path, *TWO_STEPS, only=(name,))[name]
+    assert (found["error"], found["resume"]) == ("", "bit-equal")
+
+
+def test_releases_that_copy_their_own_keys_are_not_concerned() -> None:
+    result, made = edits.plan(tree("megatron-core", "0.7.0"), FIX)
+    assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
+
+
+def test_applied_twice_changes_nothing(tmp_path: Path) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    _, made = edits.plan(copy, FIX)
+    edits.write(made)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+
+
+def test_the_line_that_it_brings() -> None:
+    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
+    assert edits.added_lines(made)["distrib_optimizer"] == ['src_tensors.pop("padding", None)']

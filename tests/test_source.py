@@ -1,0 +1,159 @@
+"""The engine's edits: anchors in the syntax tree, edits in the text, everything else byte for byte."""
+
+import ast
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_patches.source import NoMatch, Source, UnreadableSource, function_text
+
+TEXT = '''"""Doc."""
+# call(1) in a comment
+
+
+def outer(x):
+    """call(1) in a docstring"""
+    first = call(x,  # keep this comment
+                 y=2)
+    return "call(1)"
+
+
+class Box:
+    def get(self):
+        return other(1)
+'''
+
+
+def source(text: str = TEXT) -> Source:
+    return Source(text.encode(), "module.py")
+
+
+def edited(text: str, edit: Callable[[Source], None]) -> str:
+    made = source(text)
+    edit(made)
+    return made.edited().decode()
+
+
+def test_no_edit_is_no_change() -> None:
+    assert edited(TEXT, lambda s: None) == TEXT
+
+
+def test_comments_strings_and_docstrings_are_not_anchors() -> None:
+    found = source().all("call(...)")
+    assert [node.lineno for node in found] == [7]
+
+
+def test_quotes_and_layout_do_not_matter() -> None:
+    made = source("f('a',\n  [1,2])\n")
+    assert made.one('f("a", [1, 2])') is made.tree.body[0].value  # type: ignore[attr-defined]
+
+
+def test_three_dots_stand_for_any_expression() -> None:
+    assert len(source("g(1)\ng(a + b)\ng(1, 2)\n").all("g(...)")) == 3
+    assert len(source("x = d[1]\nx = d[k]\n").all("d[...]")) == 2
+
+
+def test_an_anchor_matches_as_often_as_the_fix_says() -> None:
+    with pytest.raises(NoMatch, match="expected `call\\(1\\)` once, found it 0 times"):
+        source().one("call(1)")
+    with pytest.raises(NoMatch, match="found it 2 times"):
+        source("f()\nf()\n").one("f()")
+    with pytest.raises(NoMatch, match="expected one definition of missing, found 0"):
+        source().function("missing")
+    with pytest.raises(NoMatch, match="found 2"):
+        source("def f(): pass\ndef f(): pass\n").function("f")
+
+
+def test_a_method_is_found_in_its_class() -> None:
+    assert source().function("Box.get").name == "get"
+    assert not source().has_function("get")
+
+
+def test_a_keyword_goes_behind_the_last_argument() -> None:
+    assert "y=2, z=3)" not in TEXT
+    changed = edited("f(1, a=2)\n", lambda s: s.add_keyword(s.one("f(...)"), "z", "3"))
+    assert changed == "f(1, a=2, z=3)\n"
+    changed = edited("f(\n    1,\n    a=2,\n)\n", lambda s: s.add_keyword(s.one("f(...)"), "z", "3"))
+    assert changed == "f(\n    1,\n    a=2,\n    z=3,\n)\n"
+
+
+def test_statements_take_the_indentation_of_their_neighbour() -> None:
+    def edit(made: Source) -> None:
+        made.insert_before(made.one("return other(1)"), "if a:\n    b()")
+
+    assert edited(TEXT, edit).endswith("        if a:\n            b()\n        return other(1)\n")
+
+
+def test_tabs_and_crlf_stay() -> None:
+    text = "def f():\r\n\tif x:\r\n\t\treturn 1\r\n"
+    changed = edited(text, lambda s: s.insert_before(s.one("return 1"), "if a:\n    b()"))
+    assert changed == "def f():\r\n\tif x:\r\n\t\tif a:\r\n\t\t\tb()\r\n\t\treturn 1\r\n"
+
+
+def test_insertion_at_the_start_comes_behind_the_docstring() -> None:
+    changed = edited(TEXT, lambda s: s.insert_at_start(s.function("outer"), "begin()"))
+    assert '    """call(1) in a docstring"""\n    begin()\n    first' in changed
+    changed = edited(TEXT, lambda s: s.insert_at_start(s.function("Box.get"), "begin()"))
+    assert "    def get(self):\n        begin()\n        return" in changed
+
+
+class Example:
+    @staticmethod
+    def helper(x: int) -> int:
+        # a comment that goes along
+        return x + 1
+
+
+def test_a_method_is_inserted_from_its_own_source_text() -> None:
+    changed = edited(TEXT, lambda s: s.insert_method_before(s.function("Box.get"), Example.helper))
+    assert (
+        "class Box:\n    @staticmethod\n    def helper(x: int) -> int:\n        # a comment that goes along\n"
+        "        return x + 1\n\n    def get(self):" in changed
+    )
+    assert function_text(Example.helper).startswith("@staticmethod\n")
+
+
+def test_two_edits_of_one_place_are_refused() -> None:
+    made = source("f(g(1))\n")
+    made.replace(made.one("g(1)"), "h()")
+    with pytest.raises(NoMatch, match="another fix edits the same place"):
+        made.replace(made.one("f(g(1))"), "k()")
+
+
+def test_two_insertions_at_one_place_keep_their_order() -> None:
+    def edit(made: Source) -> None:
+        made.insert_before(made.one("f()"), "first()")
+        made.insert_before(made.one("f()"), "second()")
+
+    assert edited("f()\n", edit) == "first()\nsecond()\nf()\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"x = '\xe9'\n", "expected UTF-8"),
+        (b"# -*- coding: latin-1 -*-\nx = 1\n", "declared as iso-8859-1"),
+        (b"def f(:\n", "does not parse with this Python"),
+        (b"x = 1\0\n", "does not parse with this Python"),
+    ],
+)
+def test_what_cannot_be_read_is_said(data: bytes, message: str) -> None:
+    with pytest.raises(UnreadableSource, match=message):
+        _ = Source(data, "module.py").tree
+
+
+names = st.sampled_from(["a", "b", "ä", "名"])
+calls = st.builds(lambda f, x: f"{f}({x!r})", names, st.one_of(st.integers(), st.text("aä名 ", max_size=4)))
+
+
+@given(st.lists(calls, min_size=1, max_size=8), st.sampled_from(["\n", "\r\n"]), st.booleans())
+def test_replacing_a_node_changes_nothing_around_it(lines: list[str], newline: str, mark: bool) -> None:
+    text = newline.join(f"def f_{i}():{newline}    return [{line}, 1]" for i, line in enumerate(lines))
+    data = (b"\xef\xbb\xbf" if mark else b"") + text.encode()
+    made = Source(data, "module.py")
+    for node in made.all_of(ast.Call):
+        made.replace(node, "X")
+    expected = newline.join(f"def f_{i}():{newline}    return [X, 1]" for i in range(len(lines)))
+    assert made.edited() == (b"\xef\xbb\xbf" if mark else b"") + expected.encode()

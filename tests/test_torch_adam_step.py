@@ -1,0 +1,68 @@
+"""torch_adam_step: the real megatron-core without Apex and Transformer Engine resumes with torch's AdamW."""
+
+from pathlib import Path
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome
+from test_dp_zero_empty_state import formats, save_and_resume
+from upstream import DELIVERIES, releases, tree
+
+FIX = "torch_adam_step"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+AFFECTED = releases("megatron-core", oldest="0.10.0")  # 0.9 refuses to run without Apex or Transformer Engine
+NEWEST = "0.16.1"
+THREE_STEPS = ("--inner", "torch", "--steps", "3")
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_does_not_resume_torchs_adam(version: str, delivery: str, tmp_path: Path) -> None:
+    found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS, only=("torch",))["torch"]
+    assert found["error"] == "load: KeyError: 'step'" or found["resume"] == "differs"
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_path: Path) -> None:
+    found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS)
+    assert {name: (line["error"], line["resume"]) for name, line in found.items()} == dict.fromkeys(
+        formats(version), ("", "bit-equal")
+    )
+
+
+def test_releases_that_need_apex_are_not_concerned() -> None:
+    result, made = edits.plan(tree("megatron-core", "0.7.0"), FIX)
+    assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.14.0", NEWEST])
+def test_applied_twice_changes_nothing(version: str, tmp_path: Path) -> None:
+    copy = edits.copy_of(tree("megatron-core", version), FIX, tmp_path)
+    _, made = edits.plan(copy, FIX)
+    edits.write(made)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("for key in dst_tensors", "for key in list(dst_tensors)"), ('s["step"] = step\n', 's["step"] = count\n')],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, DISTRIB_OPTIMIZER, old, new)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
+
+
+def test_the_lines_that_it_brings() -> None:
+    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
+    assert edits.added_lines(made)["distrib_optimizer"] == [
+        's["step"] = step.clone()',
+        'if key == "step":',
+        "continue  # loaded with the param groups",
+    ]
