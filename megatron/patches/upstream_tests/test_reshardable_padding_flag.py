@@ -1,0 +1,52 @@
+# Copyright (c) 2025, NVIDIA CORPORATION. All rights reserved.
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+NUMEL = 6
+DTYPE = (torch.bfloat16, torch.float32)
+STATES = ("master_param", "exp_avg", "exp_avg_sq")
+
+
+class PrecisionAwareAdam:
+    """Keeps what it is given, and like Transformer Engine's FusedAdam knows no state but its own."""
+
+    def __init__(self, param):
+        self.param_groups = [{"params": [param]}]
+        self.state = {param: dict.fromkeys(STATES)}
+
+    def set_scaled_state(self, param, state_name, unscaled_state):
+        if state_name not in STATES:
+            raise KeyError(state_name)
+        self.state[param][state_name] = unscaled_state
+
+
+@pytest.fixture
+def optimizer():
+    param = torch.nn.Parameter(torch.rand(NUMEL).bfloat16())
+    whole = Range(0, NUMEL)
+    ranges = dict.fromkeys(("gbuf_world", "gbuf_world_in_bucket", "gbuf_local", "param"), whole)
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.optimizer = PrecisionAwareAdam(param)
+    optimizer.model_param_group_index_map = {param: (0, 0)}
+    optimizer.gbuf_ranges = [{DTYPE: [{"param_map": {param: ranges}}]}]
+    optimizer.ddp_config = SimpleNamespace(use_custom_fsdp=False, use_megatron_fsdp=False)
+    optimizer.config = SimpleNamespace(
+        use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True
+    )
+    return optimizer
+
+
+def test_padding_flag_is_no_state(optimizer):
+    saved = {"param": torch.rand(NUMEL), "exp_avg": torch.rand(NUMEL), "exp_avg_sq": torch.rand(NUMEL)}
+    bucket = [{**saved, "padding": False}, {"exp_avg": torch.zeros(2), "padding": True}]
+    load = getattr(optimizer, "load_parameter_state_from_dp_reshardable", None)
+    if load is None:  # what the format was called before
+        load = optimizer.load_parameter_state_from_fs_bucket_space
+    load({0: {DTYPE: [bucket]}})
+
+    (state,) = optimizer.optimizer.state.values()
+    assert state == {"master_param": saved["param"], "exp_avg": saved["exp_avg"], "exp_avg_sq": saved["exp_avg_sq"]}
