@@ -31,7 +31,7 @@ def call_under_numpy2(version: str, delivery: str) -> dict[str, str]:
 def test_upstream_calls_a_name_that_numpy_2_does_not_have(version: str, delivery: str) -> None:
     failed = call_under_numpy2(version, delivery)
     assert failed.keys() == CALLERS
-    assert all("np.product" in where for where in failed.values())
+    assert all("has no attribute 'product'" in message for message in failed.values())
 
 
 @pytest.mark.compat(fix=FIX)
