@@ -53,4 +53,4 @@ def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
     tree = ast.parse((Path(fixes.folder(fixes.package_of(name))) / f"{name}.py").read_text())
     modules = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "typing", "ast"}
+    assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}

@@ -4,9 +4,10 @@ https://github.com/NVIDIA/Megatron-LM/issues/1842
 """
 
 import ast
+from collections.abc import Sequence
 
 from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -14,11 +15,24 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/1842",
         "https://github.com/NVIDIA/Megatron-LM/issues/1820",
     ),
-    affected="megatron-core 0.9.0 to main, without Apex and Transformer Engine",
+    affected="megatron-core 0.10.0 to main, without Apex and Transformer Engine",
     test="tests/unit_tests/dist_checkpointing/test_torch_adam_step.py",
 )
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+# Since 0.11 every load ends in the first, before that in one of the others.
+LOADS = (
+    "_set_main_param_and_optimizer_states",
+    "load_parameter_state_from_fs_bucket_space",
+    "load_parameter_state_from_fs_model_space",
+)
+SAVES = ("get_parameter_state_fs_bucket_space", "sharded_param_state_fs_model_space")
+
+
+def methods(source: Source, names: Sequence[str]) -> list[Function]:
+    """Those of the optimizer's methods that this release has."""
+    full = [f"DistributedOptimizer.{name}" for name in names]
+    return [source.function(name) for name in full if source.has_function(name)]
 
 
 @fix.edit(DISTRIB_OPTIMIZER)
@@ -26,7 +40,9 @@ def load_without_step(source: Source) -> None:
     """The tensors of a checkpoint hold no `step`; the state that they are copied into does."""
     if b"HAVE_APEX_OR_TE" not in source.data:
         raise NotConcerned  # this release does not run without Apex or Transformer Engine
-    loops = [node for node in source.all_of(ast.For) if source.text(node.iter) == "dst_tensors"]
+    functions = methods(source, LOADS)
+    loops = [loop for function in functions for loop in source.all_of(ast.For, function)]
+    loops = [loop for loop in loops if source.text(loop.iter) == "dst_tensors"]
     if not loops:
         raise NoMatch("expected `for key in dst_tensors`, found none")
     if all(source.all("key == 'step'", within=loop) for loop in loops):
@@ -42,9 +58,10 @@ def one_step_each(source: Source) -> None:
     """torch adds 1 in place for each parameter: with one tensor for all, a step counts as many."""
     if b"HAVE_APEX_OR_TE" not in source.data:
         raise NotConcerned
-    if source.all("s['step'] = step.clone()"):
+    load = source.function("DistributedOptimizer.load_state_dict")
+    if source.all("s['step'] = step.clone()", within=load):
         raise AlreadyThere
-    source.replace(source.one("s['step'] = step").value, "step.clone()")
+    source.replace(source.one("s['step'] = step", within=load).value, "step.clone()")
 
 
 @fix.edit(DISTRIB_OPTIMIZER)
@@ -52,10 +69,7 @@ def save_without_step(source: Source) -> None:
     """These sharded formats take every key of the state for a tensor of the parameter's size."""
     if b"HAVE_APEX_OR_TE" not in source.data:
         raise NotConcerned
-    names = ("get_parameter_state_fs_bucket_space", "sharded_param_state_fs_model_space")
-    methods = [f"DistributedOptimizer.{name}" for name in names]
-    functions = [source.function(method) for method in methods if source.has_function(method)]
-    affected = [function for function in functions if not source.all("'step'", within=function)]
+    affected = [function for function in methods(source, SAVES) if not source.all("'step'", within=function)]
     if not affected:
         raise AlreadyThere
     for function in affected:
