@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches import fix as fixes
-from ckpt_patches.registry import FIXES, FOLDERS, TARGETS
-from upstream import REPOSITORY
+from ckpt_patches.plan import Outcome, plan_tree
+from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, FOLDERS, TARGETS
+from upstream import REPOSITORY, releases, tree
 
 NAMES = list(FIXES)
 
@@ -45,6 +46,16 @@ def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
 def test_every_file_of_a_fix_is_in_the_registry() -> None:
     files = {path.stem for folder in FOLDERS.values() for path in (REPOSITORY / folder).glob("*.py")}
     assert files - {"__init__"} == set(FIXES)
+
+
+@pytest.mark.parametrize("version", releases("megatron-core"))
+def test_no_fix_is_without_a_match_on_a_megatron_core_release(version: str) -> None:
+    assert plan_tree(str(tree("megatron-core", version)), CORE).named(Outcome.NO_MATCH) == []
+
+
+@pytest.mark.parametrize("version", releases("deepspeed"))
+def test_no_fix_is_without_a_match_on_a_deepspeed_release(version: str) -> None:
+    assert plan_tree(str(tree("deepspeed", version)), DEEPSPEED).named(Outcome.NO_MATCH) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,6 +29,12 @@ LOADS = (
 SAVES = ("get_parameter_state_fs_bucket_space", "sharded_param_state_fs_model_space")
 
 
+def check_concerned(source: Source) -> None:
+    """Raises NotConcerned where upstream's optimizer does not work without Apex or Transformer Engine at all."""
+    if "HAVE_APEX_OR_TE" not in source.text(source.function("DistributedOptimizer.load_state_dict")):
+        raise NotConcerned
+
+
 def methods(source: Source, names: Sequence[str]) -> list[Function]:
     """Those of the optimizer's methods that this release has."""
     full = [f"DistributedOptimizer.{name}" for name in names]
@@ -38,8 +44,7 @@ def methods(source: Source, names: Sequence[str]) -> list[Function]:
 @fix.edit(DISTRIB_OPTIMIZER)
 def load_without_step(source: Source) -> None:
     """The tensors of a checkpoint hold no `step`; the state that they are copied into does."""
-    if b"HAVE_APEX_OR_TE" not in source.data:
-        raise NotConcerned  # this release does not run without Apex or Transformer Engine
+    check_concerned(source)
     functions = methods(source, LOADS)
     loops = [loop for function in functions for loop in source.all_of(ast.For, function)]
     loops = [loop for loop in loops if source.text(loop.iter) == "dst_tensors"]
@@ -56,8 +61,7 @@ def load_without_step(source: Source) -> None:
 @fix.edit(DISTRIB_OPTIMIZER)
 def one_step_each(source: Source) -> None:
     """torch adds 1 in place for each parameter: with one tensor for all, a step counts as many."""
-    if b"HAVE_APEX_OR_TE" not in source.data:
-        raise NotConcerned
+    check_concerned(source)
     load = source.function("DistributedOptimizer.load_state_dict")
     if source.all("s['step'] = step.clone()", within=load):
         raise AlreadyThere
@@ -67,8 +71,7 @@ def one_step_each(source: Source) -> None:
 @fix.edit(DISTRIB_OPTIMIZER)
 def save_without_step(source: Source) -> None:
     """These sharded formats take every key of the state for a tensor of the parameter's size."""
-    if b"HAVE_APEX_OR_TE" not in source.data:
-        raise NotConcerned
+    check_concerned(source)
     affected = [function for function in methods(source, SAVES) if not source.all("'step'", within=function)]
     if not affected:
         raise AlreadyThere
