@@ -29,10 +29,10 @@ def group(tmp_path):
 @pytest.fixture
 def optimizer(group):
     """What a save reads of a distributed optimizer: two parameters in one bucket, no step taken."""
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.rand(size)) for name, size in SIZES.items()})
-    main_params = [torch.nn.Parameter(param.detach().clone()) for param in model.values()]
+    params = {name: torch.nn.Parameter(torch.rand(size)) for name, size in SIZES.items()}
+    main_params = [torch.nn.Parameter(param.detach().clone()) for param in params.values()]
     param_map, start = {}, 0
-    for param in model.values():
+    for param in params.values():
         whole = Range(start, start + param.numel())
         ranges = dict.fromkeys(("gbuf_world", "gbuf_world_in_bucket", "gbuf_local"), whole)
         param_map[param] = {**ranges, "param": Range(0, param.numel())}
@@ -40,8 +40,9 @@ def optimizer(group):
 
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.optimizer = torch.optim.AdamW(main_params, lr=0.1)
-    optimizer.model_chunks = [model]
-    optimizer.model_param_group_index_map = {param: (0, order) for order, param in enumerate(model.values())}
+    optimizer.model_chunks = [torch.nn.ParameterDict(params)]
+    group_indices = {param: (0, order) for order, param in enumerate(params.values())}
+    optimizer.model_param_group_index_map = group_indices
     optimizer.gbuf_ranges = [{(torch.float32, torch.float32): [{"param_map": param_map}]}]
     bucket = SimpleNamespace(grad_data=torch.zeros(PADDED_NUMEL), numel_unpadded=NUMEL)
     optimizer.buffers = [SimpleNamespace(buckets=[bucket], numel_unpadded=NUMEL)]

@@ -14,7 +14,7 @@ DTYPE = (torch.bfloat16, torch.float32)
 
 
 def _optimizer(model_param, param, *, clone=None, working_copy=None):
-    """A distributed optimizer around a hybrid one that holds these copies of `param`, a shard of `model_param`."""
+    """A distributed optimizer around a hybrid one; `param` is this rank's part of `model_param`."""
     hybrid = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer)
     torch.optim.Optimizer.__init__(hybrid, [param], {})
     hybrid.gpu_params_map_cpu_copy = {} if clone is None else {param: clone}
@@ -80,6 +80,7 @@ def test_state_dict_keeps_its_precision():
     exact = torch.rand(NUMEL)
     model_param = torch.nn.Parameter(exact.bfloat16())
     shard, clone = _initial(), _initial()
-    _optimizer(model_param, shard, clone=clone).reload_model_params(state_dict={"model": {"weight": exact}})
+    optimizer = _optimizer(model_param, shard, clone=clone)
+    optimizer.reload_model_params(state_dict={"model": {"weight": exact}})
     assert torch.equal(shard, exact[SHARD])
     assert torch.equal(clone, exact[SHARD])

@@ -18,22 +18,29 @@ def numpy_2(monkeypatch):
 
 
 def _flattened_shard(start, stop):
-    data = torch.arange(start, stop, dtype=torch.float32)
-    flattened_range = slice(start, stop)
     return ShardedTensor(
-        "weight", data, torch.float32, SHAPE, SHAPE, (0, 0), (1, 1), replica_id=0, flattened_range=flattened_range
+        "weight",
+        torch.arange(start, stop, dtype=torch.float32),
+        torch.float32,
+        SHAPE,
+        SHAPE,
+        (0, 0),
+        (1, 1),
+        replica_id=0,
+        flattened_range=slice(start, stop),
     )
 
 
 def _function(name):
     """Releases have these helpers in different modules."""
-    for module in ("exchange_utils", "strategies.fully_parallel", "validation", "serialization"):
+    modules = ("exchange_utils", "strategies.fully_parallel", "validation", "serialization")
+    for module_name in modules:
         try:
-            found = getattr(importlib.import_module(f"megatron.core.dist_checkpointing.{module}"), name, None)
+            module = importlib.import_module(f"megatron.core.dist_checkpointing.{module_name}")
         except ModuleNotFoundError:
             continue
-        if found is not None:
-            return found
+        if hasattr(module, name):
+            return getattr(module, name)
     pytest.skip(f"there is no {name}")
 
 

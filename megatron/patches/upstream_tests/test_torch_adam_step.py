@@ -26,7 +26,8 @@ def optimizer(monkeypatch):
     group_keys = dict.fromkeys(getattr(distrib_optimizer, "param_group_identifier_keys", ()), 1.0)
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.optimizer = torch.optim.AdamW([{"params": main_params, **group_keys}], lr=0.1)
-    optimizer.model_param_group_index_map = {param: (0, order) for order, param in enumerate(model_params)}
+    group_indices = {param: (0, order) for order, param in enumerate(model_params)}
+    optimizer.model_param_group_index_map = group_indices
     optimizer.gbuf_ranges = [{(torch.float32, torch.float32): [{"param_map": param_map}]}]
     optimizer.ddp_config = SimpleNamespace(use_custom_fsdp=False, use_megatron_fsdp=False)
     optimizer.config = SimpleNamespace(
@@ -48,7 +49,8 @@ def _step(optimizer):
 
 def test_tensors_are_loaded_without_step(optimizer):
     _step(optimizer)
-    saved = {i: {k: torch.rand(size) for k in ("fp32_param", *MOMENTS)} for i, size in enumerate(SIZES)}
+    keys = ("fp32_param", *MOMENTS)
+    saved = {i: {key: torch.rand(size) for key in keys} for i, size in enumerate(SIZES)}
     with torch.no_grad():
         optimizer.load_parameter_state_from_fs_model_space(saved)
 

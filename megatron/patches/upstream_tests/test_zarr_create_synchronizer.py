@@ -13,7 +13,8 @@ if not hasattr(zarr, "ProcessSynchronizer"):
 
 SHAPE = (4, 6)
 NUMEL = 24
-PATIENCE = 0.5  # seconds that the creator holds its chunk; with a lock the other writer waits for it
+# Seconds that the creator holds its chunk. With a lock, the other writer waits for it.
+PATIENCE = 0.5
 
 
 def _flattened_shard(rank, world_size):
@@ -33,7 +34,7 @@ def _flattened_shard(rank, world_size):
 
 @pytest.fixture
 def ranks_as_threads(monkeypatch):
-    """Two threads in place of two ranks, with locks between threads in place of locks between processes."""
+    """Two threads in place of two ranks; locks are between threads, not between processes."""
     barrier = threading.Barrier(2, timeout=30)
     synchronizers = {}
     guard = threading.Lock()
@@ -49,7 +50,7 @@ def ranks_as_threads(monkeypatch):
 
 @pytest.fixture
 def race(monkeypatch):
-    """The second writer writes between the creator's read of the chunk and its write, unless a lock holds it back."""
+    """The other writer writes while the creator is between its read and its write of the chunk."""
     has_read, has_written = threading.Event(), threading.Event()
     read_chunk = zarr.Array._process_for_setitem
     write = zarr.Array.set_coordinate_selection
@@ -74,10 +75,10 @@ def race(monkeypatch):
 
 def test_creator_does_not_overwrite_other_slices(tmp_path, ranks_as_threads, race):
     strategy = zarr_strategy.ZarrSaveShardedStrategy("zarr", 1)
-    writers = [
-        threading.Thread(target=strategy.save, args=({"weight": _flattened_shard(rank, 2)}, tmp_path), name=name)
-        for rank, name in enumerate(("creator", "other"))
-    ]
+    writers = []
+    for rank, name in enumerate(("creator", "other")):
+        args = ({"weight": _flattened_shard(rank, 2)}, tmp_path)
+        writers.append(threading.Thread(target=strategy.save, args=args, name=name))
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -94,9 +95,9 @@ def test_lock_directory_is_not_an_array(tmp_path, monkeypatch):
     shard = _flattened_shard(0, 1)
     zarr_strategy.ZarrSaveShardedStrategy("zarr", 1).save({"weight": shard}, tmp_path)
     # The writers that open an array lock its `.zarray` as well, with a file of that name.
-    zarr.open(str(tmp_path / "weight"), "r+", synchronizer=zarr.ProcessSynchronizer(str(tmp_path / "weight.sync")))
-    (tmp_path / "weight.sync").mkdir(exist_ok=True)
-    (tmp_path / "weight.sync" / ".zarray").touch()
+    locks = tmp_path / "weight.sync"
+    zarr.open(str(tmp_path / "weight"), "r+", synchronizer=zarr.ProcessSynchronizer(str(locks)))
+    assert (locks / ".zarray").exists()
 
     metadata = zarr_strategy.ZarrLoadShardedStrategy().load_tensors_metadata(tmp_path)
     assert list(metadata) == ["weight"]

@@ -1,0 +1,123 @@
+"""The tests that `diff --with-test` adds for upstream's suite: each fails before its fix, and passes after."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.diffs import upstream_test
+from ckpt_patches.fix import load, package_of
+from ckpt_patches.plan import Outcome, plan_tree
+from ckpt_patches.registry import CORE, FIXES, FOLDERS
+from ckpt_patches.upstream import DISTRIBUTIONS
+from upstream import REPOSITORY, environment_for, releases, run, tree
+from zero_checkpoints import PERMISSIVE
+
+PYTEST = Path(pytest.__file__).parent / "__main__.py"
+OPTIONS = ("-q", "-rA", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=line", "-W", "ignore")
+# A fix of one file and one of two, each on the newest release under test that has the bug.
+CONTRIBUTIONS = [("hybrid_offload_reload", "0.16.1"), ("zero3_fragment_bounds", "0.19.2")]
+
+
+def file_of(name: str) -> Path:
+    """A fix's upstream test in our repository."""
+    return REPOSITORY / FOLDERS[package_of(name)] / "upstream_tests" / Path(load(name).test).name
+
+
+def by_fix(stdout: str) -> dict[str, set[str]]:
+    """From pytest's summary, the outcomes of each fix's tests."""
+    found: dict[str, set[str]] = {}
+    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) .*?test_(\w+)\.py", stdout, re.MULTILINE):
+        found.setdefault(name, set()).add(outcome)
+    return found
+
+
+@pytest.mark.parametrize("version", releases("megatron-core"))
+def test_fail_before_and_pass_after(version: str) -> None:
+    """All that a release needs, in one process; those of the DeepSpeed fixes are run in the fixes' own tests."""
+    root = tree("megatron-core", version)
+    names = plan_tree(str(root), CORE).named(Outcome.APPLIES)
+    files = [file_of(name) for name in names]
+    arguments: list[str | Path] = [*files, *OPTIONS, "--rootdir", files[0].parent]
+    before = by_fix(run(PYTEST, *arguments, tree=root, check=False).stdout)
+    after = by_fix(run(PYTEST, *arguments, tree=root, delivery="hook").stdout)
+    assert before.keys() == after.keys() == set(names)
+    assert all("FAILED" in outcomes and "ERROR" not in outcomes for outcomes in before.values()), before
+    assert all(outcomes == {"PASSED"} for outcomes in after.values()), after
+
+
+@pytest.mark.parametrize(("name", "version"), CONTRIBUTIONS)
+def test_a_contribution(name: str, version: str, tmp_path: Path) -> None:
+    """diff --with-test, git apply: the test passes in the checkout, and fails with the test alone."""
+    package = package_of(name)
+    checkout = checkout_of(package, version, tmp_path / "checkout")
+    command = [sys.executable, "-m", "ckpt_patches", "diff", name, "--tree", str(checkout), "--with-test"]
+    patch = tmp_path / "fix.patch"
+    patch.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+    git(checkout, "apply", "--check", "--whitespace=error", str(patch))
+    git(checkout, "apply", str(patch))
+    added, _ = upstream_test(package, name)
+    assert (checkout / added).read_bytes() == file_of(name).read_bytes()
+    assert run_test(checkout, added) == {name: {"PASSED"}}
+
+    git(checkout, "checkout", "--quiet", ".")  # the edited files; the test is not tracked
+    assert (checkout / added).exists()
+    assert "FAILED" in run_test(checkout, added)[name]
+
+
+def checkout_of(package: str, version: str, checkout: Path) -> Path:
+    """A repository with the upstream package in it, as a contributor has it."""
+    source = tree(DISTRIBUTIONS[package], version)
+    top = package.split(".")[0]
+    shutil.copytree(source / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    git(checkout, "init", "--quiet")
+    git(checkout, "add", "--all", "--force")
+    git(checkout, "commit", "--quiet", "--message", version)
+    return checkout
+
+
+def git(checkout: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=contributor", "-c", "user.email=contributor@example.invalid")
+    subprocess.run(
+        ["git", *identity, *arguments],
+        cwd=checkout,
+        check=True,
+        env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
+    )
+
+
+def run_test(checkout: Path, test: str) -> dict[str, set[str]]:
+    """Run one test of the checkout without the hook, from the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", test, *OPTIONS, "--rootdir", "."],
+        cwd=checkout,
+        env={**environment_for(checkout, "none"), **PERMISSIVE},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return by_fix(done.stdout)
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_stands_alone(name: str) -> None:
+    """Nothing of ours is imported: it has to run in a checkout that never heard of us."""
+    tree = ast.parse(file_of(name).read_text())
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [m for m in modules if re.match(r"ckpt_patches|\w+_patches|megatron\.patches", m)]
+    assert any(m.startswith((CORE, "deepspeed")) for m in modules)
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_goes_where_upstream_keeps_such_tests(name: str) -> None:
+    path = load(name).test
+    assert file_of(name).is_file()
+    assert path.startswith("tests/unit_tests/" if package_of(name) == CORE else "tests/unit/")
+    assert Path(path).name == f"test_{name}.py"
