@@ -1,7 +1,9 @@
 """dp_zero_empty_state: the real megatron-core saves an optimizer state that is empty, or has lost entries."""
 
+import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,3 +134,16 @@ def test_the_edited_look_ups(version: str) -> None:
     look_ups = added.count("optim_state = self._saved_optimizer_state(main_param)")
     assert look_ups == {"0.7.0": 2, NEWEST: 1}[version]
     assert added.count("self._warn_about_lost_state()") == {"0.7.0": 2, NEWEST: 3}[version]
+
+
+def test_the_keys_are_upstreams_own_where_upstream_names_them() -> None:
+    """Releases after those on the index have a property for them, because an optimizer may have one moment alone."""
+    methods = vars(importlib.import_module(f"megatron.patches.{FIX}"))["DistributedOptimizer"]
+    optimizer = methods.__new__(methods)
+    optimizer.optimizer_state_keys = ("exp_avg",)
+    assert optimizer._missing_state_keys({}) == ["exp_avg"]
+    del optimizer.optimizer_state_keys
+    optimizer.optimizer = SimpleNamespace(param_groups=[{"betas": (0.9, 0.99)}])
+    assert optimizer._missing_state_keys({"exp_avg": 1}) == ["exp_avg_sq"]
+    optimizer.optimizer = SimpleNamespace(param_groups=[{"momentum": 0.9}])
+    assert optimizer._missing_state_keys({}) == []

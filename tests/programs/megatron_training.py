@@ -10,7 +10,10 @@ from typing import Any
 
 import fake_gpu
 
-fake_gpu.install()
+# The tests marked `gpu` set it: no stand-in then.
+REAL_GPU = os.environ.get("MEGATRON_TRAINING_ON_A_GPU") == "1"
+if not REAL_GPU:
+    fake_gpu.install()
 
 import torch  # noqa: E402  the stand-in GPU has to be there first
 import torch.distributed as dist  # noqa: E402
@@ -36,7 +39,9 @@ def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, *args:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if REAL_GPU:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if REAL_GPU else "gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
