@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from upstream import run, tree
 
 pytestmark = pytest.mark.gpu
