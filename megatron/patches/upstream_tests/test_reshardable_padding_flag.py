@@ -12,15 +12,15 @@ STATES = ("master_param", "exp_avg", "exp_avg_sq")
 
 
 class PrecisionAwareAdam:
-    """Keeps what it is given; like Transformer Engine's FusedAdam, knows no state but its own."""
+    """Keeps what it is given; like Transformer Engine's FusedAdam, takes fp32 tensors alone."""
 
     def __init__(self, param):
         self.param_groups = [{"params": [param]}]
         self.state = {param: dict.fromkeys(STATES)}
 
     def set_scaled_state(self, param, state_name, unscaled_state):
-        if state_name not in STATES:
-            raise KeyError(state_name)
+        assert unscaled_state.dtype == torch.float32
+        assert state_name in STATES
         self.state[param][state_name] = unscaled_state
 
 
