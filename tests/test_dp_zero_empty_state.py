@@ -104,14 +104,6 @@ def test_a_whole_state_is_saved_without_a_word(tmp_path: Path) -> None:
     assert {line["resume"] for line in found.values()} == {"bit-equal"}
 
 
-def test_applied_twice_changes_nothing(tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    _, made = edits.plan(copy, FIX)
-    edits.write(made)
-    result, made = edits.plan(copy, FIX)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import edits
 from ckpt_patches import fix as fixes
-from ckpt_patches.plan import Outcome, plan_tree
+from ckpt_patches.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, FOLDERS, TARGETS
 from upstream import REPOSITORY, releases, tree
 
@@ -56,6 +57,29 @@ def test_no_fix_is_without_a_match_on_a_megatron_core_release(version: str) -> N
 @pytest.mark.parametrize("version", releases("deepspeed"))
 def test_no_fix_is_without_a_match_on_a_deepspeed_release(version: str) -> None:
     assert plan_tree(str(tree("deepspeed", version)), DEEPSPEED).named(Outcome.NO_MATCH) == []
+
+
+@pytest.mark.parametrize("version", releases("megatron-core"))
+def test_applied_twice_to_megatron_core_changes_nothing(version: str, tmp_path: Path) -> None:
+    apply_twice(tree("megatron-core", version), CORE, tmp_path)
+
+
+@pytest.mark.parametrize("version", releases("deepspeed"))
+def test_applied_twice_to_deepspeed_changes_nothing(version: str, tmp_path: Path) -> None:
+    apply_twice(tree("deepspeed", version), DEEPSPEED, tmp_path)
+
+
+def apply_twice(root: Path, package: str, copy: Path) -> None:
+    """All fixes together, on a copy of the files that they edit: none finds anything to do the second time."""
+    for name in fixes_for(package):
+        edits.copy_of(root, name, copy)
+    made = plan_tree(str(copy), package)
+    applied = made.named(Outcome.APPLIES)
+    assert applied
+    edits.write(made)
+    again = plan_tree(str(copy), package)
+    assert (again.files, again.named(Outcome.APPLIES), again.named(Outcome.NO_MATCH)) == ({}, [], [])
+    assert set(applied) <= set(again.named(Outcome.ALREADY_THERE))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -80,14 +80,6 @@ def test_releases_without_the_hybrid_optimizer_are_not_concerned() -> None:
     assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
 
 
-def test_applied_twice_changes_nothing(tmp_path: Any) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    _, made = edits.plan(copy, FIX)
-    edits.write(made)
-    result, made = edits.plan(copy, FIX)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
-
-
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [

@@ -52,14 +52,6 @@ def test_later_releases_do_not_need_it(
     record_property("compat", "fixed upstream")
 
 
-def test_applied_twice_changes_nothing(tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", "0.14.0"), FIX, tmp_path)
-    _, made = edits.plan(copy, FIX)
-    edits.write(made)
-    result, made = edits.plan(copy, FIX)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
-
-
 def test_a_comment_or_a_string_is_not_a_call(tmp_path: Path) -> None:
     copy = edits.copy_of(tree("megatron-core", "0.16.1"), FIX, tmp_path)
     path = Path(module_path(str(copy), MAPPING))

@@ -44,14 +44,6 @@ def test_releases_that_copy_their_own_keys_are_not_concerned() -> None:
     assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
 
 
-def test_applied_twice_changes_nothing(tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    _, made = edits.plan(copy, FIX)
-    edits.write(made)
-    result, made = edits.plan(copy, FIX)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
-
-
 def test_the_line_that_it_brings() -> None:
     _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
     assert edits.added_lines(made)["distrib_optimizer"] == ['src_tensors.pop("padding", None)']

@@ -39,15 +39,6 @@ def test_releases_that_need_apex_are_not_concerned() -> None:
     assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
 
 
-@pytest.mark.parametrize("version", ["0.10.0", "0.14.0", NEWEST])
-def test_applied_twice_changes_nothing(version: str, tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", version), FIX, tmp_path)
-    _, made = edits.plan(copy, FIX)
-    edits.write(made)
-    result, made = edits.plan(copy, FIX)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [("for key in dst_tensors", "for key in list(dst_tensors)"), ('s["step"] = step\n', 's["step"] = count\n')],

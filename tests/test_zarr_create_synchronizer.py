@@ -62,14 +62,6 @@ def test_upstreams_own_fix_is_recognised() -> None:
     assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
 
 
-def test_applied_twice_changes_nothing(tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", "0.14.0"), FIX, tmp_path)
-    _, made = edits.plan(copy, FIX)
-    edits.write(made)
-    result, made = edits.plan(copy, FIX)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
-
-
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [

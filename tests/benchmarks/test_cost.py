@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from upstream import tree
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
