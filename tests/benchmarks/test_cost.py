@@ -1,4 +1,4 @@
-"""What the hook costs: measured in pairs, with and without it, alternating in one run. `make bench` prints the figures."""
+"""What the hook costs, measured in pairs that alternate in one run. `make bench` prints the figures."""
 
 import json
 import os
