@@ -81,6 +81,16 @@ def test_for_every_inner_optimizer(version: str, inner: tuple[str, ...], tmp_pat
     )
 
 
+@pytest.mark.parametrize("precision_aware", [(), ("--precision-aware",)], ids=["", "precision-aware"])
+def test_under_hybrid_cpu_offload_the_save_goes_through(precision_aware: tuple[str, ...], tmp_path: Path) -> None:
+    options = ("--inner", "torch", "--offload-fraction", "0.5", *precision_aware)
+    died = save_and_resume(NEWEST, "none", tmp_path / "none", *options, only=("torch",))["torch"]["error"]
+    assert died.startswith("save: KeyError")
+    saved = save_and_resume(NEWEST, "hook", tmp_path / "hook", *options, only=("torch",))["torch"]
+    assert not saved["error"].startswith("save:")
+    assert saved["keys"] == ["exp_avg", "exp_avg_sq", "numel_unpadded", "param"]
+
+
 def test_skipped_fp16_steps_leave_an_empty_state_that_is_no_loss(tmp_path: Path) -> None:
     """The loss scaler starts at 2^32, so the first steps overflow and are skipped."""
     found = save_and_resume(NEWEST, "hook", tmp_path, "--fp16", "--steps", "2", only=("torch",))

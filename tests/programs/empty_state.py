@@ -5,6 +5,7 @@ resumed equals, bit for bit, the one that went on.
 
     empty_state.py OUT [--formats torch,dp_zero_gather_scatter,…] [--inner fused|torch] [--precision-aware]
         [--steps 0] [--lose nothing|moment|parameter|all] [--fp16]
+        [--offload-fraction F]
 """
 
 import argparse
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--lose", default="nothing")
     parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--offload-fraction", type=float)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     mt.spawn(worker, options.ranks, options)
@@ -103,8 +105,9 @@ def case(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build(options: argparse.Namespace) -> tuple[Any, Any]:
-    model, optimizer = mt.build(precision_aware=options.precision_aware, fp16=options.fp16)
-    return model, optimizer
+    return mt.build(
+        precision_aware=options.precision_aware, fp16=options.fp16, offload_fraction=options.offload_fraction
+    )
 
 
 def lose(optimizer: Any, what: str) -> None:
