@@ -151,7 +151,7 @@ def complete_precision_aware_state(source: Source, look_up: Function) -> None:
     """With the precision-aware optimizer the main parameter itself is in the state."""
     pop = source.one("tensors['param'] = tensors.pop('master_param')", within=look_up)
     source.insert_before(pop, "tensors.update(self._initial_optimizer_state(sharded_model_param, tensors))")
-    keys = source.all("self.optimizer.state[sharded_model_param]", within=look_up)[0]
+    keys = source.some("self.optimizer.state[sharded_model_param]", within=look_up)[0]
     source.replace(keys, "self.optimizer.state.get(sharded_model_param, ())")
 
 
