@@ -80,8 +80,8 @@ TEST = [
     "pytest>=8",
     "pytest-xdist>=3",
     "hypothesis>=6",
-    "ruff>=0.9",
-    "mypy>=1.11",
+    "ruff==0.17.5",
+    "mypy==2.4.1",
 ]
 
 README = Path("README.md")
