@@ -13,6 +13,16 @@ NUMEL = 10
 PADDED_NUMEL = 12
 
 
+class PrecisionAwareAdam(torch.optim.AdamW):
+    """Holds the main params in its state, as Transformer Engine's FusedAdam does when asked to."""
+
+    master_weights = True
+    store_param_remainders = False
+
+    def get_unscaled_state(self, param, state_name):
+        return self.state[param][state_name]
+
+
 @pytest.fixture
 def group(tmp_path):
     """A Gloo group of this process alone."""
@@ -77,6 +87,19 @@ def test_state_before_first_step_is_saved_as_zeros(optimizer, caplog):
         assert torch.equal(tensors[key], torch.zeros(NUMEL))
     assert len(optimizer.optimizer.state) == 0
     assert "lack optimizer state" not in caplog.text
+
+
+def test_precision_aware_optimizer_before_first_step(optimizer):
+    main_params = optimizer.optimizer.param_groups[0]["params"]
+    optimizer.optimizer = PrecisionAwareAdam(main_params, lr=0.1)
+    optimizer.config.use_precision_aware_optimizer = True
+    optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    tensors = _gathered(optimizer)
+
+    assert torch.equal(tensors["param"], torch.cat([param.detach() for param in main_params]))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(tensors[key], torch.zeros(NUMEL))
+    assert len(optimizer.optimizer.state) == 0
 
 
 def test_frozen_param_is_saved_as_zeros(optimizer, caplog):
