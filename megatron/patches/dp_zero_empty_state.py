@@ -152,7 +152,7 @@ def complete_precision_aware_state(source: Source, look_up: Function) -> None:
     pop = source.one("tensors['param'] = tensors.pop('master_param')", within=look_up)
     source.insert_before(pop, "tensors.update(self._initial_optimizer_state(sharded_model_param, tensors))")
     keys = source.some("self.optimizer.state[sharded_model_param]", within=look_up)[0]
-    source.replace(keys, "self.optimizer.state.get(sharded_model_param, ())")
+    source.replace(keys, "self.optimizer.state.get(sharded_model_param, {})")
 
 
 def step_of_empty_state(source: Source) -> None:

@@ -1,6 +1,6 @@
 """Keep the padding flag of the dp-reshardable formats out of the optimizer's state.
 
-https://github.com/NVIDIA/Megatron-LM/issues/1842
+https://github.com/NVIDIA/Megatron-LM/pull/2576
 """
 
 from ckpt_patches.fix import Fix
@@ -8,7 +8,10 @@ from ckpt_patches.source import AlreadyThere, NotConcerned, Source
 
 fix = Fix(
     __name__,
-    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1842",),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/pull/2576",
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1730",
+    ),
     affected="megatron-core 0.11.0 to main, with the precision-aware optimizer",
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_flag.py",
 )
@@ -18,7 +21,7 @@ LOADS = ("load_parameter_state_from_fs_bucket_space", "load_parameter_state_from
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def drop_padding_flag(source: Source) -> None:
-    """Each saved shard has a key `padding`, for which the precision-aware optimizer has no state: KeyError."""
+    """Each saved shard has a key `padding`, which the precision-aware optimizer takes for a state."""
     pattern = "self._set_main_param_and_optimizer_states(model_param, src_tensors)"
     methods = [f"DistributedOptimizer.{name}" for name in LOADS]
     functions = [source.function(method) for method in methods if source.has_function(method)]

@@ -1,6 +1,6 @@
 """Load an optimizer state of torch's Adam: its `step` is in the param groups, and each parameter needs one of its own.
 
-https://github.com/NVIDIA/Megatron-LM/issues/1842
+https://github.com/areal-project/AReaL/issues/132
 """
 
 import ast
@@ -12,8 +12,8 @@ from ckpt_patches.source import AlreadyThere, Function, NoMatch, NotConcerned, S
 fix = Fix(
     __name__,
     upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/issues/1842",
-        "https://github.com/NVIDIA/Megatron-LM/issues/1820",
+        "https://github.com/areal-project/AReaL/issues/132",
+        "https://github.com/areal-project/AReaL/issues/142",
     ),
     affected="megatron-core 0.10.0 to main, without Apex and Transformer Engine",
     test="tests/unit_tests/dist_checkpointing/test_torch_adam_step.py",
