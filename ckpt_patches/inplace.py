@@ -100,51 +100,101 @@ def revert(root: str, package: str, names: Sequence[str]) -> list[str]:
         return removed
 
 
+@dataclass(frozen=True)
+class _Rewrite:
+    """One upstream file on its way from the text that it has to the text that it gets."""
+
+    relative: str  # its path in the tree
+    original: bytes
+    before: bytes
+    after: bytes  # the original again where no fix is left
+    was_edited: bool
+    is_edited: bool
+    row: str | None  # the original's, in RECORD
+
+
 def _write(root: str, package: str, state: State, originals: Mapping[str, bytes], plan: TreePlan) -> None:
     """Bring the tree from `state` to the plan's texts, everything or nothing."""
-    folder = state_folder(root, package)
-    planned = {file.path: file for file in plan.files.values()}
-    changes, kept, rows = [], [], {}
     record_file = record.record_path(Path(root), package)
-    old_rows = record.rows(record_file.read_bytes()) if record_file else {}
-    original_rows = {file.path: file.record_row for file in state.files}
-    for path in sorted(planned.keys() | originals.keys()):
-        relative = Path(os.path.relpath(path, root)).as_posix()
-        backup = folder / "originals" / relative
-        original = originals[path] if path in originals else planned[path].original
-        after = planned[path].patched if path in planned else original
-        row = original_rows.get(relative, old_rows.get(relative))
-        backup_after = original if path in planned else None
-        changes.append(Change(backup, original if path in originals else None, backup_after))
-        changes.append(Change(Path(path), Path(path).read_bytes(), after))
-        rows[_relative(root, backup)] = _untracked_row(root, backup) if path in planned else None
-        if row is not None:
-            rows[relative] = record.row(relative, after) if path in planned else row
-        if path in planned:
-            kept.append(AppliedFile(relative, _digest(original), _digest(after), row))
-    fixes = tuple(plan.named(Outcome.APPLIES))
-    if fixes == state.fixes and tuple(kept) == state.files:
+    rewrites = _rewrites(root, state, originals, plan, record_file)
+    new_state = _state_after(rewrites, plan)
+    if new_state == state:
         return
-    ignore_file, state_file = folder / ".gitignore", folder / "state.json"
-    for own in (ignore_file, state_file):
-        rows[_relative(root, own)] = _untracked_row(root, own) if kept else None
-    # In a checkout no commit takes our folder along.
-    ignore_before = ignore_file.read_bytes() if ignore_file.exists() else None
-    changes.append(Change(ignore_file, ignore_before, b"*\n" if kept else None))
-    if record_file:
-        before = record_file.read_bytes()
-        changes.append(Change(record_file, before, record.with_rows(before, rows)))
-    state_before = state_file.read_bytes() if state_file.exists() else None
-    changes.append(Change(state_file, state_before, _state_bytes(State(fixes, tuple(kept))) if kept else None))
+    for rewrite in rewrites:
+        _drop_bytecode(Path(root, rewrite.relative))
+    folder = state_folder(root, package)
     try:
-        commit(folder, changes)
+        commit(folder, _changes(Path(root), folder, rewrites, new_state, record_file))
     except OSError as error:
         recover(folder)
-        raise UserError(
-            f"{error.filename or root}: it cannot be written: {error.strerror}; nothing was changed"
-        ) from error
-    for path in planned.keys() | originals.keys():
-        _drop_bytecode(Path(path))
+        place = error.filename or root
+        raise UserError(f"{place}: it cannot be written: {error.strerror}; nothing was changed") from error
+
+
+def _rewrites(
+    root: str, state: State, originals: Mapping[str, bytes], plan: TreePlan, record_file: Path | None
+) -> list[_Rewrite]:
+    """Every file that is edited now, or will be."""
+    planned = {file.path: file for file in plan.files.values()}
+    rows = record.rows(record_file.read_bytes()) if record_file else {}
+    rows.update({file.path: file.record_row for file in state.files if file.record_row is not None})
+    rewrites = []
+    for path in sorted(planned.keys() | originals.keys()):
+        relative = Path(os.path.relpath(path, root)).as_posix()
+        original = originals[path] if path in originals else planned[path].original
+        after = planned[path].patched if path in planned else original
+        row = rows.get(relative)
+        before = Path(path).read_bytes()
+        rewrites.append(_Rewrite(relative, original, before, after, path in originals, path in planned, row))
+    return rewrites
+
+
+def _state_after(rewrites: Sequence[_Rewrite], plan: TreePlan) -> State:
+    files = [AppliedFile(r.relative, _digest(r.original), _digest(r.after), r.row) for r in rewrites if r.is_edited]
+    return State(tuple(plan.named(Outcome.APPLIES)), tuple(files))
+
+
+def _changes(
+    root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State, record_file: Path | None
+) -> list[Change]:
+    """All files that change together, the state file last: it decides whether the change took place."""
+    changes = []
+    for rewrite in rewrites:
+        backup = _backup(folder, rewrite.relative)
+        kept_before = rewrite.original if rewrite.was_edited else None
+        kept_after = rewrite.original if rewrite.is_edited else None
+        changes.append(Change(backup, kept_before, kept_after))
+        changes.append(Change(root / rewrite.relative, rewrite.before, rewrite.after))
+    # In a checkout no commit takes our folder along.
+    changes.append(_own_file(folder / ".gitignore", b"*\n" if state.files else None))
+    if record_file:
+        text = record_file.read_bytes()
+        changes.append(Change(record_file, text, record.with_rows(text, _rows(root, folder, rewrites, state))))
+    changes.append(_own_file(folder / "state.json", _state_bytes(state) if state.files else None))
+    return changes
+
+
+def _own_file(path: Path, after: bytes | None) -> Change:
+    return Change(path, path.read_bytes() if path.exists() else None, after)
+
+
+def _rows(root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State) -> dict[str, str | None]:
+    """The rows of RECORD that change; our own files without a digest, as pip lists bytecode."""
+    rows: dict[str, str | None] = {}
+    own = {folder / name: bool(state.files) for name in (".gitignore", "state.json")}
+    own.update({_backup(folder, rewrite.relative): rewrite.is_edited for rewrite in rewrites})
+    for path, stays in own.items():
+        relative = path.relative_to(root).as_posix()
+        rows[relative] = f"{relative},," if stays else None
+    for rewrite in rewrites:
+        if rewrite.row is not None:
+            rows[rewrite.relative] = record.row(rewrite.relative, rewrite.after) if rewrite.is_edited else rewrite.row
+    return rows
+
+
+def _backup(folder: Path, relative: str) -> Path:
+    """Where an edited file's original is kept."""
+    return folder / "originals" / relative
 
 
 def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
@@ -158,7 +208,7 @@ def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
                 f"{path} changed since the fixes were applied; nothing was changed. Put the applied version back, "
                 f"or, to keep the file as it is, delete {state_folder(root, package)}"
             )
-        originals[str(path)] = (state_folder(root, package) / "originals" / file.path).read_bytes()
+        originals[str(path)] = _backup(state_folder(root, package), file.path).read_bytes()
     return originals
 
 
@@ -197,15 +247,6 @@ def _drop_bytecode(path: Path) -> None:
     for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         with contextlib.suppress(OSError):
             cached.unlink()
-
-
-def _untracked_row(root: str, path: Path) -> str:
-    """A RECORD row without a digest, as pip gives bytecode."""
-    return f"{_relative(root, path)},,"
-
-
-def _relative(root: str, path: Path) -> str:
-    return path.relative_to(root).as_posix()
 
 
 def _state_bytes(state: State) -> bytes:
