@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ckpt_patches.plan import FixResult, TreePlan, module_path, plan_tree
+from ckpt_patches.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.registry import FIXES, TARGETS
 
 
@@ -22,6 +22,15 @@ def copy_of(tree: Path, fix: str, to: Path) -> Path:
 def plan(tree: Path, fix: str) -> tuple[FixResult, TreePlan]:
     made = plan_tree(str(tree), TARGETS[FIXES[fix][0]], [fix])
     return made.results[0], made
+
+
+def check_not_needed(tree: Path, fix: str) -> str:
+    """Check that a fix changes nothing in a tree, without a complaint; the words for the compatibility page."""
+    result, made = plan(tree, fix)
+    words = {Outcome.ALREADY_THERE: "fixed upstream", Outcome.NOT_PRESENT: "not present"}
+    assert result.outcome in words, result
+    assert made.files == {}
+    return words[result.outcome]
 
 
 def added_lines(made: TreePlan) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """torch_adam_step: the real megatron-core without Apex and Transformer Engine resumes with torch's AdamW."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,15 @@ def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_
     )
 
 
-def test_releases_that_need_apex_are_not_concerned() -> None:
-    result, made = edits.plan(tree("megatron-core", "0.7.0"), FIX)
-    assert (result.outcome, made.files) == (Outcome.NOT_PRESENT, {})
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("megatron-core", newest="0.8.0"))
+def test_releases_that_need_apex_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    words = edits.check_not_needed(tree("megatron-core", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """zero3_fragment_bounds: DeepSpeed's own converter on ZeRO-3 checkpoints with ranks past the end of a parameter."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,16 +129,24 @@ def test_what_is_added(version: str) -> None:
     assert edits.added_lines(plan) == {"ds_to_universal": [ADDED]}
 
 
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("version", releases("deepspeed", oldest="0.19.3"))
-def test_fixed_upstream(version: str) -> None:
-    result, plan = edits.plan(tree("deepspeed", version), FIX)
-    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
+    words = edits.check_not_needed(tree("deepspeed", version), FIX)
+    assert words == "fixed upstream"
+    record_property("compat", words)
 
 
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.4"))
-def test_a_converter_without_zero3_is_not_concerned(version: str) -> None:
-    result, plan = edits.plan(tree("deepspeed", version), FIX)
-    assert (result.outcome, plan.files) == (Outcome.NOT_PRESENT, {})
+def test_a_converter_without_zero3_is_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    words = edits.check_not_needed(tree("deepspeed", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
 
 
 @pytest.fixture(params=[WRITER, "0.19.2"])
