@@ -64,3 +64,11 @@ def test_the_lines_that_it_brings() -> None:
         'if key == "step":',
         "continue  # loaded with the param groups",
     ]
+
+
+def test_the_dp_reshardable_format_of_0_15_leaves_the_step_out_too(tmp_path: Path) -> None:
+    """Between the bucket-space format before it, which has to be edited, and 0.16, which leaves it out by itself."""
+    died = save_and_resume("0.15.3", "none", tmp_path / "none", *THREE_STEPS, only=("dp_reshardable",))
+    assert died["dp_reshardable"]["error"].startswith("save: AssertionError")
+    found = save_and_resume("0.15.3", "hook", tmp_path / "hook", *THREE_STEPS, only=("dp_reshardable",))
+    assert (found["dp_reshardable"]["error"], found["dp_reshardable"]["resume"]) == ("", "bit-equal")

@@ -26,7 +26,12 @@ LOADS = (
     "load_parameter_state_from_fs_bucket_space",
     "load_parameter_state_from_fs_model_space",
 )
-SAVES = ("get_parameter_state_fs_bucket_space", "sharded_param_state_fs_model_space")
+# Where a sharded format takes the state up, and where a later release leaves the step out of it.
+SAVES = {
+    "get_parameter_state_fs_bucket_space": "sharded_param_state_fs_bucket_space",
+    "get_parameter_state_dp_reshardable": "sharded_param_state_dp_reshardable",
+    "sharded_param_state_fs_model_space": "sharded_param_state_fs_model_space",
+}
 
 
 def check_concerned(source: Source) -> None:
@@ -72,7 +77,8 @@ def one_step_each(source: Source) -> None:
 def save_without_step(source: Source) -> None:
     """These sharded formats take every key of the state for a tensor of the parameter's size."""
     check_concerned(source)
-    affected = [function for function in methods(source, SAVES) if not source.all("'step'", within=function)]
+    pairs = [methods(source, pair) for pair in SAVES.items()]
+    affected = [pair[0] for pair in pairs if pair and not any(source.all("'step'", within=method) for method in pair)]
     if not affected:
         raise AlreadyThere
     for function in affected:
