@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--start-method", default="fork")
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
-    multiprocessing.set_start_method(args.start_method)
+    multiprocessing.set_start_method(args.start_method, force=True)  # 0.17.1 sets it on import
     outcome = {}
     for source in args.inputs:
         outcome[source.parent.name] = convert(source, args.output / source.parent.name, args.workers, args.keep)
