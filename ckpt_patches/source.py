@@ -7,10 +7,11 @@ line breaks of a release do not matter.
 
 import ast
 import codecs
+import functools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
@@ -63,6 +64,7 @@ def _same(pattern: Any, node: Any) -> bool:
     return bool(pattern == node)
 
 
+@functools.cache
 def _parse_pattern(pattern: str) -> ast.AST:
     (statement,) = ast.parse(textwrap.dedent(pattern).strip()).body
     return statement.value if isinstance(statement, ast.Expr) else statement
@@ -150,7 +152,8 @@ class Source:
 
     def branch(self, test: str, within: ast.AST | None = None) -> ast.If:
         """The only `if` with that test. Raises NoMatch."""
-        found = [node for node in self.all_of(ast.If, within) if _same(_parse_pattern(test), node.test)]
+        wanted = _parse_pattern(test)
+        found = [node for node in self.all_of(ast.If, within) if _same(wanted, node.test)]
         if len(found) != 1:
             raise NoMatch(f"expected `if {test}` once, found it {len(found)} times")
         return found[0]
@@ -174,11 +177,11 @@ class Source:
             start, start, self._indented(text, self._indent(statement)) + self._newline + self._indent(statement)
         )
 
-    def insert_after(self, statement: ast.stmt, text: str, blank_lines: int = 0) -> None:
+    def insert_after(self, statement: ast.stmt, text: str) -> None:
         """Insert statements, written without indentation, behind a statement."""
         _, stop = self._span(statement)
         indent = self._indent(statement)
-        self._edit(stop, stop, self._newline * (1 + blank_lines) + indent + self._indented(text, indent))
+        self._edit(stop, stop, self._newline + indent + self._indented(text, indent))
 
     def insert_at_start(self, function: Function, text: str) -> None:
         """Insert statements, written without indentation, at the start of a function, behind its docstring."""
@@ -242,7 +245,7 @@ class Source:
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def _line_indent(self, lineno: int) -> str:
-        line = self.data[self._lines[lineno - 1] :].split(b"\n", 1)[0]
+        line = self.data[self._lines[lineno - 1] : self._lines[lineno]]
         return line[: len(line) - len(line.lstrip(b" \t"))].decode()
 
     def _indent(self, node: Any) -> str:
@@ -268,15 +271,21 @@ class Source:
 
 def function_text(function: Callable[..., Any]) -> str:
     """The source text of a function in a fix's file, decorators and comments included, without indentation."""
-    path = function.__code__.co_filename
+    path, first = function.__code__.co_filename, function.__code__.co_firstlineno
+    texts = _function_texts(path)
+    if first not in texts:
+        raise LookupError(f"{function.__qualname__} is not defined in {path}")
+    return texts[first]
+
+
+@functools.cache
+def _function_texts(path: str) -> dict[int, str]:
+    """The text of every function in a file, by its first line; a fix inserts several, and parses its file once."""
     with open(path, encoding="utf-8") as file:
         text = file.read()
-    for node in _functions(ast.parse(text)):
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        if first == function.__code__.co_firstlineno:
-            return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
-    raise LookupError(f"{function.__qualname__} is not defined in {path}")
-
-
-def _functions(tree: ast.AST) -> Iterator[Function]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    lines, texts = text.splitlines(), {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            texts[first] = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
+    return texts
