@@ -1,7 +1,7 @@
 """Every fix and the upstream modules it edits, in the order in which fixes are applied.
 
-Plain data, read at every start of the interpreter: no import, no file access. A fix itself lives in the file of its
-name and repeats its modules; a test holds the two together.
+Plain data: no import, no file access. Read when the first module of megatron or deepspeed is imported. A fix itself
+lives in the file of its name and repeats its modules; a test holds the two together.
 """
 
 CORE = "megatron.core"

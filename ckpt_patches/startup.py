@@ -7,8 +7,6 @@ target module is met. It never imports `megatron`: a script beside a regular pac
 import os
 import sys
 
-from ckpt_patches.registry import FIXES, TARGETS
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +14,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MODES = ("off", "warn", "strict")
+# What every target module's name begins with. The registry itself is read when the first such name is met.
+PREFIXES = ("megatron.", "deepspeed.")
 # Set by the launchers in use: torchrun, Slurm, Open MPI.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -29,7 +29,14 @@ class Switches:
         if self.mode not in MODES:
             self.errors.append(f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with warn")
             self.mode = "warn"
-        names = [name.strip() for name in environ.get("CKPT_PATCHES_SKIP", "").split(",")]
+        self.skip: frozenset[str] = frozenset()
+        if "CKPT_PATCHES_SKIP" in environ:
+            self._read_skip(environ["CKPT_PATCHES_SKIP"])
+
+    def _read_skip(self, value: str) -> None:
+        from ckpt_patches.registry import FIXES
+
+        names = [name.strip() for name in value.split(",")]
         self.skip = frozenset(name for name in names if name in FIXES)
         unknown = [name for name in names if name and name not in FIXES]
         if unknown:
@@ -56,6 +63,10 @@ class PatchFinder:
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
+        if not fullname.startswith(PREFIXES):
+            return None
+        from ckpt_patches.registry import TARGETS
+
         if fullname not in TARGETS:
             return None
         from ckpt_patches.loader import find_patched_spec
@@ -96,16 +107,24 @@ def install() -> "Handle | None":
         return None
     finder = installed_finder()
     if finder is None:
-        late = [module for module in TARGETS if module in sys.modules]
-        if late:
-            print(
-                f"ckpt-patches: WARNING: {', '.join(late)} was imported before the hook was installed and stays "
-                "unpatched; install the hook first",
-                file=sys.stderr,
-            )
+        _warn_about_imported_targets()
         finder = PatchFinder(switches)
         sys.meta_path.insert(0, finder)
     return Handle(finder)
+
+
+def _warn_about_imported_targets() -> None:
+    if "megatron.core" not in sys.modules and "deepspeed" not in sys.modules:
+        return
+    from ckpt_patches.registry import TARGETS
+
+    late = [module for module in TARGETS if module in sys.modules]
+    if late:
+        print(
+            f"ckpt-patches: WARNING: {', '.join(late)} was imported before the hook was installed and stays "
+            "unpatched; install the hook first",
+            file=sys.stderr,
+        )
 
 
 def run() -> None:

@@ -9,6 +9,7 @@ import edits
 from ckpt_patches import fix as fixes
 from ckpt_patches.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, FOLDERS, TARGETS
+from ckpt_patches.startup import PREFIXES
 from upstream import REPOSITORY, releases, tree
 
 NAMES = list(FIXES)
@@ -20,6 +21,7 @@ def test_the_registry_and_the_fix_name_the_same_modules(name: str) -> None:
     assert fix.name == name
     assert {edit.module for edit in fix.edits} | ({fix.concerns} - {""}) == set(FIXES[name])
     assert {TARGETS[module] for module in FIXES[name]} == {fix.package}
+    assert all(module.startswith(PREFIXES) for module in FIXES[name])  # what the import hook looks at first
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches import loader, startup
+from ckpt_patches import loader
 from ckpt_patches.plan import TreePlan, plan_tree
-from ckpt_patches.registry import FIXES, TARGETS
+from ckpt_patches.registry import FIXES
 from ckpt_patches.startup import PatchFinder, Switches, install
 from small_tree import IS_PATCHED, MODULE, UPSTREAM, make, python
 
@@ -35,18 +35,14 @@ def test_a_module_that_no_fix_edits_keeps_its_ordinary_loader(tmp_path: Path) ->
     assert python("-c", code, tree=tmp_path).stdout.split() == ["SourceFileLoader"]
 
 
-def test_what_is_not_a_target_is_answered_by_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    class Table(dict[str, str]):
-        def __contains__(self, name: object) -> bool:
-            asked.append(name)
-            return super().__contains__(name)
-
-    monkeypatch.setattr(startup, "TARGETS", Table(TARGETS))
+def test_what_is_not_a_target_is_left_to_the_other_finders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [])  # nobody else is asked
-    assert PatchFinder(Switches({})).find_spec("numpy") is None
-    assert asked == ["numpy"]
+    monkeypatch.setitem(sys.modules, "ckpt_patches.loader", None)  # cannot be imported
+    finder = PatchFinder(Switches({}))
+    assert finder.find_spec("numpy") is None
+    assert finder.find_spec("megatron.core") is None
+    with pytest.raises(ImportError):
+        finder.find_spec(MODULE)
 
 
 def test_dash_m_runs_the_edited_source(tmp_path: Path) -> None:
@@ -374,7 +370,7 @@ def test_the_handle_takes_the_hook_away() -> None:
 def test_start_up_imports_only_what_is_light() -> None:
     code = "import sys; print(sorted(sys.modules))"
     with_hook = set(eval(python("-c", code, tree=Path("/")).stdout))
-    light = {"ckpt_patches", "ckpt_patches.startup", "ckpt_patches.registry"}
+    light = {"ckpt_patches", "ckpt_patches.startup"}
     assert light <= with_hook
     without = set(eval(python("-I", "-S", "-c", code, tree=Path("/")).stdout))
     heavy = {
