@@ -155,7 +155,8 @@ def _install(distribution: str, version: str, folder: Path) -> None:
             command.append("--no-build-isolation")
         environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
         if stand_in := STAND_INS.get((distribution, version)):
-            environment["PYTHONPATH"] = str(stand_in)
+            inherited = os.environ.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stand_in)])
         command.append(f"{distribution}=={version}")
         done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode != 0:
