@@ -9,10 +9,11 @@ CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
 # Formatting, lint, types, and the tests on the default upstream releases.
 test: lint check
 
-# The tests on every upstream release, and the page that is made from their results.
+# The tests on every upstream release, and the pages that are made from their results.
 test-all: lint
 	rm -rf .results
-	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest -n 2; status=$$?; $(PY) tests/compatibility.py && exit $$status
+	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest -n 2; status=$$?; \
+	  $(PY) tests/compatibility.py && $(PY) tests/resume_table.py && exit $$status
 
 check: $(VENV)/ready
 	$(PY) -m pytest -n 2
@@ -30,6 +31,7 @@ demo: $(VENV)/ready
 
 compatibility: $(VENV)/ready
 	$(PY) tests/compatibility.py
+	$(PY) tests/resume_table.py
 
 # Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
 $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth

@@ -20,6 +20,10 @@ FIXES = {
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.distrib_optimizer",
     ),
+    "hybrid_offload_resume": (
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "megatron.core.optimizer.distrib_optimizer",
+    ),
     "numpy2_product": (
         "megatron.core.dist_checkpointing.exchange_utils",
         "megatron.core.dist_checkpointing.mapping",

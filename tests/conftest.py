@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-RECORD = Path(__file__).parent.parent / ".results" / "compatibility.json"
+RESULTS = Path(__file__).parent.parent / ".results"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,9 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
         '("none", "hook" or "in place")',
     )
     config.stash[_CELLS] = {}
+    config.stash[_RESUMES] = {}
 
 
 _CELLS = pytest.StashKey[dict[str, dict[str, Any]]]()
+_RESUMES = pytest.StashKey[dict[str, Any]]()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,8 +65,13 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words."""
+    """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words.
+
+    The record property "resume" is noted as it is, for docs/resume.md.
+    """
     report = yield
+    if report.when == "call" and "resume" in dict(report.user_properties):
+        item.config.stash[_RESUMES][item.nodeid] = dict(report.user_properties)["resume"]
     marker = item.get_closest_marker("compat")
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
@@ -100,11 +107,16 @@ def _version(distribution: str) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add this session's outcomes to those of earlier ones, by test."""
-    cells = session.config.stash[_CELLS]
-    if cells:
-        RECORD.parent.mkdir(exist_ok=True)
-        with open(RECORD.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a parallel run end at about the same time
-            earlier = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-            RECORD.write_text(json.dumps({**earlier, **cells}, indent=1, sort_keys=True) + "\n")
+    """Add this session's results to those of earlier ones, by test."""
+    _record(RESULTS / "compatibility.json", session.config.stash[_CELLS])
+    _record(RESULTS / "resume.json", session.config.stash[_RESUMES])
+
+
+def _record(path: Path, found: dict[str, Any]) -> None:
+    if not found:
+        return
+    path.parent.mkdir(exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a parallel run end at about the same time
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**earlier, **found}, indent=1, sort_keys=True) + "\n")

@@ -148,6 +148,13 @@ BUGS = (
         finetune,
         (("megatron-bridge", BRIDGE),),
     ),
+    Bug(
+        "hybrid_offload_resume",
+        "resume under CPU offload",
+        "megatron-core",
+        "0.16.1",
+        resume("--precision-aware", "--offload-fraction", "0.5", "--steps", "3"),
+    ),
     Bug("numpy2_product", "Megatron under NumPy 2", "megatron-core", "0.14.0", product, (("numpy", NUMPY),)),
     Bug("universal_tensor_paddings", "convert ZeRO-1, 768 ranks", "deepspeed", "0.19.8", paddings),
     Bug("zero3_fragment_bounds", "convert ZeRO-3, 768 ranks", "deepspeed", "0.19.2", bounds),

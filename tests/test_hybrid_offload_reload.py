@@ -66,16 +66,6 @@ def test_every_copy_holds_the_loaded_weights_and_keeps_them(
     }
 
 
-@pytest.mark.parametrize("delivery", ["none", "hook"])
-def test_a_full_resume_restores_the_fp32_masters_exactly(delivery: str) -> None:
-    """Not through the model's bf16 weights; the combinations that upstream can load, with the fix as without."""
-    done = run("hybrid_resume", tree=tree("megatron-core", NEWEST), delivery=delivery)
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert all(result["more_digits_than_bf16"] for result in results)
-    loaded = [result for result in results if result["precision_aware"]]
-    assert [result["masters"] for result in loaded] == ["exact"] * 3
-
-
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("version", releases("megatron-core", newest="0.11.0"))

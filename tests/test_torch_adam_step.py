@@ -7,8 +7,8 @@ import pytest
 
 import edits
 from ckpt_patches.plan import Outcome
-from test_dp_zero_empty_state import formats, save_and_resume
-from upstream import DELIVERIES, releases, tree
+from test_dp_zero_empty_state import save_and_resume
+from upstream import DELIVERIES, checkpoint_formats, releases, tree
 
 FIX = "torch_adam_step"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -31,7 +31,7 @@ def test_upstream_does_not_resume_torchs_adam(version: str, delivery: str, tmp_p
 def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS)
     assert {name: (line["error"], line["resume"]) for name, line in found.items()} == dict.fromkeys(
-        formats(version), ("", "bit-equal")
+        checkpoint_formats(version), ("", "bit-equal")
     )
 
 

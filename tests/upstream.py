@@ -106,6 +106,18 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
+def checkpoint_formats(version: str) -> list[str]:
+    """The formats in which a megatron-core release saves the distributed optimizer's state."""
+    chosen = ["torch", "dp_zero_gather_scatter"]
+    if numbers(version) < (0, 15):
+        chosen.append("fully_sharded_bucket_space")
+    if (0, 8) <= numbers(version) < (0, 16):
+        chosen.append("fully_sharded_model_space")
+    if numbers(version) >= (0, 15):
+        chosen += ["dp_reshardable", "fully_reshardable"]
+    return chosen
+
+
 def tree(distribution: str, version: str) -> Path:
     """The folder with a release, and nothing else, in it. Installed on demand; read-only for tests.
 

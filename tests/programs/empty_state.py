@@ -11,7 +11,6 @@ resumed equals, bit for bit, the one that went on.
 import argparse
 import copy
 import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -133,20 +132,12 @@ def save(name: str, model: Any, optimizer: Any, folder: Path) -> Any:
         return {"optimizer": copy.deepcopy(optimizer.state_dict()), "parameters": state}
     from megatron.core import dist_checkpointing
 
-    state_dict = sharded_state_dict(name, model, optimizer, is_loading=False)
+    state_dict = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(state_dict, str(folder), (backend(name), 1))
+    dist_checkpointing.save(state_dict, str(folder), (mt.sharded_backend(name), 1))
     return state_dict
-
-
-def backend(name: str) -> str:
-    """torch_dist, but zarr where that cannot write: up to 0.12 with a current torch, and padded buckets."""
-    from megatron.core import package_info
-
-    release = (int(package_info.MAJOR), int(package_info.MINOR))
-    return "zarr" if release < (0, 13) or name == "fully_sharded_bucket_space" else "torch_dist"
 
 
 def load(name: str, model: Any, optimizer: Any, saved: Any, folder: Path) -> None:
@@ -156,18 +147,8 @@ def load(name: str, model: Any, optimizer: Any, saved: Any, folder: Path) -> Non
         return
     from megatron.core import dist_checkpointing
 
-    loaded = dist_checkpointing.load(sharded_state_dict(name, model, optimizer, is_loading=True), str(folder))
+    loaded = dist_checkpointing.load(mt.sharded_state_dict(name, model, optimizer, is_loading=True), str(folder))
     optimizer.load_state_dict(loaded["optimizer"])
-
-
-def sharded_state_dict(name: str, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """The optimizer's state in a sharding format; how it is chosen changed in 0.14."""
-    of_model = model.sharded_state_dict()
-    parameters = inspect.signature(mt.inner(optimizer).sharded_state_dict).parameters
-    chosen: dict[str, Any] = {"sharding_type": name}
-    if "metadata" in parameters:
-        chosen = {"metadata": {"distrib_optim_sharding_type": name}}
-    return {"optimizer": optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)}
 
 
 def moments(saved: Any) -> list[str]:

@@ -196,9 +196,47 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
 
 
+def sharded_backend(name: str) -> str:
+    """torch_dist, but zarr where that cannot write: up to 0.12 with a current torch, and padded buckets."""
+    from megatron.core import package_info
+
+    release = (int(package_info.MAJOR), int(package_info.MINOR))
+    return "zarr" if release < (0, 13) or name == "fully_sharded_bucket_space" else "torch_dist"
+
+
+def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+    """The model's weights and the optimizer's state in a sharding format; how that is chosen changed in 0.14."""
+    of_model = model.sharded_state_dict()
+    parameters = inspect.signature(inner(optimizer).sharded_state_dict).parameters
+    chosen: dict[str, Any] = {"sharding_type": name}
+    if "metadata" in parameters:
+        chosen = {"metadata": {"distrib_optim_sharding_type": name}}
+    of_optimizer = optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
 def weights(model: Model) -> dict[str, torch.Tensor]:
     """A copy of every parameter, in fp32, by name."""
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+
+def optimizer_state(model: Model, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The main parameter and the moments of every parameter, whole, in fp32, put together from all ranks' shards."""
+    distributed, state = inner(optimizer), {}
+    for name, p in model.named_parameters():
+        full = {key: torch.zeros(p.numel()) for key in ("param", "exp_avg", "exp_avg_sq")}
+        if p in distributed.model_param_group_index_map:  # this rank owns a part of it
+            group, order = distributed.model_param_group_index_map[p]
+            main_param = distributed.optimizer.param_groups[group]["params"][order]
+            own = distributed.optimizer.state[main_param]
+            owned = distributed._get_model_param_range_map(p)["param"]
+            for key in full:
+                shard = own.get("master_param", main_param) if key == "param" else own[key]
+                full[key][owned.start : owned.end] = shard.detach().float()
+        for key, tensor in full.items():
+            dist.all_reduce(tensor)
+            state[f"{name}.{key}"] = tensor
+    return state
 
 
 def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:

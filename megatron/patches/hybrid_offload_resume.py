@@ -1,0 +1,157 @@
+"""Resume exactly under the hybrid CPU-offload optimizer: hand what was loaded to the sub-optimizers.
+
+https://github.com/NVIDIA/Megatron-LM/issues/1842
+"""
+
+import ast
+from typing import Any
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, NoMatch, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+HYBRID_OPTIMIZER = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/1842",
+        "https://github.com/NVIDIA/Megatron-LM/issues/1820",
+        "https://github.com/volcengine/verl/issues/3517",
+        "https://github.com/volcengine/verl/issues/4870",
+        "https://github.com/NovaSky-AI/SkyRL/issues/1401",
+    ),
+    affected="megatron-core 0.12.0 to main",
+    concerns=HYBRID_OPTIMIZER,
+    test="tests/unit_tests/test_hybrid_offload_resume.py",
+)
+
+# Upstream's other loads sync already.
+LOADS = (
+    "load_parameter_state_from_dp_zero",
+    "load_parameter_state_from_dp_zero_legacy",
+    "load_parameter_state_from_fs_bucket_space",
+    "load_parameter_state_from_dp_reshardable",
+)
+SYNC = "self.optimizer._sync_hdo_state_to_sub_optimizers()"
+
+
+class HybridDeviceOptimizer:
+    """The methods that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        cpu_optimizer_cls: Any
+        gpu_optimizer_cls: Any
+        sub_optimizers: list[torch.optim.Optimizer]
+
+    def _allow_optimizer_classes_in_checkpoints(self) -> None:
+        """The param groups name the sub-optimizers' classes, and are in every checkpoint.
+
+        `torch.load(weights_only=True)` refuses a class that it was not told of; these are the ones
+        that this run was configured with.
+        """
+        if hasattr(torch.serialization, "add_safe_globals"):  # torch before 2.5 has no such list
+            torch.serialization.add_safe_globals([self.cpu_optimizer_cls, self.gpu_optimizer_cls])
+
+    def _step_of_param_groups(self) -> "int | None":
+        """The step of an optimizer that keeps it in its param groups, as FusedAdam does."""
+        steps = {group.get("step") for optimizer in self.sub_optimizers for group in optimizer.param_groups}
+        return max((int(step) for step in steps if step is not None), default=None)
+
+
+class DistributedOptimizer:
+    """The method that upstream's class of this name gets."""
+
+    def _state_of_hybrid_optimizer(self, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+        """What the hybrid optimizer gets of a parameter's loaded state.
+
+        Its state holds a copy of the main param too. The step is loaded with the param groups.
+        The tensors are copied, as it keeps them: a slice would keep all that was loaded alive.
+        """
+        state = {key: tensor.clone() for key, tensor in tensors.items() if key != "step"}
+        state.setdefault("master_param", state["param"])
+        return state
+
+
+@fix.edit(HYBRID_OPTIMIZER)
+def copy_loaded_main_params(source: Source) -> None:
+    """Upstream looks for an fp32 copy of every parameter; only 16-bit ones have it, others have a CPU clone."""
+    update = source.function("HybridDeviceOptimizer._update_fp32_params_by_new_state")
+    if source.all("self.param_to_inner_param[param]", within=update):
+        raise AlreadyThere
+    source.replace(source.one("self.param_to_fp32_param[param]", within=update), "self.param_to_inner_param[param]")
+    copy = source.one("fp32_param.data.copy_(v['master_param'])", within=update)
+    # Initialising the state takes a step with random gradients, which moved the model's own weights.
+    source.insert_after(copy, "param.data.copy_(fp32_param)")
+
+
+@fix.edit(HYBRID_OPTIMIZER)
+def keep_sub_optimizers_steps(source: Source) -> None:
+    """After a load the groups hold the loaded step; upstream sets the sub-optimizers back to it at every step."""
+    sync = source.function("HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers")
+    if source.all("update_group_attrs.pop('step', None)", within=sync):
+        raise AlreadyThere
+    source.insert_after(
+        source.one("del update_group_attrs['params']", within=sync), 'update_group_attrs.pop("step", None)'
+    )
+
+
+@fix.edit(HYBRID_OPTIMIZER)
+def allow_optimizer_classes(source: Source) -> None:
+    """Since 0.14 the common state of a checkpoint is loaded with `weights_only`."""
+    if source.has_function("HybridDeviceOptimizer._allow_optimizer_classes_in_checkpoints"):
+        raise AlreadyThere
+    init = source.function("HybridDeviceOptimizer.__init__")
+    source.insert_before(
+        source.one("self._init_sub_optimizers()", within=init), "self._allow_optimizer_classes_in_checkpoints()"
+    )
+    zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
+    source.insert_method_before(zero_grad, HybridDeviceOptimizer._allow_optimizer_classes_in_checkpoints)
+    source.insert_method_before(zero_grad, HybridDeviceOptimizer._step_of_param_groups)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def sync_after_every_load(source: Source) -> None:
+    """Two of upstream's loads hand the state to the sub-optimizers, the others leave them what they had."""
+    functions = [
+        source.function(name) for name in (f"DistributedOptimizer.{n}" for n in LOADS) if source.has_function(name)
+    ]
+    missing = [function for function in functions if not source.all(SYNC, within=function)]
+    if not missing:
+        raise AlreadyThere
+    for function in missing:
+        last = function.body[-1]
+        if not isinstance(last, ast.For):
+            raise NoMatch(f"expected {function.name} to end with a loop over the buffers")
+        source.insert_after(last, f"if isinstance(self.optimizer, HybridDeviceOptimizer):\n    {SYNC}")
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def load_into_state(source: Source) -> None:
+    """Every load ends here; upstream looks for the state's own keys in the checkpoint."""
+    if source.has_function("DistributedOptimizer._state_of_hybrid_optimizer"):
+        raise AlreadyThere
+    load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
+    look_up = source.one("group_index, group_order = self.model_param_group_index_map[model_param]", within=load)
+    source.insert_before(
+        look_up,
+        """if isinstance(self.optimizer, HybridDeviceOptimizer):
+    tensors = self._state_of_hybrid_optimizer(tensors)""",
+    )
+    source.insert_method_before(load, DistributedOptimizer._state_of_hybrid_optimizer)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def save_and_load_step(source: Source) -> None:
+    """FusedAdam's step was not saved with nothing offloaded; a checkpoint of step 0 was loaded as one of step 1."""
+    save, load = (source.function(f"DistributedOptimizer.{name}") for name in ("state_dict", "load_state_dict"))
+    step = "self.optimizer._step_of_param_groups()"
+    if source.all(step, within=save):
+        raise AlreadyThere
+    of_hybrid = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=save)
+    source.replace(source.one("step = None", within=of_hybrid).value, step)
+    steps = 'list(set([g["step"] for g in state_dict["optimizer"]["param_groups"] if "step" in g]))'
+    source.insert_at(source.one(steps, within=load), " or [0]", end=True)

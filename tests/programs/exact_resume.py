@@ -1,0 +1,185 @@
+"""Train, save in every format, train on; resume from each save, at the same and at another data-parallel size.
+
+With the real megatron-core on CPU ranks. Prints a line of JSON for each optimizer, format and data-parallel size:
+"bit-equal" if every weight, main parameter and moment is the saved one after the load, and after two more steps what it
+is without the stop; else by how much they differ, or what died. The order of a load is Megatron's: the optimizer's
+sharded state dict is made, the model's weights are loaded, then the optimizer's state.
+
+    exact_resume.py OUT --formats torch,dp_reshardable,… [--inner fused|torch] [--optimizers NAME,…]
+        [--resume-ranks 2,4]
+
+An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload fraction F, then `-precision-aware` and
+`-overlap` where they apply.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_training as mt
+
+STEPS_BEFORE, STEPS_AFTER = 3, 2
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One way to configure the optimizer, by its name."""
+
+    name: str
+
+    def build(self) -> tuple[Any, Any]:
+        words = self.name.split("-")
+        return mt.build(
+            offload_fraction=float(words[1]) if words[0] == "hybrid" else None,
+            precision_aware="precision" in words,
+            overlap="overlap" in words,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--formats", required=True, type=lambda text: text.split(","))
+    parser.add_argument("--inner", default="fused")
+    parser.add_argument("--optimizers", default=["plain"], type=lambda text: [Optimizer(n) for n in text.split(",")])
+    parser.add_argument("--resume-ranks", default=[2, 4], type=lambda text: [int(n) for n in text.split(",")])
+    options = parser.parse_args()
+    mt.spawn(train_and_save, 2, options)
+    for ranks in options.resume_ranks:
+        mt.spawn(resume, ranks, options)
+
+
+def prepare(options: argparse.Namespace) -> None:
+    if options.inner == "fused" and importlib.util.find_spec("apex") is None:
+        import stand_in_fused_adam
+
+        stand_in_fused_adam.patch_megatron()
+
+
+def train_and_save(rank: int, options: argparse.Namespace) -> None:
+    prepare(options)
+    for kind in options.optimizers:
+        folder = options.out / kind.name
+        try:
+            model, optimizer = kind.build()
+        except Exception as error:
+            write(folder / "refused", error)
+            continue
+        for iteration in range(STEPS_BEFORE):
+            mt.step(model, optimizer, iteration)
+        for name in options.formats:
+            try:
+                save(name, model, optimizer, folder / name)
+            except Exception as error:
+                write(folder / f"{name}.died", error)
+        saved = everything(model, optimizer)
+        for iteration in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+            mt.step(model, optimizer, iteration)
+        reference = everything(model, optimizer)
+        if rank == 0:
+            torch.save((saved, reference), folder / "reference.pt")
+
+
+def write(path: Path, error: Exception) -> None:
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(said(error))
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
+
+
+def save(name: str, model: Any, optimizer: Any, folder: Path) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    if name == "torch":
+        mt.inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
+        if dist.get_rank() == 0:
+            torch.save({"model": mt.weights(model), "optimizer": optimizer.state_dict()}, folder / "model_optim.pt")
+        dist.barrier()
+        return
+    from megatron.core import dist_checkpointing
+
+    state_dict = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
+    dist_checkpointing.save(state_dict, str(folder), (mt.sharded_backend(name), 1))
+
+
+def resume(rank: int, options: argparse.Namespace) -> None:
+    prepare(options)
+    for kind in options.optimizers:
+        folder = options.out / kind.name
+        for name in options.formats:
+            result = resumed(kind, name, folder)
+            results: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(results, result)
+            if rank == 0:
+                line = {"inner": options.inner, "optimizer": kind.name, "format": name, "ranks": dist.get_world_size()}
+                print(json.dumps({**line, "result": worst(results)}), flush=True)
+
+
+def worst(results: list[str]) -> str:
+    """What died, else what differs, else what all ranks say."""
+    return sorted(results, key=lambda text: (text == "bit-equal", text.startswith("differs")))[0]
+
+
+def resumed(kind: Optimizer, name: str, folder: Path) -> str:
+    """What became of one resume on this rank."""
+    if (folder / "refused").exists():
+        return f"refused: {(folder / 'refused').read_text()}"
+    if (folder / f"{name}.died").exists():
+        return f"save died: {(folder / f'{name}.died').read_text()}"
+    model, optimizer = kind.build()
+    try:
+        load(name, model, optimizer, folder / name)
+        loaded = everything(model, optimizer)
+        for iteration in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+            mt.step(model, optimizer, iteration)
+    except Exception as error:
+        return f"load died: {said(error)}"
+    saved, reference = torch.load(folder / "reference.pt")
+    in_load, in_step = difference(saved, loaded), difference(reference, everything(model, optimizer))
+    if in_load == in_step == 0:
+        return "bit-equal"
+    return f"differs by {in_step:.2g}" + ("" if in_load else ", the loaded state is bit-equal")
+
+
+def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest; what is not a number differs from all."""
+    if mt.equal(left, right):
+        return 0.0
+    return max((left[name] - right[name]).abs().max().item() for name in left) or float("nan")
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    return {**mt.weights(model), **mt.optimizer_state(model, optimizer)}
+
+
+def load(name: str, model: Any, optimizer: Any, folder: Path) -> None:
+    if name == "torch":
+        # Megatron-LM trusts this file of its own training run; what it may hold is not what is tested here.
+        loaded = torch.load(folder / "model_optim.pt", weights_only=False)
+        mt.set_weights(model, loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        mt.inner(optimizer).load_parameter_state(str(folder / "distrib_optim.pt"))
+        return
+    from megatron.core import dist_checkpointing
+
+    state_dict = mt.sharded_state_dict(name, model, optimizer, is_loading=True)
+    loaded = dist_checkpointing.load(state_dict, str(folder))
+    mt.set_weights(model, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    main()

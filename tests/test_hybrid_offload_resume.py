@@ -1,0 +1,95 @@
+"""hybrid_offload_resume: the real hybrid CPU-offload optimizer resumes bit for bit (more in test_exact_resume.py)."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome
+from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
+
+FIX = "hybrid_offload_resume"
+HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+AFFECTED = releases("megatron-core", oldest="0.12.0")
+NEWEST = "0.16.1"
+OPTIMIZERS = ("hybrid-0.5", "hybrid-1.0-precision-aware")
+
+
+def resumes(version: str, delivery: str, folder: Path, env: dict[str, str] | None = None) -> dict[str, set[str]]:
+    """What the resumes in the oldest and the newest format of a release gave, by optimizer."""
+    formats = checkpoint_formats(version)
+    done = run(
+        "exact_resume",
+        folder / "out",
+        *("--optimizers", ",".join(OPTIMIZERS), "--formats", f"{formats[0]},{formats[-1]}"),
+        *("--resume-ranks", "2"),
+        tree=tree("megatron-core", version),
+        delivery=delivery,
+        env=env,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {name: {row["result"] for row in rows if row["optimizer"] == name} for name in OPTIMIZERS}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_dies_or_trains_on_from_another_state(version: str, delivery: str, tmp_path: Path) -> None:
+    found = resumes(version, delivery, tmp_path)
+    assert all("died" in result for result in found["hybrid-0.5"])
+    assert any(result.startswith("differs by 0.0") for result in found["hybrid-1.0-precision-aware"])
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
+    assert resumes(version, delivery, tmp_path) == {name: {"bit-equal"} for name in OPTIMIZERS}
+
+
+def test_without_this_fix_alone_it_is_not(tmp_path: Path) -> None:
+    found = resumes(NEWEST, "hook", tmp_path, env={"CKPT_PATCHES_SKIP": FIX})
+    assert all("bit-equal" not in results for results in found.values())
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("megatron-core", newest="0.11.0"))
+def test_releases_without_the_hybrid_optimizer_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    words = edits.check_not_needed(tree("megatron-core", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (HYBRID, "fp32_param.data.copy_(v[", "fp32_param.data.set_(v["),
+        (HYBRID, "kwargs\n\n        self._init_sub_optimizers()", "kwargs\n\n        self._build()"),
+        (HYBRID, 'del update_group_attrs["params"]', 'update_group_attrs.pop("params")'),
+        (DISTRIB_OPTIMIZER, "            step = None\n", "            step = 0\n"),
+        (DISTRIB_OPTIMIZER, "def _set_main_param_and_optimizer_states(", "def _set_states("),
+    ],
+)
+def test_unknown_code_in_one_module_leaves_both_alone(tmp_path: Path, module: str, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, module, old, new)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
+
+
+@pytest.mark.parametrize("version", ["0.12.0", NEWEST])
+def test_the_edits(version: str) -> None:
+    _, made = edits.plan(tree("megatron-core", version), FIX)
+    added = edits.added_lines(made)
+    assert added["distrib_optimizer"].count("self.optimizer._sync_hdo_state_to_sub_optimizers()") == 3
+    assert "param.data.copy_(fp32_param)" in added["hybrid_optimizer"]
+    assert [line for line in added["hybrid_optimizer"] if line.startswith("def ")] == [
+        "def _allow_optimizer_classes_in_checkpoints(self) -> None:",
+        'def _step_of_param_groups(self) -> "int | None":',
+    ]
