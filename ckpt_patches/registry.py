@@ -13,6 +13,7 @@ FOLDERS = {CORE: "megatron/patches", DEEPSPEED: "deepspeed_patches"}
 # Fix: the modules it edits, all of one upstream package.
 FIXES = {
     "zarr_create_synchronizer": ("megatron.core.dist_checkpointing.strategies.zarr",),
+    "zarr_range_write": ("megatron.core.dist_checkpointing.strategies.zarr",),
     "dp_zero_empty_state": ("megatron.core.optimizer.distrib_optimizer",),
     "torch_adam_step": ("megatron.core.optimizer.distrib_optimizer",),
     "reshardable_padding_flag": ("megatron.core.optimizer.distrib_optimizer",),

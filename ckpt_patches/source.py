@@ -170,6 +170,11 @@ class Source:
         start, stop = self._span(node)
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
+    def remove(self, statement: ast.stmt) -> None:
+        """Take a statement out, with the line breaks in front of it. A comment above it stays."""
+        start, stop = self._span(statement)
+        self._edit(len(self.data[:start].rstrip()), stop, "")
+
     def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
         """Insert statements, written without indentation, in front of a statement (or of an expression that is one)."""
         start, _ = self._span(statement)
@@ -197,10 +202,17 @@ class Source:
 
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert a method of a class in a fix's file, from its own source text, in front of an upstream method."""
-        first = (getattr(method, "decorator_list", None) or [method])[0]
+        self._insert_definition_before(method, function, blank_lines=1)
+
+    def insert_function_before(self, statement: ast.stmt, function: Callable[..., Any]) -> None:
+        """Insert a function of a fix's file, from its own source text, in front of a function or class of a module."""
+        self._insert_definition_before(statement, function, blank_lines=2)
+
+    def _insert_definition_before(self, other: ast.stmt, function: Callable[..., Any], blank_lines: int) -> None:
+        first = (getattr(other, "decorator_list", None) or [other])[0]
         line_start = self._lines[first.lineno - 1]
-        indent = self._indent(method)
-        text = indent + self._indented(function_text(function), indent) + self._newline * 2
+        indent = self._indent(other)
+        text = indent + self._indented(function_text(function), indent) + self._newline * (1 + blank_lines)
         self._edit(line_start, line_start, text)
 
     def add_keyword(self, call: ast.Call, name: str, value: str) -> None:

@@ -61,6 +61,14 @@ def zarr(bug: Bug, delivery: str, out: Path) -> Found:
     return Found(lost > 0, f"{lost} of 12 slices lost, and no error" if lost else "all 12 slices saved")
 
 
+def zarr_without_locks(bug: Bug, delivery: str, out: Path) -> Found:
+    """Eight ranks, and a file system that grants every lock to everybody."""
+    options = ("--saves", "10", "--locks", "nothing")
+    found = run_json("zarr_interleavings", out / "checkpoints", *options, tree=bug.tree, delivery=delivery)
+    lost, slices = found["lost"], found["slices"]
+    return Found(lost > 0, f"{lost} of {slices} slices lost" if lost else f"all {slices} slices saved")
+
+
 def resume(*options: str) -> Callable[[Bug, str, Path], Found]:
     """Save, load, and train on beside the run that was not interrupted."""
 
@@ -124,6 +132,7 @@ def bounds(bug: Bug, delivery: str, out: Path) -> Found:
 
 BUGS = (
     Bug("zarr_create_synchronizer", "zarr save, 4 ranks", "megatron-core", "0.14.0", zarr),
+    Bug("zarr_range_write", "zarr saves, locks that lock nothing", "megatron-core", "0.15.3", zarr_without_locks),
     Bug("dp_zero_empty_state", "save before the first step", "megatron-core", "0.16.1", resume()),
     Bug(
         "torch_adam_step",

@@ -17,10 +17,10 @@ ARRAYS = [f"optimizer.state.{key}.w" for key in KEYS]
 
 
 def save_in_a_race(version: str, delivery: str, tmp_path: Path, *options: str) -> tuple[list[list[object]], object]:
-    """The lost slices, by key and rank, and what a listing of the checkpoint says."""
+    """The lost slices, by key and rank, and what a listing of the checkpoint says; with this fix alone."""
     out = tmp_path / "checkpoint"
     out.mkdir()
-    found = run_json("zarr_race", out, *options, tree=tree("megatron-core", version), delivery=delivery)
+    found = run_json("zarr_race", out, *options, tree=tree("megatron-core", version), delivery=delivery, fixes=[FIX])
     return sorted(found["lost"]), found["listed"]
 
 

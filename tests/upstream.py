@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_patches.registry import FIXES
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = REPOSITORY / "tests" / "programs"
 
@@ -180,16 +182,16 @@ def _install(distribution: str, version: str, folder: Path) -> None:
         os.rename(target, folder)
 
 
-def in_place(tree: Path) -> Path:
-    """A copy of a tree with all fixes written into its files; made once a session."""
-    return _in_place(Path(tree).resolve())
+def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:
+    """A copy of a tree with these fixes, or all, written into its files; made once a session."""
+    return _in_place(Path(tree).resolve(), tuple(fixes))
 
 
 @functools.cache
-def _in_place(tree: Path) -> Path:
+def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
     copy = Path(_session_folder(), str(len(os.listdir(_session_folder()))), tree.name)
     shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
-    command = [sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(copy)]
+    command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
     return copy
@@ -207,6 +209,7 @@ def run(
     *args: str | Path,
     tree: Path,
     delivery: str = "none",
+    fixes: Sequence[str] = (),
     path: Sequence[str | Path] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
@@ -214,7 +217,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on a tree: a file in `tests/programs/` (its name without .py) or any path.
 
-    `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook).
+    `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), of all
+    fixes or of those in `fixes`.
 
     Raises:
         AssertionError: the program's exit status is not 0 (unless `check` is false); its last lines are in the message.
@@ -222,10 +226,12 @@ def run(
     """
     if delivery not in ("none", *DELIVERIES):
         raise ValueError(f"expected delivery to be one of none, {', '.join(DELIVERIES)}, found {delivery!r}")
-    root = in_place(tree) if delivery == "in place" else tree
+    root = in_place(tree, fixes) if delivery == "in place" else tree
     file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
     command = [sys.executable, str(file), *map(str, args)]
     environment = environment_for(root, delivery, path)
+    if fixes:
+        environment["CKPT_PATCHES_SKIP"] = ",".join(FIXES.keys() - set(fixes))
     environment.update(env or {})
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=timeout)
     if check and done.returncode != 0:

@@ -45,6 +45,10 @@ def ranks_as_threads(monkeypatch):
 
     monkeypatch.setattr(zarr, "ProcessSynchronizer", synchronizer_of)
     monkeypatch.setattr(torch.distributed, "barrier", lambda *args, **kwargs: barrier.wait())
+    # In case ranks tell each other in a barrier whether they failed.
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: barrier.wait())
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda *args, **kwargs: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *args, **kwargs: 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args, **kwargs: None)
 
 
@@ -90,7 +94,10 @@ def test_creator_does_not_overwrite_other_slices(tmp_path, ranks_as_threads, rac
 
 
 def test_lock_directory_is_not_an_array(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "barrier", lambda *args, **kwargs: None)
+    for collective in ("barrier", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, collective, lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda *args, **kwargs: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *args, **kwargs: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args, **kwargs: None)
     shard = _flattened_shard(0, 1)
     zarr_strategy.ZarrSaveShardedStrategy("zarr", 1).save({"weight": shard}, tmp_path)

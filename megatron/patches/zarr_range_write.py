@@ -1,0 +1,250 @@
+"""Write a rank's flattened range straight to its place in the chunk file: no lock, no read, no other rank's data.
+
+https://github.com/NVIDIA/Megatron-LM/issues/834
+"""
+
+from collections.abc import Callable
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import itertools
+    import logging
+    import math
+    import os
+    import shutil
+    from dataclasses import replace
+    from pathlib import Path
+
+    import torch
+    import zarr
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.zarr import (
+        _create_zarr_array,
+        _open_zarr_array_verbose,
+        torch_to_numpy_dtype_dict,
+    )
+
+    logger = logging.getLogger(__name__)
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/834",
+        "https://github.com/NVIDIA/Megatron-LM/issues/1053",
+    ),
+    affected="megatron-core 0.4.0 to 0.15.3; the zarr strategy is gone in 0.16.0",
+    test="tests/unit_tests/dist_checkpointing/test_zarr_range_write.py",
+)
+
+
+def _why_not_byte_ranges(arr: "zarr.Array", sharded_tensor: "ShardedTensor") -> str:
+    """Why a flattened range of this array is not a range of bytes in one chunk file; empty if it is.
+
+    Decided by what is the same on all ranks: a range that is written without a lock must not meet
+    another rank's read-modify-write of the same chunk.
+    """
+    if type(arr.store) is not zarr.DirectoryStore:
+        return f"its store is a {type(arr.store).__name__}, not a local directory"
+    if arr.compressor is not None or arr.filters:
+        return "its chunks are compressed or filtered"
+    if arr.order != "C":
+        return f"its chunks are in {arr.order} order"
+    if arr.dtype != torch_to_numpy_dtype_dict[sharded_tensor.dtype] or not arr.dtype.isnative:
+        return f"it stores {sharded_tensor.dtype} as {arr.dtype}"
+    if any(size % chunk for size, chunk in zip(arr.shape, arr.chunks, strict=True)):
+        return f"its shape {arr.shape} is no multiple of its chunks {arr.chunks}"
+    return ""
+
+
+def _chunk_path(arr: "zarr.Array", coordinates: "tuple[int, ...]") -> str:
+    """The file of one chunk, by its place in the grid of chunks."""
+    return os.path.join(str(arr.store.path), arr._chunk_key(coordinates or (0,)))
+
+
+def _chunk_nbytes(arr: "zarr.Array") -> int:
+    nbytes: int = math.prod(arr.chunks) * arr.dtype.itemsize
+    return nbytes
+
+
+def _create_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path") -> "zarr.Array":
+    """Create the array of a flattened tensor, and choose how all ranks write to it.
+
+    Every chunk file gets its full size now, before any rank writes: a rank that dies leaves a
+    hole, which can be told from data, never a short file.
+    """
+    arr = _create_zarr_array(replace(sharded_tensor, data=None, flattened_range=None), checkpoint_dir)
+    reason = _why_not_byte_ranges(arr, sharded_tensor)
+    if reason:
+        logger.warning(f"{sharded_tensor.key}: written under locks, which is slow: {reason}")
+        return _open_flattened_array(sharded_tensor, checkpoint_dir)
+    logger.info(f"{sharded_tensor.key}: written by byte ranges: uncompressed chunks in a local directory")
+    for coordinates in itertools.product(*map(range, arr.cdata_shape)):
+        path = _chunk_path(arr, coordinates)
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                os.ftruncate(file, _chunk_nbytes(arr))
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise CheckpointingException(
+                f"{path}: could not create a chunk file of {_chunk_nbytes(arr)} bytes: {error.strerror}"
+            ) from error
+    return arr
+
+
+def _open_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path") -> "zarr.Array":
+    """Open the array of a flattened tensor; with locks only if it cannot be written without."""
+    path = checkpoint_dir / sharded_tensor.key
+    arr = _open_zarr_array_verbose(path, "r+")
+    if not _why_not_byte_ranges(arr, sharded_tensor):
+        return arr
+    locks = zarr.ProcessSynchronizer(str(checkpoint_dir / f"{sharded_tensor.key}.sync"))
+    return _open_zarr_array_verbose(path, "r+", synchronizer=locks)
+
+
+def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> None:
+    """Write a flattened range of a local shard, which is one chunk, to its bytes in the chunk's file."""
+    if arr.chunks != (1,) * sharded_tensor.prepend_axis_num + tuple(sharded_tensor.local_shape):
+        raise CheckpointingException(
+            f"{sharded_tensor.key}: expected a local shard of one chunk, {arr.chunks}, "
+            f"found {sharded_tensor.local_shape}"
+        )
+    data = sharded_tensor.data.detach().cpu().contiguous()
+    torch.cuda.synchronize()
+    content = memoryview(data.view(torch.uint8).numpy())
+    start = sharded_tensor.flattened_range.start * data.element_size()
+    path = _chunk_path(arr, tuple(o // c for o, c in zip(sharded_tensor.global_offset, arr.chunks, strict=True)))
+    written = 0
+    try:
+        file = os.open(path, os.O_WRONLY)
+        try:
+            size = os.fstat(file).st_size
+            if size != _chunk_nbytes(arr):
+                raise CheckpointingException(
+                    f"{path}: expected a chunk file of {_chunk_nbytes(arr)} bytes, found {size}"
+                )
+            while written < len(content):
+                count = os.pwrite(file, content[written:], start + written)
+                if count == 0:
+                    raise OSError(0, "nothing more could be written")
+                written += count
+        finally:
+            os.close(file)  # a network file system may report a full disk only here
+    except OSError as error:
+        raise CheckpointingException(
+            f"{path}: expected to write {len(content)} bytes at {start}, wrote {written}: {error.strerror}"
+        ) from error
+
+
+def _attempt(failures: "list[Exception]", function: "Callable[..., object]", *args: "object") -> "object":
+    """Call a function; a failure is kept for `_raise_failures`, where no rank waits for this one."""
+    try:
+        return function(*args)
+    except Exception as error:
+        failures.append(error)
+        return None
+
+
+def _raise_failures(failures: "list[Exception]") -> None:
+    """A barrier that raises on every rank what failed on any."""
+    on_gpu = torch.cuda.is_available() and torch.distributed.get_backend() != "gloo"
+    failed = torch.tensor(len(failures), device="cuda" if on_gpu else "cpu")
+    torch.distributed.all_reduce(failed)
+    if not failed:
+        return
+    messages: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, str(failures[0]) if failures else None)
+    if failures:
+        raise failures[0]
+    rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
+    raise CheckpointingException(f"the save failed on rank {rank}: {message}")
+
+
+def _remove_lock_directories(checkpoint_dir: "Path") -> None:
+    """Nobody holds a lock any more, and a listing would meet their directories."""
+    if torch.distributed.get_rank() != 0:
+        return
+    for locks in Path(checkpoint_dir).glob("*.sync"):
+        if locks.with_suffix("").joinpath(".zarray").exists() and not any(f.stat().st_size for f in locks.iterdir()):
+            shutil.rmtree(locks, ignore_errors=True)
+
+
+@fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
+def write_byte_ranges(source: Source) -> None:
+    """The coordinates of every element, and a read-modify-write of the whole chunk, become one write."""
+    if source.has_function("_write_byte_range"):
+        raise AlreadyThere
+    create_or_open = source.function("_create_or_open_zarr_arrays")
+    save = source.function("_save_to_existing_array")
+    create = source.function("_create_zarr_array")
+    source.insert_at_start(
+        create,
+        """if sharded_tensor.flattened_range is not None:
+    return _create_flattened_array(sharded_tensor, checkpoint_dir)""",
+    )
+    # Every flattened range is opened by the inserted function, with its locks where it needs them.
+    source.replace(
+        source.one("open_kwargs = {}", within=create_or_open),
+        """if ten.flattened_range is not None:
+    arrays[arr_idx] = _attempt(failures, _open_flattened_array, ten, checkpoint_dir)
+    continue""",
+    )
+    source.remove(source.branch("ten.flattened_range is not None", within=create_or_open))
+    source.replace(
+        source.one("_open_zarr_array_verbose(checkpoint_dir / ten.key, 'r+', **open_kwargs)", within=create_or_open),
+        '_attempt(failures, _open_zarr_array_verbose, checkpoint_dir / ten.key, "r+")',
+    )
+    source.insert_after(
+        source.one("assert arr is not None", within=save),
+        """if sharded_tensor.flattened_range is not None and arr.synchronizer is None:
+    _write_byte_range(sharded_tensor, arr)
+    return""",
+    )
+    for function in (
+        _why_not_byte_ranges,
+        _chunk_path,
+        _chunk_nbytes,
+        _create_flattened_array,
+        _open_flattened_array,
+        _write_byte_range,
+    ):
+        source.insert_function_before(create_or_open, function)
+
+
+@fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
+def fail_on_all_ranks(source: Source) -> None:
+    """A rank that failed left the others waiting in a barrier."""
+    if source.has_function("_raise_failures"):
+        raise AlreadyThere
+    create_or_open = source.function("_create_or_open_zarr_arrays")
+    save = source.function("ZarrSaveShardedStrategy.save")
+    create_array = source.one("_create_zarr_array(ten, checkpoint_dir)", within=create_or_open)
+    source.replace(create_array, "_attempt(failures, _create_zarr_array, ten, checkpoint_dir)")
+    save_array = source.one("_save_to_existing_array(ten, arr)", within=save)
+    source.replace(save_array, "_attempt(failures, _save_to_existing_array, ten, arr)")
+    for function in (create_or_open, save):
+        source.replace(source.one("torch.distributed.barrier()", within=function), "_raise_failures(failures)")
+    # An array that could not be opened fails the save of its tensor, so the list is looked at there.
+    source.add_parameter(create_or_open, "failures: List[Exception]")
+    create_arrays = source.one("arrays = _create_or_open_zarr_arrays(...)", within=save)
+    source.insert_before(create_arrays, "failures: List[Exception] = []")
+    source.insert_at(create_arrays.value.args[-1], ", failures", end=True)
+    source.insert_after(save.body[-1], "_remove_lock_directories(checkpoint_dir)")
+    for helper in (_attempt, _raise_failures, _remove_lock_directories):
+        source.insert_function_before(create_or_open, helper)
+
+
+@fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
+def import_modules(source: Source) -> None:
+    """What the inserted functions need."""
+    if source.all("import itertools"):
+        raise AlreadyThere
+    source.insert_before(source.one("import logging"), "import itertools")
+    source.insert_after(source.one("import logging"), "import math")
+    source.insert_after(source.one("import os"), "import shutil")
+    source.insert_before(source.one("from functools import partial"), "from dataclasses import replace")

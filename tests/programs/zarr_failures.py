@@ -1,0 +1,108 @@
+"""Save with the real zarr strategy while something goes wrong on rank 2 of 4. Prints JSON: what each rank raised.
+
+    zarr_failures.py OUT FAILURE
+
+Two tensor-parallel ranks, so rank 2 and rank 3 share the second chunk. What is left of the files is for the caller.
+"""
+
+import argparse
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import zarr_saving
+
+SHAPE = (64, 128)  # 32 KiB a chunk
+KEY = "optimizer.state.exp_avg.w"
+VICTIM = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("failure", choices=[*DAMAGES, "exists", "dies"])
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    zarr_saving.spawn(worker, 4, options)
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    from megatron.core.dist_checkpointing.strategies import zarr as strategy
+
+    if options.failure == "exists" and rank == 0:
+        strategy._create_zarr_array(shard(0), options.out)
+    dist.barrier()
+    if rank == VICTIM and options.failure in DAMAGES:
+        DAMAGES[options.failure](options.out / KEY / "1.0", strategy)
+    if rank == VICTIM and options.failure == "dies":
+        strategy._write_byte_range = lambda *args: os._exit(9)
+    raised = ""
+    try:
+        strategy.ZarrSaveShardedStrategy("zarr", 1).save({"w": shard(rank)}, options.out)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    if options.failure == "dies":
+        # The others' connection to it is gone, so nothing more can be said between them.
+        print(f"rank {rank}: {raised}", flush=True)
+        sys.stdout.flush()
+        os._exit(0)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, raised)
+    if rank == 0:
+        print(json.dumps(results))
+
+
+def shard(rank: int) -> Any:
+    return zarr_saving.flattened_shard(KEY, rank, 2, 2, SHAPE)
+
+
+def before_the_write(damage: Any) -> Any:
+    """Do the damage when this rank is about to write: the chunk files are there then."""
+
+    def install(chunk: Path, strategy: Any) -> None:
+        write = strategy._write_byte_range
+
+        def damaged(*args: Any) -> None:
+            damage(chunk)
+            write(*args)
+
+        strategy._write_byte_range = damaged
+
+    return install
+
+
+def disk_fills_up(chunk: Path) -> None:
+    """The first write is short, the second finds no space."""
+    pwrite = os.pwrite
+
+    def full(file: int, content: Any, offset: int) -> int:
+        def no_space(*args: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwrite = no_space
+        return pwrite(file, content[:100], offset)
+
+    os.pwrite = full
+
+
+def permission_is_denied(chunk: Path) -> None:
+    chunk.chmod(0o444)
+    if os.geteuid() == 0:  # whom no mode stops
+        os.seteuid(65534)
+
+
+DAMAGES = {
+    "missing": before_the_write(Path.unlink),
+    "truncated": before_the_write(lambda chunk: os.truncate(chunk, 1000)),
+    "full": before_the_write(disk_fills_up),
+    "denied": before_the_write(permission_is_denied),
+}
+
+
+if __name__ == "__main__":
+    main()

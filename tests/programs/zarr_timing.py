@@ -1,0 +1,83 @@
+"""Time a save of flattened shards with the real zarr strategy, or of the same bytes to plain files. Prints JSON.
+
+    zarr_timing.py OUT [--ranks 8] [--arrays 4] [--megabytes 64] [--plain] [--repeat 3]
+
+`seconds` is the slowest rank's, for each repetition; `growth` how much the peak memory of a rank grew over the bytes of
+its own shard, at most.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zarr_saving
+
+COLUMNS = 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--arrays", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--plain", action="store_true")
+    options = parser.parse_args()
+    zarr_saving.spawn(worker, options.ranks, options)
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    from megatron.core.dist_checkpointing.strategies import zarr as strategy
+
+    shape = (options.megabytes * 2**20 // 4 // COLUMNS, COLUMNS)
+    keys = [f"optimizer.state.{number}.w" for number in range(options.arrays)]
+    state = {key: zarr_saving.flattened_shard(key, rank, options.ranks, 1, shape) for key in keys}
+    saver, seconds, growth = strategy.ZarrSaveShardedStrategy("zarr", 1), [], 0.0
+    own = sum(tensor.data.nbytes for tensor in state.values())
+    for number in range(options.repeat):
+        out = options.out / str(number)
+        if rank == 0:
+            out.mkdir(parents=True)
+        dist.barrier()
+        before, start = forget_peak(), time.perf_counter()
+        if options.plain:
+            for key, tensor in state.items():
+                (out / f"{key}.{rank}").write_bytes(tensor.data.numpy())
+            dist.barrier()
+        else:
+            saver.save(state, out)
+        elapsed = time.perf_counter() - start
+        growth = max(growth, (resident("VmHWM") - before) / own)
+        results: list[Any] = [None] * options.ranks
+        dist.all_gather_object(results, (elapsed, growth))
+        seconds.append(max(result[0] for result in results))
+        growth = max(result[1] for result in results)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(out)
+        dist.barrier()
+    if rank == 0:
+        print(json.dumps({"seconds": seconds, "growth": growth}))
+
+
+def forget_peak() -> int:
+    """Set this process's peak memory back to what it holds now, and return that in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(line: str) -> int:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[line].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,221 @@
+"""zarr_range_write: the real zarr strategy writes flattened ranges as bytes, and what is on disk stays what it was."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import edits
+from ckpt_patches.plan import Outcome
+from upstream import DELIVERIES, releases, run, run_json, tree
+
+FIX = "zarr_range_write"
+SYNCHRONIZED = ("zarr_create_synchronizer",)
+ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
+AFFECTED = releases("megatron-core", newest="0.15.3")
+NEWEST = "0.15.3"
+KEY = "optimizer.state.exp_avg.w"
+RANKS = 16
+
+Case = dict[str, Any]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A shape, its split on the axes, axes in front, a dtype, and uneven ranges, for at most 16 ranks."""
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    prepended = draw(st.sampled_from([[], [], [2], [1, 2]]))
+    grid = [1] * len(shape)
+    grid[draw(st.integers(0, len(shape) - 1))] = draw(st.sampled_from([1, 1, 2, 4]))
+    shards, numel = math.prod([*prepended, *grid]), math.prod(shape)
+    dp = draw(st.integers(1, max(1, min(RANKS // shards, numel))))
+    cuts = draw(st.lists(st.integers(1, max(1, numel - 1)), min_size=dp - 1, max_size=dp - 1, unique=True))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool"]))
+    return {"shape": shape, "grid": grid, "prepended": prepended, "dtype": dtype, "cuts": sorted(cuts)}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All of a checkpoint's files but the locks."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    return {name: data for name, data in found.items() if ".sync/" not in name}
+
+
+@given(batch=st.lists(cases(), min_size=30, max_size=30))
+@settings(max_examples=2, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+def test_the_files_are_those_of_a_synchronized_save(
+    tmp_path_factory: pytest.TempPathFactory, batch: list[Case]
+) -> None:
+    folder = tmp_path_factory.mktemp("ranges")
+    (folder / "cases.json").write_text(json.dumps(batch))
+    found = {}
+    for fixes in ((FIX,), SYNCHRONIZED):
+        out = folder / fixes[0]
+        arguments = (out, folder / "cases.json", "--ranks", str(RANKS))
+        result = run_json("zarr_ranges", *arguments, tree=tree("megatron-core", "0.14.0"), delivery="hook", fixes=fixes)
+        assert result["wrong"] == []
+        assert bool(result["locks"]) == (fixes == SYNCHRONIZED)
+        found[fixes] = files(out)
+    assert found[FIX,] == found[SYNCHRONIZED]
+    assert len(found[FIX,]) >= 2 * len(batch)
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_loses_slices_where_locks_do_nothing(version: str, delivery: str, tmp_path: Path) -> None:
+    assert interleaved(version, delivery, tmp_path, "nothing")["lost"] > 0
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_no_slice_is_lost_whatever_the_locks_do(version: str, delivery: str, tmp_path: Path) -> None:
+    found = interleaved(version, delivery, tmp_path, "nothing")
+    assert (found["slices"], found["lost"]) == (80, 0)
+
+
+def interleaved(version: str, delivery: str, tmp_path: Path, locks: str) -> dict[str, int]:
+    arguments = (tmp_path / "out", "--saves", "10", "--locks", locks)
+    found: dict[str, int] = run_json(
+        "zarr_interleavings", *arguments, tree=tree("megatron-core", version), delivery=delivery
+    )
+    return found
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("megatron-core", oldest="0.16.0"))
+def test_releases_without_the_strategy_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    words = edits.check_not_needed(tree("megatron-core", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
+
+
+FAILURES = {
+    "missing": "{chunk}: expected to write 16384 bytes at 0, wrote 0: No such file or directory",
+    "truncated": "{chunk}: expected a chunk file of 32768 bytes, found 1000",
+    "full": "{chunk}: expected to write 16384 bytes at 0, wrote 100: No space left on device",
+    "denied": "{chunk}: expected to write 16384 bytes at 0, wrote 0: Permission denied",
+}
+
+
+def fail(failure: str, out: Path, check: bool = True) -> str:
+    release = tree("megatron-core", "0.14.0")
+    return run("zarr_failures", out, failure, tree=release, delivery="hook", timeout=60, check=check).stdout
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_is_said_on_all_ranks(failure: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "chunk").write_bytes(b"data")
+    results = json.loads(fail(failure, tmp_path / "out").splitlines()[-1])
+    said = FAILURES[failure].format(chunk=tmp_path / "out" / KEY / "1.0")
+    assert results[2] == f"CheckpointingException: {said}"
+    assert all(result == f"CheckpointingException: the save failed on rank 2: {said}" for result in results[:2])
+    assert results[3].startswith("CheckpointingException: ")
+    assert (tmp_path / "earlier" / "chunk").read_bytes() == b"data"
+
+
+def test_an_array_that_is_there_already_fails_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+    results = json.loads(fail("exists", tmp_path).splitlines()[-1])
+    assert all(result.endswith(f"Array {tmp_path / KEY} already exists") for result in results)
+    assert not any((tmp_path / KEY / "0.0").read_bytes())
+
+
+def test_a_rank_that_dies_leaves_a_hole_and_no_short_file(tmp_path: Path) -> None:
+    assert "wrote" not in fail("dies", tmp_path, check=False)
+    for name in ("0.0", "1.0"):
+        assert (tmp_path / KEY / name).stat().st_size == 32768
+    with open(tmp_path / KEY / "1.0", "rb") as chunk:  # the first half is the dead rank's
+        assert os.lseek(chunk.fileno(), 0, os.SEEK_HOLE) == 0
+        assert not any(chunk.read(16384))
+
+
+def test_what_cannot_be_written_as_bytes_takes_the_locks_and_leaves_none(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FALLBACK)
+    done = run(program, tmp_path / "out", tree=tree("megatron-core", "0.14.0"), delivery="hook")
+    assert json.loads(done.stdout.splitlines()[-1]) == {"equal": True, "left": ["even", "uneven"]}
+    assert (
+        "uneven: written under locks, which is slow: its shape (10,) is no multiple of its chunks (3,)" in done.stderr
+    )
+    assert "even: written by byte ranges: uncompressed chunks in a local directory" in done.stderr
+
+
+# Ten elements on two ranks, said to be in three fragments: chunks of three, which are no rank's shard.
+FALLBACK = """
+import json, logging, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import zarr_saving
+
+def tensor(key, rank, numel, fragments):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    size = numel // 2
+    data = torch.arange(size * rank, size * (rank + 1)).float()
+    return ShardedTensor(key, data, torch.float32, (size,), (numel,), (size * rank,), (fragments,), replica_id=0,
+                         allow_shape_mismatch=fragments == 3, flattened_range=slice(0, size))
+
+def worker(rank, out):
+    from megatron.core.dist_checkpointing.strategies import zarr as strategy
+    import zarr
+    logging.basicConfig(level=logging.INFO, force=True)
+    if rank == 0:
+        out.mkdir()
+    dist.barrier()
+    state = {"even": tensor("even", rank, 12, 2), "uneven": tensor("uneven", rank, 10, 3)}
+    strategy.ZarrSaveShardedStrategy("zarr", 1).save(state, out)
+    dist.barrier()
+    if rank == 0:
+        saved = {key: zarr.open(str(out / key), "r")[:].tolist() for key in state}
+        equal = saved == {"even": list(range(12)), "uneven": list(range(10))}
+        print(json.dumps({"equal": equal, "left": sorted(path.name for path in out.iterdir())}))
+
+zarr_saving.spawn(worker, 2, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("open_kwargs = {}", "open_kwargs = dict()"),
+        ("            _save_to_existing_array(ten, arr)\n", "            _save(ten, arr)\n"),
+        ("def _create_zarr_array(", "def _create_array("),
+        ("    assert arr is not None\n", "    assert arr\n"),
+    ],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, ZARR, old, new)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
+
+
+@pytest.mark.parametrize("version", ["0.7.0", NEWEST])
+def test_the_edits(version: str) -> None:
+    _, made = edits.plan(tree("megatron-core", version), FIX)
+    added = edits.added_lines(made)["zarr"]
+    functions = [line.partition("(")[0] for line in added if line.startswith("def ")]
+    assert functions == [
+        "def _why_not_byte_ranges",
+        "def _chunk_path",
+        "def _chunk_nbytes",
+        "def _create_flattened_array",
+        "def _open_flattened_array",
+        "def _write_byte_range",
+        "def _attempt",
+        "def _raise_failures",
+        "def _remove_lock_directories",
+    ]
+    assert added.count("_raise_failures(failures)") == 2
