@@ -11,7 +11,7 @@ test: lint check
 
 # The tests on every upstream release, and the pages that are made from their results.
 test-all: lint
-	rm -rf .results
+	rm -rf tests/recorded
 	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest -n 2; status=$$?; \
 	  $(PY) tests/compatibility.py && $(PY) tests/resume_table.py && exit $$status
 
@@ -41,4 +41,4 @@ $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	touch $@
 
 clean:
-	rm -rf $(VENV) .trees .results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

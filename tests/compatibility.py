@@ -2,7 +2,8 @@
 
     python tests/compatibility.py
 
-The results are those of the tests marked `compat`, which tests/conftest.py records in .results/compatibility.json.
+The results are those of the tests marked `compat`, which tests/conftest.py records in tests/recorded/compatibility.json
+when they run over all releases (`make test-all`).
 """
 
 import json
@@ -17,7 +18,7 @@ from ckpt_patches.registry import FIXES
 from ckpt_patches.upstream import DISTRIBUTIONS
 from upstream import RELEASES, REPOSITORY, Release
 
-RECORD = REPOSITORY / ".results" / "compatibility.json"
+RECORD = REPOSITORY / "tests" / "recorded" / "compatibility.json"
 PAGE = REPOSITORY / "docs" / "compatibility.md"
 
 Result = Mapping[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from upstream import REPOSITORY, numbers
 
-RECORD = REPOSITORY / ".results" / "resume.json"
+RECORD = REPOSITORY / "tests" / "recorded" / "resume.json"
 PAGE = REPOSITORY / "docs" / "resume.md"
 
 Row = Mapping[str, Any]
