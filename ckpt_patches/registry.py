@@ -25,6 +25,7 @@ FIXES = {
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.distrib_optimizer",
     ),
+    "dp_zero_lean_gather": ("megatron.core.optimizer.distrib_optimizer",),
     "numpy2_product": (
         "megatron.core.dist_checkpointing.exchange_utils",
         "megatron.core.dist_checkpointing.mapping",

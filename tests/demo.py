@@ -100,6 +100,15 @@ def weights_kept(cases: Iterable[dict[str, Any]]) -> Found:
     return Found(not lost, f"weights kept in all {len(lost)}")
 
 
+def gather(bug: Bug, delivery: str, out: Path) -> Found:
+    """Rank 0 of four, in buckets: what it needs beside the state that it gathers."""
+    file = bug.tree / "megatron/core/optimizer/distrib_optimizer.py"
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # memory is given back at once
+    rank = run_json("lean_gather", file, "--parts", "memory", tree=bug.tree, delivery=delivery, env=env)["ranks"][0]
+    buckets = rank["gloo"] / rank["bucket"]
+    return Found(buckets > 1, f"rank 0 needs the state and {max(buckets, 0):.1f} buckets of it more")
+
+
 def product(bug: Bug, delivery: str, out: Path) -> Found:
     failed = run_json("numpy2_product", tree=bug.tree, path=bug.path, delivery=delivery)["failed"]
     return Found(bool(failed), f"AttributeError: np.product, {len(failed)} of 3 calls" if failed else "all 3 calls run")
@@ -164,6 +173,7 @@ BUGS = (
         "0.16.1",
         resume("--precision-aware", "--offload-fraction", "0.5", "--steps", "3"),
     ),
+    Bug("dp_zero_lean_gather", "gather the state on rank 0", "megatron-core", "0.16.1", gather),
     Bug("numpy2_product", "Megatron under NumPy 2", "megatron-core", "0.14.0", product, (("numpy", NUMPY),)),
     Bug("universal_tensor_paddings", "convert ZeRO-1, 768 ranks", "deepspeed", "0.19.8", paddings),
     Bug("zero3_fragment_bounds", "convert ZeRO-3, 768 ranks", "deepspeed", "0.19.2", bounds),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ NEWEST = "0.16.1"
 ON_A_GPU = {"MEGATRON_TRAINING_ON_A_GPU": "1"}
 
 
-def lines(program: str, *options: str | Path, delivery: str) -> list[dict[str, object]]:
+def lines(program: str, *options: str | Path, delivery: str) -> list[dict[str, Any]]:
     on = tree("megatron-core", NEWEST)
     done = run(program, *options, "--ranks", "1", tree=on, delivery=delivery, env=ON_A_GPU)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -29,3 +30,12 @@ def test_an_empty_state_is_saved_and_resumed(tmp_path: Path) -> None:
     assert without["error"] == "save: KeyError: 'exp_avg'"
     for result in lines("empty_state", tmp_path / "hook", *options, delivery="hook"):
         assert (result["error"], result["resume"]) == ("", "bit-equal")
+
+
+def test_the_state_gathered_in_its_place_is_upstreams() -> None:
+    """One rank, so NCCL sends nothing; the shards go through the GPU."""
+    file = tree("megatron-core", NEWEST) / "megatron/core/optimizer/distrib_optimizer.py"
+    (found,) = lines("lean_gather", file, "--parts", "equal", delivery="hook")
+    (rank,) = found["ranks"]
+    assert set(rank["save"].values()) == {""}
+    assert rank["load"] == ""

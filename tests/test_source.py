@@ -71,6 +71,21 @@ def test_a_method_is_found_in_its_class() -> None:
     assert not source().has_function("get")
 
 
+def test_a_statement_is_removed_with_the_line_breaks_in_front_of_it() -> None:
+    text = "def f():\n    a = 1\n\n    # why\n    b = 2\n\n    c = 3\n"
+    assert edited(text, lambda s: s.remove(s.one("b = 2"))) == "def f():\n    a = 1\n\n    # why\n\n    c = 3\n"
+    assert edited(text, lambda s: s.remove(s.one("c = 3"))) == "def f():\n    a = 1\n\n    # why\n    b = 2\n"
+
+
+def test_a_removal_leaves_room_for_insertions_on_both_sides() -> None:
+    def edit(made: Source) -> None:
+        made.remove(made.one("b = 2"))
+        made.insert_after(made.one("a = 1"), "x = 1")
+        made.insert_after(made.one("b = 2"), "y = 2")
+
+    assert edited("a = 1\n\nb = 2\n", edit) == "a = 1\nx = 1\ny = 2\n"
+
+
 def test_a_keyword_goes_behind_the_last_argument() -> None:
     assert "y=2, z=3)" not in TEXT
     changed = edited("f(1, a=2)\n", lambda s: s.add_keyword(s.one("f(...)"), "z", "3"))

@@ -29,6 +29,7 @@ def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
     """
     import megatron.core.dist_checkpointing
     import megatron.core.optimizer  # noqa: F401
+    import torch._dynamo  # the first collective under the stand-in GPU would, on every rank
 
     port = os.environ.get("MASTER_PORT", "29571")
     torch.set_num_threads(1)
@@ -76,10 +77,13 @@ def build(
     overlap: bool = False,
     native_fp32: bool = False,
     fp16: bool = False,
+    bucket_size: int | None = None,
+    make_model: Callable[[Any, torch.dtype, bool], Model] | None = None,
 ) -> tuple[Model, Optimizer]:
     """The model under Megatron's DDP, and its distributed optimizer.
 
     `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps a parameter in fp32.
+    All parameters are in one bucket, unless `bucket_size` says how many elements make one.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -88,9 +92,12 @@ def build(
     config = transformer_config(dtype)
     torch.manual_seed(1)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=bucket_size is not None,  # there are no buckets without
+        grad_reduce_in_fp32=True,
+        bucket_size=bucket_size,
     )
-    model = tiny_model(config, dtype, native_fp32).cuda()
+    model = (make_model or tiny_model)(config, dtype, native_fp32).cuda()
     options: dict[str, Any] = {
         "optimizer": "adam",
         "lr": 1e-2,

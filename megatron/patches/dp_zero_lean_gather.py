@@ -1,0 +1,297 @@
+"""Gather the optimizer's state in its final place, and scatter it from there: rank 0 needs no second copy of it.
+
+https://github.com/NVIDIA/Megatron-LM/pull/5255
+"""
+
+import ast
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, Function, NoMatch, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/pull/5255",
+        "https://github.com/volcengine/verl/issues/1928",
+        "https://github.com/volcengine/verl/issues/1992",
+    ),
+    affected="every megatron-core with DistributedOptimizer since 0.7.0",
+    test="tests/unit_tests/dist_checkpointing/test_dp_zero_lean_gather.py",
+)
+
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+CLASS = "DistributedOptimizer"
+SAVE = f"{CLASS}.get_parameter_state_dp_zero"
+LOAD = f"{CLASS}.load_parameter_state_from_dp_zero"
+
+# One state of one bucket: receive buffers, gather, concatenation, and the copy into the world tensor.
+GATHER = """
+for key, send_tensor in local_shards.items():
+    if ...:
+        recv_tensors = ...
+    else:
+        recv_tensors = None
+    torch.distributed.gather(send_tensor, recv_tensors, data_parallel_global_ranks[0], data_parallel_group_gloo)
+    if ...:
+        recv_tensors_concatenated = torch.cat(recv_tensors)
+        start = ...
+        end = ...
+        world_tensors[key][start:end].copy_(...)
+"""
+# The same since 0.15, which also gathers with NCCL, and on all ranks.
+GATHER_OR_ALL_GATHER = """
+for key, send_tensor in local_shards.items():
+    if ...:
+        device = ...
+        recv_tensors = ...
+    else:
+        recv_tensors = None
+    if not use_gloo_comm:
+        send_tensor = send_tensor.cuda()
+    if return_on_all_ranks:
+        torch.distributed.all_gather(recv_tensors, send_tensor, data_parallel_group)
+    else:
+        torch.distributed.gather(send_tensor, recv_tensors, data_parallel_global_ranks[0], data_parallel_group)
+    send_tensor = None
+    if ...:
+        if not use_gloo_comm:
+            recv_tensors = ...
+        recv_tensors_concatenated = torch.cat(recv_tensors)
+        start = ...
+        end = ...
+        world_tensors[key][start:end].copy_(...)
+"""
+# A shard that has been sent is let go of before the next bucket's are built.
+GATHER_IN_PLACE = """
+for key in list(local_shards):
+    self._gather_shards(
+        world_tensors.get(key),
+        local_shards.pop(key),
+        shard_ranges,
+        data_parallel_group_gloo,
+    )
+"""
+GATHER_OR_BROADCAST_IN_PLACE = """
+for key in list(local_shards):
+    if use_gloo_comm and not return_on_all_ranks:
+        self._gather_shards(
+            world_tensors.get(key),
+            local_shards.pop(key),
+            shard_ranges,
+            data_parallel_group,
+        )
+    else:
+        self._broadcast_shards(
+            world_tensors.get(key),
+            local_shards.pop(key),
+            shard_ranges,
+            data_parallel_group,
+            use_gloo_comm,
+        )
+"""
+# Since 0.11 a load sets all states of a parameter at once.
+SET_STATES = """
+for model_param, tensors in recv_tensors.items():
+    self._set_main_param_and_optimizer_states(model_param, tensors)
+"""
+SET_STATES_OF_BUCKET = """
+for model_param in list(recv_tensors):
+    self._set_main_param_and_optimizer_states(
+        model_param, recv_tensors.pop(model_param)
+    )
+"""
+
+
+class DistributedOptimizer:
+    """The methods that upstream's class of this name gets."""
+
+    def _shard_ranges(self, start: int, numel: int, shard_numel: int, ranks: int) -> "list[range]":
+        """Where each rank's shard of a bucket lies in a world tensor, which has no padding.
+
+        Args:
+            start (int): where the bucket starts in the world tensor.
+            numel (int): number of elements of the bucket, without its padding.
+            shard_numel (int): number of elements of a shard, with padding.
+            ranks (int): number of data-parallel ranks.
+        """
+        bucket = range(start, start + numel)
+        return [bucket[rank * shard_numel : (rank + 1) * shard_numel] for rank in range(ranks)]
+
+    def _local_shard(
+        self,
+        world_tensor: "torch.Tensor | None",
+        shard_range: range,
+    ) -> "torch.Tensor":
+        """Zeros for this rank's shard of a bucket: in the world tensor itself, if there is one."""
+        if world_tensor is None:
+            return torch.zeros((len(shard_range),), dtype=torch.float32, device="cpu")
+        return world_tensor[shard_range.start : shard_range.stop].zero_()
+
+    def _gather_shards(
+        self,
+        world_tensor: "torch.Tensor | None",
+        shard: "torch.Tensor",
+        shard_ranges: "list[range]",
+        group: "torch.distributed.ProcessGroup",
+    ) -> None:
+        """Receive the shards of a bucket on DP rank 0, straight into the world tensor (Gloo).
+
+        This is a gather, but Gloo's own one receives into a buffer of the whole bucket's size and
+        copies from there. Rank 0's own shard is in its place already.
+        """
+        nothing, no_numels = shard[:0], [0] * len(shard_ranges)
+        if world_tensor is None:
+            send_numels = [shard.numel(), *no_numels[1:]]
+            torch.distributed.all_to_all_single(nothing, shard, no_numels, send_numels, group)
+            return
+        others = world_tensor[shard_ranges[0].stop : shard_ranges[-1].stop]
+        receive_numels = [0, *(len(shard_range) for shard_range in shard_ranges[1:])]
+        torch.distributed.all_to_all_single(others, nothing, receive_numels, no_numels, group)
+
+    def _broadcast_shards(
+        self,
+        world_tensor: "torch.Tensor | None",
+        shard: "torch.Tensor",
+        shard_ranges: "list[range]",
+        group: "torch.distributed.ProcessGroup",
+        use_gloo_comm: bool,
+    ) -> None:
+        """Receive the shards of a bucket on all ranks, one after the other.
+
+        A rank copies them to its world tensor, if it has one; the GPU holds one shard at a time.
+        Gloo receives in the world tensor, which then every rank has.
+        """
+        for rank, shard_range in enumerate(shard_ranges):
+            if len(shard_range) == 0:
+                continue  # padding alone
+            place = None
+            if world_tensor is not None:
+                place = world_tensor[shard_range.start : shard_range.stop]
+            if use_gloo_comm:
+                received = place
+            elif rank == group.rank():
+                received = shard.cuda()
+            else:
+                device = torch.cuda.current_device()
+                received = torch.empty((len(shard_range),), dtype=torch.float32, device=device)
+            source = torch.distributed.get_global_rank(group, rank)
+            torch.distributed.broadcast(received, source, group)
+            if place is not None:
+                place.copy_(received)
+            del received  # before the next one is allocated
+
+    def _padded_shards(
+        self,
+        world_tensor: "torch.Tensor",
+        padded_numel: int,
+        shard_numel: int,
+    ) -> "list[torch.Tensor]":
+        """A bucket's shards of equal size: views, but for those that reach into the padding."""
+        shards = []
+        for start in range(0, padded_numel, shard_numel):
+            shard = world_tensor[start : start + shard_numel]
+            missing = shard_numel - shard.numel()
+            shards.append(torch.nn.functional.pad(shard, (0, missing)) if missing > 0 else shard)
+        return shards
+
+
+@fix.edit(DISTRIB_OPTIMIZER)
+def gather_in_place(source: Source) -> None:
+    """A rank's own shard is built where it ends up, and the others' are received there."""
+    if source.has_function(f"{CLASS}._gather_shards"):
+        raise AlreadyThere
+    save = source.function(SAVE)
+    build_in_place(source, save)
+    with_nccl = "use_gloo_comm" in [argument.arg for argument in save.args.args]
+    if with_nccl:
+        source.replace(source.one(GATHER_OR_ALL_GATHER, within=save), GATHER_OR_BROADCAST_IN_PLACE)
+    else:
+        source.replace(source.one(GATHER, within=save), GATHER_IN_PLACE)
+    source.remove(source.one("data_parallel_global_ranks = ...", within=save))
+    for method in (
+        DistributedOptimizer._shard_ranges,
+        DistributedOptimizer._local_shard,
+        DistributedOptimizer._gather_shards,
+    ):
+        source.insert_method_before(save, method)
+    if with_nccl:
+        source.insert_method_before(save, DistributedOptimizer._broadcast_shards)
+
+
+def build_in_place(source: Source, save: Function) -> None:
+    """The shards are built in the world tensors, without a copy on the CPU in between."""
+    if len(source.all("local_shards", within=save)) != 4:
+        raise NoMatch(f"expected {save.name} to make local_shards, loop over them, fill them, gather them; no more")
+    pattern = 'local_shards = {key: ...((gbuf_local_numel,), dtype=torch.float32, device="cpu") for key in ...}'
+    shards = source.one(pattern, within=save)
+    fill = "local_shards[key][gbuf_local_start:gbuf_local_end].data.copy_(tensors[key].detach().cpu())"
+    source.replace(source.one(fill, within=save).args[0], "tensors[key].detach()")
+    source.insert_before(
+        shards,
+        """shard_ranges = self._shard_ranges(
+    offset_in_world_tensors,
+    gbuf_world_numel_unpadded,
+    gbuf_local_numel,
+    data_parallel_world_size,
+)""",
+    )
+    source.replace(
+        shards.value.value,
+        """self._local_shard(
+    world_tensors.get(key), shard_ranges[data_parallel_rank]
+)""",
+    )
+
+
+@fix.edit(DISTRIB_OPTIMIZER)
+def scatter_in_place(source: Source) -> None:
+    """Shards are sent from where they are, but for those that have to be padded."""
+    if source.has_function(f"{CLASS}._padded_shards"):
+        raise AlreadyThere
+    load = source.function(LOAD)
+    for statement in (
+        "world_tensor = torch.nn.functional.pad(world_tensor, ...)",
+        "assert world_tensor.numel() == gbuf_world_numel",
+        "gbuf_start_idxs = ...",
+    ):
+        source.remove(source.one(statement, within=load))
+    pattern = "send_tensors = [world_tensor[i : (i + gbuf_local_numel)] for i in gbuf_start_idxs]"
+    source.replace(
+        source.one(pattern, within=load).value,
+        """self._padded_shards(
+    world_tensor, gbuf_world_numel, gbuf_local_numel
+)""",
+    )
+    source.insert_method_before(load, DistributedOptimizer._padded_shards)
+    if source.all("recv_tensors = {}", within=load):
+        load_bucket_by_bucket(source, load)
+
+
+def load_bucket_by_bucket(source: Source, load: Function) -> None:
+    """All states of a bucket are received and set before the next bucket: the loops over the two change places."""
+    buffer = loop(source, "dtype, gbuf_range_map_for_all_buckets", load)
+    states = loop(source, "key", buffer)
+    buckets = loop(source, "bucket_idx, gbuf_range_map", states)
+    received, set_states = source.one("recv_tensors = {}", within=load), source.one(SET_STATES, within=load)
+    start = source.one("offset_in_world_tensors = 0", within=load)
+    advance = "offset_in_world_tensors += gbuf_world_numel_unpadded"
+    if buffer.body[-3:] != [received, states, set_states] or states.body != [start, buckets]:
+        raise NoMatch(f"expected nothing but the buckets in the loop over the states in {load.name}")
+    for one, other in ((received, start), (states.target, buckets.target), (states.iter, buckets.iter)):
+        source.replace(one, source.text(other))
+        source.replace(other, source.text(one))
+    source.remove(source.one(advance, within=buckets))
+    source.remove(set_states)
+    source.insert_after(buckets, advance + SET_STATES_OF_BUCKET)
+
+
+def loop(source: Source, target: str, within: ast.AST) -> ast.For:
+    """The only loop with that target. Raises NoMatch."""
+    found = [node for node in source.all_of(ast.For, within) if source.text(node.target) == target]
+    if len(found) != 1:
+        raise NoMatch(f"expected `for {target} in ...` once, found it {len(found)} times")
+    return found[0]

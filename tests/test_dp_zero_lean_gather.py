@@ -1,0 +1,209 @@
+"""dp_zero_lean_gather: the real megatron-core gathers the same state, in its final place.
+
+The program holds the package's methods against those of upstream's own file, in one process and on one state.
+"""
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edits
+from ckpt_patches.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.registry import CORE, FIXES
+from ckpt_patches.source import function_text
+from upstream import DELIVERIES, numbers, releases, run, tree
+
+FIX = "dp_zero_lean_gather"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+ALL = releases("megatron-core")
+NEWEST = "0.16.1"
+# The other fixes that edit the same module.
+NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
+# The C library gives memory back at once, so that the next measurement starts from where the last did.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+SLACK = 0.7  # MiB; a shard of the memory tests has 0.5, a bucket 2
+
+
+def lean_gather(
+    version: str, delivery: str, *options: str, env: dict[str, str] | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank found, by part."""
+    on = tree("megatron-core", version)
+    file = on / "megatron/core/optimizer/distrib_optimizer.py"
+    done = run("lean_gather", file, *options, tree=on, delivery=delivery, env={**FREED_AT_ONCE, **(env or {})})
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["part"]: line["ranks"] for line in lines}
+
+
+def with_nccl(version: str) -> bool:
+    return numbers(version) >= (0, 15)
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", ALL)
+def test_upstream_needs_buckets_beside_the_state(version: str, delivery: str) -> None:
+    rank_0, *_ = lean_gather(version, delivery, "--parts", "memory")["memory"]
+    names = ["gloo", *(["nccl", "gloo, all ranks", "nccl, all ranks"] if with_nccl(version) else [])]
+    assert all(rank_0[f"{name}"] > 2 * rank_0["bucket"] for name in names), rank_0
+    assert rank_0["load"] > 1.5 * rank_0["bucket"]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", ALL)
+def test_the_same_state_in_its_place(version: str, delivery: str) -> None:
+    found = lean_gather(version, delivery)
+    check_equal(found["equal"])
+    check_collectives(found["equal"])
+    check_memory(found["memory"])
+
+
+def check_equal(ranks: list[dict[str, Any]]) -> None:
+    """Every rank saves and loads, bit for bit, what it does with upstream's methods."""
+    padded, unpadded = ranks[0]["buckets"][-1]
+    assert len(ranks[0]["buckets"]) > 2
+    assert unpadded < padded / len(ranks)  # a bucket with ranks that hold nothing but padding
+    assert any(rank["split"] for rank in ranks)  # parameters that are on two ranks
+    for rank in ranks:
+        assert set(rank["save"].values()) == {""}, rank["save"]
+        assert rank["load"] == ""
+
+
+def check_collectives(ranks: list[dict[str, Any]]) -> None:
+    """Each rank calls the same ones in the same order: to rank 0 by Gloo, one for every state of a bucket."""
+    calls = [rank["calls"] for rank in ranks]
+    assert all(call == calls[0] for call in calls)
+    states = 3 * len(ranks[0]["buckets"])
+    assert calls[0]["gloo"] == [["all_to_all_single", states]]
+    assert calls[0]["load"] == [["scatter", states]]
+    for name in calls[0].keys() - {"gloo", "load", "empty"}:
+        assert {function for function, _ in calls[0][name]} == {"broadcast"}
+
+
+def check_memory(ranks: list[dict[str, Any]]) -> None:
+    """What the process grew by, beyond the state that a rank returns."""
+    bucket, shard = ranks[0]["bucket"], ranks[0]["shard"]
+    assert ranks[0]["gloo"] < shard + SLACK
+    for rank in ranks:
+        assert rank["gloo"] < bucket + SLACK
+        assert rank["load"] < bucket + SLACK  # its shard of all three states, which are set together
+        # The stand-in GPU is this process too. Gloo's thread may let go of a shard after the next one is there.
+        assert rank.get("nccl", 0) < bucket + shard + SLACK
+        assert rank.get("gloo, all ranks", 0) < shard + SLACK
+        assert rank.get("nccl, all ranks", 0) < 2 * shard + SLACK
+    assert ranks[0].get("nccl", 0) < 2 * shard + SLACK
+
+
+@pytest.mark.parametrize(
+    "options", [("--inner", "torch", "--ranks", "2"), ("--precision-aware", "--ranks", "3")], ids=" ".join
+)
+@pytest.mark.parametrize("version", releases("megatron-core", oldest="0.16.1"))
+def test_for_every_inner_optimizer(version: str, options: Sequence[str]) -> None:
+    found = lean_gather(version, "hook", "--parts", "equal", *options)
+    check_equal(found["equal"])
+    check_collectives(found["equal"])
+
+
+@pytest.mark.parametrize("version", ALL)
+def test_with_and_without_its_neighbours(version: str) -> None:
+    """Every fix of the module alone, all of them, and all but one: what applies does so in each company."""
+    root = str(tree("megatron-core", version))
+    everything = fixes_for(CORE)
+    applied = plan_tree(root, CORE, everything).named(Outcome.APPLIES)
+    assert FIX in applied
+    companies = [[FIX], *([name, FIX] for name in NEIGHBOURS), *(fixes_for(CORE, [name]) for name in NEIGHBOURS)]
+    for company in companies:
+        assert plan_tree(root, CORE, company).named(Outcome.APPLIES) == [name for name in company if name in applied]
+
+
+def test_without_its_neighbours_it_does_the_same() -> None:
+    found = lean_gather("0.7.0", "hook", "--parts", "equal", env={"CKPT_PATCHES_SKIP": ",".join(NEIGHBOURS)})
+    check_equal(found["equal"])
+    check_collectives(found["equal"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("torch.cat(recv_tensors)", "torch.cat(recv_tensors, dim=0)"),
+        ("send_tensor = None", "del send_tensor"),
+        ("tensors[key].detach().cpu()", "tensors[key].cpu()"),
+        (
+            "offset_in_world_tensors += gbuf_world_numel_unpadded\n\n",
+            "offset_in_world_tensors += len(local_shards)\n\n",
+        ),
+        ('dtype=torch.float32, device="cpu")', 'dtype=torch.float64, device="cpu")'),
+        ("gbuf_start_idxs = ", "starts = "),
+        ("offset_in_world_tensors = 0", "offset_in_world_tensors = offset"),
+        ("recv_tensors = {}\n", "recv_tensors = {}\n                seen = set()\n"),
+        ("for model_param, tensors in recv_tensors.items()", "for model_param, tensors in sorted(recv_tensors)"),
+    ],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, DISTRIB_OPTIMIZER, old, new)
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
+
+
+@pytest.mark.parametrize("version", ["0.7.0", NEWEST])
+def test_a_second_time_changes_nothing(version: str, tmp_path: Path) -> None:
+    copy = edits.copy_of(tree("megatron-core", version), FIX, tmp_path)
+    edits.write(edits.plan(copy, FIX)[1])
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+
+
+BUILD = [
+    "shard_ranges = self._shard_ranges(",
+    "offset_in_world_tensors,",
+    "gbuf_world_numel_unpadded,",
+    "gbuf_local_numel,",
+    "data_parallel_world_size,",
+    ")",
+    "key: self._local_shard(",
+    "world_tensors.get(key), shard_ranges[data_parallel_rank]",
+    ")",
+    "tensors[key].detach()",
+    "for key in list(local_shards):",
+]
+ARGUMENTS = ["world_tensors.get(key),", "local_shards.pop(key),", "shard_ranges,"]
+SCATTER = ["send_tensors = self._padded_shards(", "world_tensor, gbuf_world_numel, gbuf_local_numel"]
+BROUGHT = {
+    "0.7.0": [*BUILD, "self._gather_shards(", *ARGUMENTS, *SCATTER],
+    NEWEST: [
+        *BUILD,
+        "if use_gloo_comm and not return_on_all_ranks:",
+        *("self._gather_shards(", *ARGUMENTS, "data_parallel_group,"),
+        *("self._broadcast_shards(", *ARGUMENTS, "use_gloo_comm,"),
+        # The loops over the buckets and over the states, changed about.
+        "offset_in_world_tensors = 0",
+        "for bucket_idx, gbuf_range_map in enumerate(gbuf_range_map_for_all_buckets):",
+        "recv_tensors = {}",
+        'for key in ("param", "exp_avg", "exp_avg_sq"):',
+        *SCATTER,
+        "offset_in_world_tensors += gbuf_world_numel_unpadded",
+        "for model_param in list(recv_tensors):",
+        "self._set_main_param_and_optimizer_states(",
+        "model_param, recv_tensors.pop(model_param)",
+        ")",
+    ],
+}
+
+
+@pytest.mark.parametrize("version", ["0.7.0", NEWEST])
+def test_the_lines_that_it_brings(version: str) -> None:
+    """Beside its methods."""
+    _, made = edits.plan(tree("megatron-core", version), FIX)
+    added = edits.added_lines(made)["distrib_optimizer"]
+    methods = vars(vars(importlib.import_module(f"megatron.patches.{FIX}"))["DistributedOptimizer"])
+    texts = {name: function_text(method) for name, method in methods.items() if callable(method)}
+    brought = [name for name, text in texts.items() if set(map(str.strip, text.splitlines())) <= set(added)]
+    assert brought == [name for name in texts if name != "_broadcast_shards" or with_nccl(version)]
+    of_methods = {line.strip() for name in brought for line in texts[name].splitlines()}
+    assert [line for line in added if line not in of_methods] == BROUGHT[version]
