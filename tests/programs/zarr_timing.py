@@ -1,15 +1,16 @@
-"""Time a save of flattened shards with the real zarr strategy, or of the same bytes to plain files. Prints JSON.
+"""Time a save of flattened shards with the real zarr strategy, and of the same bytes to plain files. Prints JSON.
 
-    zarr_timing.py OUT [--ranks 8] [--arrays 4] [--megabytes 64] [--plain] [--repeat 3]
+    zarr_timing.py OUT [--ranks 8] [--arrays 4] [--megabytes 64] [--repeat 5]
 
-`seconds` is the slowest rank's, for each repetition; `growth` how much the peak memory of a rank grew over the bytes of
-its own shard, at most.
+The two in turn: `save` and `plain` are the slowest rank's seconds in each repetition; `growth` how much the peak memory
+of a rank grew in a save, over the bytes of its own shard, at most.
 """
 
 import argparse
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--arrays", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     zarr_saving.spawn(worker, options.ranks, options)
 
@@ -39,32 +39,40 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     shape = (options.megabytes * 2**20 // 4 // COLUMNS, COLUMNS)
     keys = [f"optimizer.state.{number}.w" for number in range(options.arrays)]
     state = {key: zarr_saving.flattened_shard(key, rank, options.ranks, 1, shape) for key in keys}
-    saver, seconds, growth = strategy.ZarrSaveShardedStrategy("zarr", 1), [], 0.0
+    saver, growth = strategy.ZarrSaveShardedStrategy("zarr", 1), 0.0
     own = sum(tensor.data.nbytes for tensor in state.values())
+
+    def plain(out: Path) -> None:
+        for key, tensor in state.items():
+            (out / f"{key}.{rank}").write_bytes(tensor.data.numpy())
+        dist.barrier()
+
+    seconds: dict[str, list[float]] = {"save": [], "plain": []}
     for number in range(options.repeat):
-        out = options.out / str(number)
-        if rank == 0:
-            out.mkdir(parents=True)
-        dist.barrier()
-        before, start = forget_peak(), time.perf_counter()
-        if options.plain:
-            for key, tensor in state.items():
-                (out / f"{key}.{rank}").write_bytes(tensor.data.numpy())
-            dist.barrier()
-        else:
-            saver.save(state, out)
-        elapsed = time.perf_counter() - start
+        before = forget_peak()
+        seconds["save"].append(timed(lambda out: saver.save(state, out), options.out / f"save{number}", rank))
         growth = max(growth, (resident("VmHWM") - before) / own)
-        results: list[Any] = [None] * options.ranks
-        dist.all_gather_object(results, (elapsed, growth))
-        seconds.append(max(result[0] for result in results))
-        growth = max(result[1] for result in results)
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(out)
-        dist.barrier()
+        seconds["plain"].append(timed(plain, options.out / f"plain{number}", rank))
+    results: list[Any] = [None] * options.ranks
+    dist.all_gather_object(results, (seconds, growth))
     if rank == 0:
-        print(json.dumps({"seconds": seconds, "growth": growth}))
+        slowest = {name: [max(times) for times in zip(*(s[name] for s, _ in results), strict=True)] for name in seconds}
+        print(json.dumps({**slowest, "growth": max(growth for _, growth in results)}))
+
+
+def timed(write: Callable[[Path], None], out: Path, rank: int) -> float:
+    """Seconds for this rank's part, into a new folder that is removed afterwards."""
+    if rank == 0:
+        out.mkdir(parents=True)
+    dist.barrier()
+    start = time.perf_counter()
+    write(out)
+    elapsed = time.perf_counter() - start
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(out)
+    dist.barrier()
+    return elapsed
 
 
 def forget_peak() -> int:
