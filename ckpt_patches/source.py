@@ -47,11 +47,11 @@ class TextEdit:
 
 def _same(pattern: Any, node: Any) -> bool:
     """Whether two syntax trees are equal; in the pattern, `...` stands for any expression and any arguments."""
-    if isinstance(pattern, ast.Constant) and pattern.value is ...:
+    if _is_wildcard(pattern):
         return isinstance(node, ast.expr)
     if type(pattern) is not type(node):
         return False
-    if isinstance(pattern, ast.Call) and [ast.dump(a) for a in pattern.args] == ["Constant(value=Ellipsis)"]:
+    if isinstance(pattern, ast.Call) and len(pattern.args) == 1 and _is_wildcard(pattern.args[0]):
         return _same(pattern.func, node.func)
     if isinstance(pattern, ast.AST):
         return all(
@@ -62,6 +62,10 @@ def _same(pattern: Any, node: Any) -> bool:
     if isinstance(pattern, list):
         return len(pattern) == len(node) and all(map(_same, pattern, node))
     return bool(pattern == node)
+
+
+def _is_wildcard(pattern: Any) -> bool:
+    return isinstance(pattern, ast.Constant) and pattern.value is ...
 
 
 @functools.cache
@@ -79,6 +83,7 @@ class Source:
         self.edits: list[TextEdit] = []
         self._tree: ast.Module | None = None
         self._line_starts: list[int] | None = None
+        self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
     @property
     def tree(self) -> ast.Module:
@@ -131,8 +136,17 @@ class Source:
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, in the order of the text. `...` is any expression, `f(...)` any call."""
         wanted = _parse_pattern(pattern)
-        found = [node for node in ast.walk(within or self.tree) if _same(wanted, node)]
+        found = [node for node in self._nodes_of(type(wanted), within) if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+
+    def _nodes_of(self, kind: type[ast.AST], within: ast.AST | None) -> list[Any]:
+        """The nodes of a kind; a function is walked once for all the anchors that are looked for in it."""
+        root = within or self.tree
+        if root not in self._nodes:
+            self._nodes[root] = {}
+            for node in ast.walk(root):
+                self._nodes[root].setdefault(type(node), []).append(node)
+        return self._nodes[root].get(kind, [])
 
     def one(self, pattern: str, within: ast.AST | None = None) -> Any:
         """The only node equal to the pattern. Raises NoMatch if there is none, or more than one."""
@@ -144,7 +158,7 @@ class Source:
 
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None) -> list[NodeT]:
         """Every node of a kind, such as `ast.For`."""
-        return [node for node in ast.walk(within or self.tree) if isinstance(node, kind)]
+        return list(self._nodes_of(kind, within))
 
     def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, at least one. Raises NoMatch."""
@@ -282,22 +296,25 @@ class Source:
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """The source text of a function in a fix's file, decorators and comments included, without indentation."""
-    path, first = function.__code__.co_filename, function.__code__.co_firstlineno
-    texts = _function_texts(path)
-    if first not in texts:
-        raise LookupError(f"{function.__qualname__} is not defined in {path}")
-    return texts[first]
+    """The source text of a function in a fix's file, decorators and comments included, without indentation.
+
+    Found by its indentation, as the files are formatted: parsing them takes longer than all edits together.
+    """
+    lines = _lines_of(function.__code__.co_filename)
+    first = function.__code__.co_firstlineno - 1
+    indent = _at(lines[first])
+    header = next(n for n in range(first, len(lines)) if lines[n].rstrip().endswith(":") and _at(lines[n]) == indent)
+    stop = next((n for n in range(header + 1, len(lines)) if lines[n].strip() and _at(lines[n]) <= indent), len(lines))
+    return textwrap.dedent("\n".join(lines[first:stop])).rstrip()
+
+
+def _at(line: str) -> int:
+    """The column at which a line begins."""
+    return len(line) - len(line.lstrip())
 
 
 @functools.cache
-def _function_texts(path: str) -> dict[int, str]:
-    """The text of every function in a file, by its first line; a fix inserts several, and parses its file once."""
+def _lines_of(path: str) -> list[str]:
+    """The lines of a fix's file; a fix inserts several functions."""
     with open(path, encoding="utf-8") as file:
-        text = file.read()
-    lines, texts = text.splitlines(), {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            texts[first] = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
-    return texts
+        return file.read().splitlines()

@@ -1,6 +1,8 @@
 """What holds for every fix: its file, its place in the registry, its page, its test, its line in the change log."""
 
 import ast
+import importlib
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import edits
 from ckpt_patches import fix as fixes
 from ckpt_patches.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, FOLDERS, TARGETS
+from ckpt_patches.source import function_text
 from ckpt_patches.startup import PREFIXES
 from upstream import REPOSITORY, releases, tree
 
@@ -82,6 +85,22 @@ def apply_twice(root: Path, package: str, copy: Path) -> None:
     again = plan_tree(str(copy), package)
     assert (again.files, again.named(Outcome.APPLIES), again.named(Outcome.NO_MATCH)) == ({}, [], [])
     assert set(applied) <= set(again.named(Outcome.ALREADY_THERE))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
+    """What gets inserted is found by its indentation; here by the parser."""
+    module = importlib.import_module(f"{FOLDERS[fixes.package_of(name)].replace('/', '.')}.{name}")
+    text = Path(str(module.__file__)).read_text()
+    lines = text.splitlines()
+    module_node = ast.parse(text)
+    for parent in (module_node, *(node for node in module_node.body if isinstance(node, ast.ClassDef))):
+        holder = getattr(module, parent.name) if isinstance(parent, ast.ClassDef) else module
+        for node in parent.body:
+            if isinstance(node, ast.FunctionDef) and "source: Source" not in ast.unparse(node.args):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                expected = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
+                assert function_text(vars(holder)[node.name]) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
