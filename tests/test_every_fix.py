@@ -94,7 +94,9 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
     text = Path(str(module.__file__)).read_text()
     lines = text.splitlines()
     module_node = ast.parse(text)
-    for parent in (module_node, *(node for node in module_node.body if isinstance(node, ast.ClassDef))):
+    parents: list[ast.Module | ast.ClassDef] = [module_node]
+    parents += [node for node in module_node.body if isinstance(node, ast.ClassDef)]
+    for parent in parents:
         holder = getattr(module, parent.name) if isinstance(parent, ast.ClassDef) else module
         for node in parent.body:
             if isinstance(node, ast.FunctionDef) and "source: Source" not in ast.unparse(node.args):
