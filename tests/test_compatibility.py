@@ -97,6 +97,13 @@ def test_outcomes_are_recorded_and_merged(project: pytest.Pytester, monkeypatch:
     assert found["tests/test_one.py::test_fix[0.8.0-hook]"]["reason"] == "cannot"
 
 
+def test_the_default_run_writes_in_place_on_the_newest_release_alone(project: pytest.Pytester) -> None:
+    (project.path / "tests" / "test_one.py").write_text(TESTS)
+    done = project.runpytest_subprocess("--rootdir=.", "--collect-only", "-q", "tests")
+    done.stdout.fnmatch_lines(["*5/6 tests collected (1 deselected)*"])
+    done.stdout.no_fnmatch_line("*0.7.0-in place*")
+
+
 def test_a_marked_test_without_parameters_is_refused(project: pytest.Pytester) -> None:
     (project.path / "tests" / "test_one.py").write_text(TESTS.replace("delivery", "other"))
     done = project.runpytest_subprocess("--rootdir=.", "tests")

@@ -18,7 +18,8 @@ def versions(parameters: list[Any]) -> list[str]:
 
 def test_default_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
-    assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.12.0", "0.14.0", "0.16.1"]
+    assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.12.0", "0.16.1"]
+    assert versions(upstream.releases("megatron-core", newest="0.14.0")) == ["0.7.0", "0.12.0", "0.14.0"]
     assert versions(upstream.releases("deepspeed", oldest="0.16.2", newest="0.19.2")) == ["0.16.2", "0.19.2"]
 
 
