@@ -39,6 +39,18 @@ FIXES = {
         "deepspeed.checkpoint.ds_to_universal",
     ),
     "zero3_fragment_bounds": ("deepspeed.checkpoint.ds_to_universal",),
+    "torch_load_weights_only": (
+        "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
+        "deepspeed.utils.zero_to_fp32",
+        "deepspeed.checkpoint.deepspeed_checkpoint",
+        "deepspeed.checkpoint.zero_checkpoint",
+        "deepspeed.checkpoint.ds_to_universal",
+        "deepspeed.checkpoint.universal_checkpoint",
+        "deepspeed.runtime.base_optimizer",
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine",
+    ),
 }
 
 # Upstream module: its package. What the import hook looks every name up in.

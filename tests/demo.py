@@ -139,6 +139,17 @@ def bounds(bug: Bug, delivery: str, out: Path) -> Found:
     return Found(False, f"{numel} elements, bit for bit")
 
 
+def own_files(bug: Bug, delivery: str, out: Path) -> Found:
+    """Resume; convert, and resume from there; put the fp32 weights together."""
+    kinds = ("stage1", "stage2", "stage3")
+    run("own_files", "write", out, *kinds, tree=bug.tree)
+    found = run_json("own_files", "read", out, out, *kinds, "--universal", *kinds, tree=bug.tree, delivery=delivery)
+    errors = [error for outcomes in found.values() for error in outcomes.values() if error]
+    if errors:
+        return Found(True, f"{errors[0].split(':')[0]}: {len(errors)} loads, of ZeRO 1, 2 and 3")
+    return Found(False, "all load; they resume bit for bit")
+
+
 BUGS = (
     Bug("zarr_create_synchronizer", "zarr save, 4 ranks", "megatron-core", "0.14.0", zarr),
     Bug("zarr_range_write", "zarr saves, locks that lock nothing", "megatron-core", "0.15.3", zarr_without_locks),
@@ -177,6 +188,7 @@ BUGS = (
     Bug("numpy2_product", "Megatron under NumPy 2", "megatron-core", "0.14.0", product, (("numpy", NUMPY),)),
     Bug("universal_tensor_paddings", "convert ZeRO-1, 768 ranks", "deepspeed", "0.19.8", paddings),
     Bug("zero3_fragment_bounds", "convert ZeRO-3, 768 ranks", "deepspeed", "0.19.2", bounds),
+    Bug("torch_load_weights_only", "load under torch 2.6 or later", "deepspeed", "0.14.5", own_files),
 )
 
 

@@ -130,6 +130,17 @@ def test_a_method_is_inserted_from_its_own_source_text() -> None:
     assert function_text(Example.helper).startswith("@staticmethod\n")
 
 
+def example(x: int) -> int:
+    return x + 1
+
+
+def test_a_function_is_inserted_with_two_blank_lines() -> None:
+    box = source().tree.body[2]
+    assert isinstance(box, ast.ClassDef)
+    changed = edited(TEXT, lambda s: s.insert_function_before(box, example))
+    assert '"call(1)"\n\n\ndef example(x: int) -> int:\n    return x + 1\n\n\nclass Box:' in changed
+
+
 def test_two_edits_of_one_place_are_refused() -> None:
     made = source("f(g(1))\n")
     made.replace(made.one("g(1)"), "h()")

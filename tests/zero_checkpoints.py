@@ -13,7 +13,7 @@ import torch
 from upstream import run, run_json, tree
 
 # Up to 0.15 DeepSpeed calls torch.load without weights_only, and dies on torch 2.6 and later before it gets to the bug.
-# That is another fix's matter: here torch is told, from outside, to load as it used to.
+# To show that bug without any fix, torch is told, from outside, to load as it used to; see torch_load_weights_only.
 PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 CRASH = "RuntimeError: narrow(): length must be non-negative."
@@ -21,7 +21,7 @@ KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 @functools.cache
-def _folder() -> Path:
+def session_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="ckpt-patches-checkpoints-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -30,21 +30,21 @@ def _folder() -> Path:
 @functools.cache
 def trained(version: str, *kinds: str) -> dict[str, Path]:
     """Folders that a real training on 8 ranks wrote, by kind; `truth.pt` and `losses.json` lie beside each."""
-    out = _folder() / f"trained-by-{version}"
+    out = session_folder() / f"trained-by-{version}"
     run("zero_training", "write", out, *kinds, tree=tree("deepspeed", version))
-    return {kind: _with_layers(out / kind / "global_step2") for kind in kinds}
+    return {kind: with_layers(out / kind / "global_step2") for kind in kinds}
 
 
 @functools.cache
 def dp768() -> dict[str, Path]:
     """The DP=768 checkpoint of the report: `dp768` (stage 1) and `dp768_stage3`."""
-    run("write_dp768_checkpoint", _folder(), tree=tree("deepspeed", "0.19.8"))
-    folders = {kind: _folder() / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
-    _with_layers(folders["dp768"])
+    run("write_dp768_checkpoint", session_folder(), tree=tree("deepspeed", "0.19.8"))
+    folders = {kind: session_folder() / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
+    with_layers(folders["dp768"])
     return folders
 
 
-def _with_layers(folder: Path) -> Path:
+def with_layers(folder: Path) -> Path:
     """Up to 0.13 the converter takes pipeline checkpoints only, known by their files of layers."""
     if list(folder.glob("mp_rank_*")):  # not ZeRO-3
         for layer in range(4):
@@ -55,7 +55,8 @@ def _with_layers(folder: Path) -> Path:
 def convert(output: Path, *inputs: Path, version: str, delivery: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """Convert with the imported converter; what it raised for every input ("" if nothing), by kind."""
     arguments: tuple[str | Path, ...] = (*inputs, "--output", output, *options)
-    outcome = run_json("convert", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=PERMISSIVE)
+    env = PERMISSIVE if delivery == "none" else {}
+    outcome = run_json("convert", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=env)
     assert isinstance(outcome, dict)
     return outcome
 

@@ -5,9 +5,11 @@
 
 The no-decay group has 11 elements; on 8 ranks it is padded to 16, 2 a rank: the padding, 5, reaches over 3 ranks.
 Every rank sees its share of the same 16 samples a step, so runs with different numbers of ranks are comparable.
+Another program takes the parts: `engine`, `train`, `state`, and `on_ranks`, which runs them.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -17,22 +19,38 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo  # by an optimizer, in every rank again, if it is not there by then
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 # On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
 deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+# Up to 0.14.0 it would compile oneCCL as well; and up to 0.15 it trains in fp16 on a GPU only.
+get_accelerator()._communication_backend_name = "gloo"
+get_accelerator().is_fp16_supported = lambda: True
 
 HIDDEN = 3
 SAMPLES = 16
 STEPS = 2  # before the checkpoint, and again after it
 TAG = "global_step2"
 
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}  # a scale at which no step overflows and is skipped
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}  # by default a bucket takes 1 GB
+
+
 KINDS: dict[str, dict[str, Any]] = {
-    "stage1": {"zero_optimization": {"stage": 1}},
+    "stage1": {**BF16, **zero(1)},
     # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, the writer of the DP=768 report
-    "bf16_optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "stage2": {"zero_optimization": {"stage": 2}},
-    "stage3": {"zero_optimization": {"stage": 3}},
+    "bf16_optimizer": {**BF16, **zero(1), "data_types": {"grad_accum_dtype": "fp32"}},
+    "stage2": {**BF16, **zero(2)},
+    "stage3": {**BF16, **zero(3)},
+    "stage1_fp16": {**FP16, **zero(1)},
+    "stage2_fp16": {**FP16, **zero(2)},
+    "stage3_fp16": {**FP16, **zero(3)},
 }
 
 
@@ -52,17 +70,17 @@ class Tiny(torch.nn.Module):
 
 
 def engine(kind: str, ranks: int, universal: bool) -> Any:
+    gc.freeze()  # DeepSpeed collects garbage up to twenty times while it sets up; what was imported is none
     torch.manual_seed(0)
     model = Tiny()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    if kind == "stage3":  # before 0.18 the converter reads the first group only
+    if kind.startswith("stage3"):  # before 0.18 the converter reads the first group only
         groups = [{"params": list(model.parameters())}]
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // ranks,
-        "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": universal},
         **KINDS[kind],
@@ -73,11 +91,13 @@ def engine(kind: str, ranks: int, universal: bool) -> Any:
 def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
     """The mean loss of every step."""
     losses = []
+    dtype = next(run.module.parameters()).dtype
     for step in range(first, first + STEPS):
-        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
+        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
         loss = (run(samples.chunk(ranks)[rank]).float() - 1).pow(2).mean()
         run.backward(loss)
-        run.step()
+        with torch.no_grad():  # 0.12 gathers the parameters into views, outside of it
+            run.step()
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
         losses.append(total.item() / ranks)
@@ -87,9 +107,9 @@ def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
 def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     """The live master parameters and moments, whole; gathered from the running optimizer, not from any file."""
     parameters = dict(run.module.named_parameters())
-    zero = run.optimizer
-    if hasattr(zero, "single_partition_of_fp32_groups"):  # stage 1 and 2
-        return flattened_state(zero, {parameter: name for name, parameter in parameters.items()})
+    optimizer = run.optimizer
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stage 1 and 2
+        return flattened_state(optimizer, {parameter: name for name, parameter in parameters.items()})
     return {
         name: {
             "fp32": safe_get_full_fp32_param(parameter).clone(),
@@ -100,11 +120,13 @@ def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def flattened_state(zero: Any, names: dict[torch.Tensor, str]) -> dict[str, dict[str, torch.Tensor]]:
+def flattened_state(optimizer: Any, names: dict[torch.Tensor, str]) -> dict[str, dict[str, torch.Tensor]]:
     """Put every group's equal partitions together again, and cut them by the parameters' sizes."""
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
-    for master, parameters in zip(zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, strict=True):
-        own = {"fp32": master.detach(), **zero.optimizer.state[master]}
+    for master, parameters in zip(
+        optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups, strict=True
+    ):
+        own = {"fp32": master.detach(), **optimizer.optimizer.state[master]}
         for key in ("fp32", "exp_avg", "exp_avg_sq"):
             partitions = [torch.empty_like(own[key]) for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather(partitions, own[key].contiguous())
@@ -141,12 +163,28 @@ def resume(rank: int, args: argparse.Namespace) -> None:
 
 def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(args.ranks))
+    os.environ.update(WORLD_SIZE=str(args.ranks), LOCAL_SIZE=str(args.ranks))
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     args.work(rank, args)
     torch.distributed.barrier()
     os._exit(0)  # Gloo and DeepSpeed leave threads behind
+
+
+def on_ranks(args: argparse.Namespace) -> None:
+    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Forked, so that torch and DeepSpeed are imported once and not by every rank.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    failed = [process.exitcode for process in ranks if process.exitcode]
+    assert not failed, failed
 
 
 def main() -> None:
@@ -166,18 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     args.result = args.folder / "resumed.json"
     args.result.unlink(missing_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # Forked, so that torch and DeepSpeed are imported once and not by every rank.
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    failed = [process.exitcode for process in ranks if process.exitcode]
-    assert not failed, failed
+    on_ranks(args)
     print(args.result.read_text() if args.work is resume else "{}")
 
 

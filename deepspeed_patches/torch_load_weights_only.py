@@ -1,0 +1,148 @@
+"""Load DeepSpeed's own checkpoint files under torch 2.6 and later: the classes that DeepSpeed writes are allowed.
+
+https://github.com/deepspeedai/DeepSpeed/pull/6751
+"""
+
+import ast
+
+from ckpt_patches.fix import Fix
+from ckpt_patches.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
+# Copied into every checkpoint folder, it has to run with a DeepSpeed that is not patched: it gets functions of its own.
+SCRIPT = "deepspeed.utils.zero_to_fp32"
+READERS = (
+    "deepspeed.checkpoint.deepspeed_checkpoint",
+    "deepspeed.checkpoint.zero_checkpoint",
+    "deepspeed.checkpoint.ds_to_universal",
+    "deepspeed.checkpoint.universal_checkpoint",
+)
+# Releases moved the loading of a universal checkpoint between these; Nebula's engine is gone in the latest.
+SOME_RELEASES = (
+    "deepspeed.runtime.base_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine",
+)
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/pull/6751",
+        "https://github.com/deepspeedai/DeepSpeed/pull/6094",
+    ),
+    affected="DeepSpeed up to 0.15.4, with torch 2.6 and later; 0.16.0 and later pass weights_only=False",
+    test="tests/unit/checkpoint/test_torch_load_weights_only.py",
+)
+
+
+# The functions that upstream's files get
+
+
+def checkpoint_classes() -> "list[type]":
+    """Classes that DeepSpeed writes into checkpoints, and that only hold data: making one from a file runs no code.
+
+    A random state of NumPy is written as well, and not allowed: numpy.ndarray can take objects' addresses from a file.
+    """
+    import argparse
+
+    from deepspeed.checkpoint import universal_checkpoint
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    if hasattr(universal_checkpoint, "SubparamShape"):
+        classes.append(universal_checkpoint.SubparamShape)
+    classes.append(argparse.Namespace)  # of the client, but DeepSpeedCheckpoint.get_args() hands it out
+    return classes
+
+
+def load_checkpoint_file(path: str, map_location: object = None) -> object:
+    """torch.load for the files of a DeepSpeed checkpoint.
+
+    Since torch 2.6 torch.load refuses every class that is not allowed. DeepSpeed's own are allowed while the file is
+    read. weights_only is left at its default, so that TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is still obeyed.
+
+    Raises:
+        pickle.UnpicklingError: there are other classes in the file; it names them. None of their code has run.
+    """
+    import pickle
+    import zipfile
+
+    if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):  # before torch 2.6
+        return torch.load(path, map_location=map_location)
+    known = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([c for c in checkpoint_classes() if c not in known]):
+        try:
+            return torch.load(path, map_location=map_location)
+        except pickle.UnpicklingError as error:
+            refused = zipfile.is_zipfile(path) and torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if not refused:
+                raise
+            raise pickle.UnpicklingError(
+                f"{path} holds classes that DeepSpeed does not allow by itself: {', '.join(sorted(refused))}. If you "
+                "trust these, allow them before loading, with torch.serialization.add_safe_globals([...]). If you "
+                "trust the whole file, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+            ) from error
+
+
+# The edits
+
+
+@fix.edit(ENGINE, SCRIPT)
+def define_and_call(source: Source) -> None:
+    """The engine has the function for all other modules; the script has one of its own."""
+    calls = plain_loads(source)
+    first = next(statement for statement in source.tree.body if calls[0] in ast.walk(statement))
+    source.insert_function_before(first, checkpoint_classes)
+    source.insert_function_before(first, load_checkpoint_file)
+    replace(source, calls)
+
+
+@fix.edit(*READERS)
+def import_and_call(source: Source) -> None:
+    calls = plain_loads(source)
+    imports = [statement for statement in source.tree.body if isinstance(statement, ast.ImportFrom)]
+    source.insert_after(imports[-1], f"from {ENGINE} import {load_checkpoint_file.__name__}")
+    replace(source, calls)
+
+
+@fix.edit(*SOME_RELEASES, optional=True)
+def import_and_call_where_files_are_loaded(source: Source) -> None:
+    if not may_be_concerned(source):
+        raise NotConcerned
+    import_and_call(source)
+
+
+def may_be_concerned(source: Source) -> bool:
+    """By the text alone: to parse the largest two modules of DeepSpeed for nothing takes 0.2 s in every process."""
+    name = load_checkpoint_file.__name__.encode()
+    lines = [line for line in source.data.splitlines() if b"torch.load(" in line or name in line]
+    return any(b"weights_only" not in line and b'torch.load("saved.pth")' not in line for line in lines)  # a docstring
+
+
+def is_applied(source: Source) -> bool:
+    return bool(source.all(f"{load_checkpoint_file.__name__}(...)"))
+
+
+def plain_loads(source: Source) -> list[ast.Call]:
+    """The calls that leave the choice to torch; upstream's own repair says weights_only=False in every one."""
+    if is_applied(source):
+        raise AlreadyThere
+    calls = [c for c in source.some("torch.load(...)") if all(k.arg != "weights_only" for k in c.keywords)]
+    if not calls:
+        raise AlreadyThere
+    for call in calls:
+        if len(call.args) != 1 or any(keyword.arg != "map_location" for keyword in call.keywords):
+            raise NoMatch(f"expected `torch.load(path, map_location=...)`, found `{source.text(call)}`")
+    return calls
+
+
+def replace(source: Source, calls: list[ast.Call]) -> None:
+    for call in calls:
+        source.replace(call.func, load_checkpoint_file.__name__)

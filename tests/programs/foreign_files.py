@@ -1,0 +1,132 @@
+"""Give DeepSpeed files with more in them than it writes itself; print what it said, as JSON.
+
+    foreign_files.py CHECKPOINT FOLDER
+
+CHECKPOINT is one that a training wrote; a changed copy of it, and other files, go into FOLDER. `ran` tells whether code
+that stands in a file was run.
+"""
+
+import argparse
+import builtins
+import json
+import random
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.checkpoint import SubparamShape
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from convert import convert
+
+
+class Settings:
+    """A class of the user's."""
+
+    depth = 3
+
+
+class Attack:
+    """Unpickling one runs its code."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return builtins.exec, (f"open({str(self.marker)!r}, 'w').close()",)
+
+
+class RawMemory:
+    """With NumPy's arrays allowed, an array of objects whose addresses stand in the file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return numpy.ndarray, ((1,), "O", b"A" * 8)
+
+
+# With the classes that are allowed and that no test's training writes.
+PLAIN = {
+    "sub_param_shape": SubparamShape(patterns=["query"], shape=((2, 1), 3), partition_dim=0),
+    "args": argparse.Namespace(params_dtype=torch.half, lr=1e-4, data_path=["a", "b"], seed=None),
+    "random_rng_state": random.getstate(),
+    "torch_rng_state": torch.get_rng_state(),
+}
+# Megatron-DeepSpeed saves it, and DeepSpeed itself with curriculum learning.
+NUMPY_STATE = {"np_rng_state": numpy.random.get_state()}
+NUMPY_CLASSES = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
+
+
+def said(do: Callable[[], object]) -> str:
+    """The error, or ""."""
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attacked_copy(checkpoint: Path, to: Path, marker: Path) -> Path:
+    """A copy of a checkpoint with an attack in the first rank's file; that file."""
+    shutil.copytree(checkpoint, to)
+    path = min(to.glob("*/*optim_states.pt"))
+    torch.save({**torch.load(path, weights_only=False), "x": Attack(marker)}, path)
+    return path
+
+
+def read(rank_file: Path) -> dict[str, str]:
+    """What each reader says to a checkpoint."""
+    tag = rank_file.parent
+    return {
+        "engine": said(lambda: TorchCheckpointEngine().load(str(rank_file), map_location="cpu")),
+        "converter": convert(tag, tag.parent / "universal", 1, False),
+        "fp32 weights": said(lambda: get_fp32_state_dict_from_zero_checkpoint(str(tag.parent), tag=tag.name)),
+    }
+
+
+def nebula(path: Path) -> str:
+    """Nebula's own package is not public; with loading by Nebula switched off, DeepSpeed only initializes it."""
+    sys.modules["torch_nebula"] = types.SimpleNamespace(init=lambda **parameters: None)  # type: ignore[assignment]
+    from deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine import NebulaCheckpointEngine
+
+    config = types.SimpleNamespace(enable_nebula_load=False, load_path="", persistent_storage_path="")
+    config.__dict__.update(persistent_time_interval=100, num_of_version_in_retention=2)
+    return said(lambda: NebulaCheckpointEngine(config_params=config).load(str(path)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    engine, path, marker = TorchCheckpointEngine(), str(args.folder / "client.pt"), args.folder / "ran"
+
+    def load(saved: object) -> str:
+        torch.save(saved, path)
+        return said(lambda: engine.load(path))
+
+    found: dict[str, Any] = {
+        "plain": load(PLAIN),
+        "unknown classes": load({"settings": Settings(), "path": Path("x"), **PLAIN}),
+        "raw memory": load(RawMemory()),
+        "numpy state": load(NUMPY_STATE),
+    }
+    torch.serialization.add_safe_globals([Settings, type(Path("x")), argparse.Namespace, *NUMPY_CLASSES])
+    allowed = set(torch.serialization.get_safe_globals())
+    found["allowed by the user"] = load({"settings": Settings(), "path": Path("x"), **PLAIN, **NUMPY_STATE})
+    found["changed"] = len(set(torch.serialization.get_safe_globals()) ^ allowed)
+    Path(path).write_bytes(b"no checkpoint")
+    found["damaged"] = said(lambda: engine.load(path))
+
+    found["nebula"] = nebula(min(args.checkpoint.glob("*/*optim_states.pt")))
+    found["attack"] = read(attacked_copy(args.checkpoint, args.folder / "attack", marker))
+    found["ran"] = marker.exists()
+    print("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""torch_load_weights_only: what DeepSpeed does with its own checkpoints, under a torch that checks their classes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import edits
+from ckpt_patches.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.registry import DEEPSPEED
+from ckpt_patches.source import Source, function_text
+from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
+from upstream import DELIVERIES, all_releases, environment_for, numbers, releases, run, run_json, tree
+from zero_checkpoints import PERMISSIVE, converted, session_folder, with_layers
+
+FIX = "torch_load_weights_only"
+UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
+PYTEST = Path(pytest.__file__).parent / "__main__.py"
+
+# The newest with the bug is in every run: unlike that of 0.12.6, its converter knows ZeRO-3.
+NEWEST = "0.15.4"
+AFFECTED = [
+    *releases("deepspeed", newest=NEWEST),
+    *([] if all_releases() else [pytest.param(NEWEST, id=NEWEST)]),
+]
+KINDS = ("stage1", "stage2", "stage3", "stage1_fp16", "stage2_fp16", "stage3_fp16")
+
+
+def convertible(version: str) -> tuple[str, ...]:
+    return KINDS if numbers(version) >= (0, 14, 5) else tuple(kind for kind in KINDS if "stage3" not in kind)
+
+
+def resumes_from_universal(version: str) -> bool:
+    """0.13.2 to 0.14.0 load the moments of the first parameter group alone, also where torch checks nothing."""
+    return not (0, 13, 2) <= numbers(version) <= (0, 14, 0)
+
+
+@cache
+def written(version: str, delivery: str = "none") -> Path:
+    """Checkpoints of real trainings on 2 ranks, by kind, and what the trainings held when they saved and at the end."""
+    folder = session_folder() / f"own-files-{version}-{delivery}"
+    run("own_files", "write", folder, *KINDS, tree=tree("deepspeed", version), delivery=delivery)
+    for kind in convertible("0.12.0"):
+        with_layers(folder / kind / "global_step2")
+    return folder
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none", *DELIVERIES])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> None:
+    """Resumed, converted and resumed from there, and put together in fp32: bit for bit the uninterrupted training."""
+    universal = convertible(version)
+    arguments: tuple[str | Path, ...] = ("read", written(version), tmp_path, *KINDS, "--universal", *universal)
+    found = run_json("own_files", *arguments, tree=tree("deepspeed", version), delivery=delivery)
+    assert found.pop("allow list") == {"changed": ""}
+    if delivery != "none":
+        if not resumes_from_universal(version):
+            assert all(error.startswith("loaded: scale.exp_avg") for error in found["load converted"].values())
+            found["load converted"] = dict.fromkeys(universal, "")
+        expected = {"load": KINDS, "convert": universal, "load converted": universal, "fp32 weights": KINDS}
+        assert found == {step: dict.fromkeys(kinds, "") for step, kinds in expected.items()}
+        return
+    assert found.pop("load converted") == {}  # there is nothing to load
+    for step, outcomes in found.items():
+        for kind, error in outcomes.items():
+            assert error.startswith("UnpicklingError: Weights only load failed."), (step, kind)
+            assert "GLOBAL deepspeed." in error, (step, kind)
+
+
+def test_converts_to_the_same_files(tmp_path: Path) -> None:
+    """As without this fix, and torch told from outside to take every class."""
+    sources = [written(NEWEST) / kind / "global_step2" for kind in KINDS]
+    for name, env in (("without", {**PERMISSIVE, "CKPT_PATCHES_SKIP": FIX}), ("with", {})):
+        arguments: tuple[str | Path, ...] = (*sources, "--output", tmp_path / name)
+        outcome = run_json("convert", *arguments, tree=tree("deepspeed", NEWEST), delivery="hook", env=env)
+        assert outcome == dict.fromkeys(KINDS, "")
+    for kind in KINDS:
+        one, other = converted(tmp_path / "without" / kind), converted(tmp_path / "with" / kind)
+        assert one.keys() == other.keys()
+        assert all(one[name][key].equal(other[name][key]) for name in one for key in one[name])
+
+
+# zero_to_fp32.py is a program, too. From 0.15.0 on it asks for a package from the Hugging Face hub.
+
+SCRIPT = "zero_to_fp32.py"
+WITH_SCRIPT = "0.12.6"
+
+
+def check_fp32(output: Path, folder: Path) -> None:
+    found, expected = torch.load(output), torch.load(folder / "at_save.pt")
+    assert all(found[name].equal(states["fp32"]) for name, states in expected.items())
+
+
+def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
+    """`python -m` goes through the hook."""
+    folder = written(WITH_SCRIPT) / "stage2"
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder), str(tmp_path / "fp32")]
+    subprocess.run(command, env=environment_for(tree("deepspeed", WITH_SCRIPT), "hook"), check=True)
+    check_fp32(tmp_path / "fp32", folder)
+
+
+@pytest.mark.parametrize("reader", [WITH_SCRIPT, "0.19.8"])
+def test_the_copied_script_needs_no_patched_deepspeed(reader: str, tmp_path: Path) -> None:
+    """DeepSpeed copies it into the folder, which outlives the install: there it works with upstream's package."""
+    folder = written(WITH_SCRIPT, "in place") / "stage2"
+    run(folder / SCRIPT, folder, tmp_path / "fp32", tree=tree("deepspeed", reader))
+    check_fp32(tmp_path / "fp32", folder)
+
+
+def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
+    """With the hook it is upstream's: DeepSpeed copies the file on the disk, where nothing is changed."""
+    folder = written(WITH_SCRIPT) / "stage2"
+    root = tree("deepspeed", WITH_SCRIPT)
+    done = run(folder / SCRIPT, folder, tmp_path / "fp32", tree=root, delivery="hook", check=False)
+    assert "GLOBAL deepspeed." in done.stderr
+
+
+# Files with other classes in them
+
+
+def foreign(tmp_path: Path, delivery: str, **keywords: Any) -> dict[str, Any]:
+    arguments = (written(NEWEST) / "stage1", tmp_path)
+    found = run_json("foreign_files", *arguments, tree=tree("deepspeed", NEWEST), delivery=delivery, **keywords)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_other_classes_are_refused(delivery: str, tmp_path: Path) -> None:
+    found = foreign(tmp_path, delivery)
+    assert found["plain"] == found["nebula"] == ""
+
+    unknown = found["unknown classes"]
+    assert unknown.startswith(
+        f"UnpicklingError: {tmp_path / 'client.pt'} holds classes that DeepSpeed does not allow by itself: "
+    )
+    assert "__main__.Settings, pathlib.PosixPath." in unknown
+    assert "torch.serialization.add_safe_globals" in unknown
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in unknown
+    assert "numpy.dtype, numpy.ndarray." in found["numpy state"]
+    assert found["allowed by the user"] == ""
+    assert found["changed"] == 0  # also for a class that is both in our list and in the user's
+
+    assert "by itself: numpy.ndarray." in found["raw memory"]
+    assert all("by itself: builtins.exec." in error for error in found["attack"].values())
+    assert found["ran"] is False
+    assert found["damaged"].startswith("UnpicklingError: Weights only load failed.")
+
+
+def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> None:
+    """Who sets it says that the file is trusted: everything in it is loaded, and run."""
+    found = foreign(tmp_path, "hook", env=PERMISSIVE)
+    assert found["unknown classes"] == ""
+    assert set(found["attack"].values()) == {""}
+    assert found["ran"] is True
+
+
+@pytest.mark.parametrize("version", releases("deepspeed", newest=NEWEST))
+def test_upstream_test(version: str, tmp_path: Path) -> None:
+    """The one for upstream's suite: fails before, passes after."""
+    arguments = (UPSTREAM_TEST, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path)
+    root = tree("deepspeed", version)
+    assert "7 failed" in run(PYTEST, *arguments, tree=root, check=False).stdout
+    assert "7 passed" in run(PYTEST, *arguments, tree=root, delivery="hook").stdout
+
+
+# The edits themselves
+
+IMPORT = "from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import load_checkpoint_file"
+FUNCTIONS = [
+    line.strip()
+    for function in (checkpoint_classes, load_checkpoint_file)
+    for line in function_text(function).splitlines()
+    if line.strip()
+]
+ENGINE = [*FUNCTIONS, "partition = load_checkpoint_file(path, map_location=map_location)"]
+PROGRAM = [
+    *FUNCTIONS,
+    "state_dict = load_checkpoint_file(file, map_location=device)",
+    "state_dict = load_checkpoint_file(f, map_location=device)",
+]
+CPU = "map_location=torch.device('cpu')"
+FIRST_FILE = f"sd = load_checkpoint_file(self.mp_rank_files[0], {CPU})"
+FILE_NAMES = f"sd_list = [load_checkpoint_file(fname, {CPU}) for fname in fname_list]"
+READER = [
+    IMPORT,
+    FIRST_FILE,
+    FIRST_FILE,
+    f"sd_list = [load_checkpoint_file(fname, {CPU}) for fname in self.tp_to_embedding_map[tp_index]]",
+    FIRST_FILE,
+    FILE_NAMES,
+    FILE_NAMES,
+    f"sd = load_checkpoint_file(self.tp_to_final_norm_map[tp_index][0], {CPU})",
+]
+SHARDS = "shards = [load_checkpoint_file(p) for p in paths]"
+SLICES = f"mp_sd = load_checkpoint_file(mp_rank_file, {CPU})"
+CONVERTER = {
+    "0.12.6": [IMPORT, SHARDS, SLICES],
+    NEWEST: [
+        IMPORT,
+        "state_dict = load_checkpoint_file(optim_files[dp_index], map_location='cpu')",
+        SHARDS,
+        f"return load_checkpoint_file(files[0], {CPU})[PARAM_SHAPES]",
+        f"sd = load_checkpoint_file(optim_files[0], {CPU})",
+        f"state_dict = load_checkpoint_file(optim_files[0], {CPU})",
+        f"sd = load_checkpoint_file(ds_checkpoint.mp_rank_files[0], {CPU})",
+        SLICES,
+    ],
+}
+UNIVERSAL = [IMPORT, "optim_sd = load_checkpoint_file(optim_state_path)"]
+LAYER = 'loaded_checkpoint_state = load_checkpoint_file(os.path.join(folder, f"{key}.pt")).view(-1)'
+LOADER_OF_UNIVERSAL = {
+    "0.12.6": {"stage_1_and_2": UNIVERSAL},
+    NEWEST: {"base_optimizer": UNIVERSAL, "stage3": [*UNIVERSAL, LAYER]},
+}
+
+
+@pytest.mark.parametrize("version", ["0.12.6", NEWEST])
+def test_what_is_added(version: str) -> None:
+    """Two functions, and a call of them wherever a file is loaded."""
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert result.outcome is Outcome.APPLIES
+    added = {name: [line for line in lines if line] for name, lines in edits.added_lines(plan).items()}
+    assert added == {
+        "torch_checkpoint_engine": ENGINE,
+        "nebula_checkpoint_engine": [IMPORT, ENGINE[-1]],
+        "zero_to_fp32": PROGRAM,
+        "deepspeed_checkpoint": READER,
+        "zero_checkpoint": [IMPORT, f"sd = load_checkpoint_file(state_file, {CPU})"],
+        "ds_to_universal": CONVERTER[version],
+        "universal_checkpoint": [IMPORT, "ckpt_dict = load_checkpoint_file(ckpt_file)"],
+        **LOADER_OF_UNIVERSAL[version],
+    }
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_no_other_file_is_loaded(version: str) -> None:
+    """In all of the package; but for inference, which loads weights that others wrote."""
+    root = tree("deepspeed", version)
+    _, plan = edits.plan(root, FIX)
+    patched = {Path(file.path): file.patched for file in plan.files.values()}
+    left = set()
+    for path in (root / "deepspeed").rglob("*.py"):
+        data = patched.get(path) or path.read_bytes()
+        source = Source(data, str(path)) if b"torch.load" in data else None
+        if source and len(source.all("torch.load")) > (2 if source.has_function("load_checkpoint_file") else 0):
+            left.add(path.relative_to(root / "deepspeed").parts[0])
+    assert left == {"inference", "module_inject"}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.16.0"))
+def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
+    """By weights_only=False in every call."""
+    words = edits.check_not_needed(tree("deepspeed", version), FIX)
+    assert words == "fixed upstream"
+    record_property("compat", words)
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_together_with_the_other_fixes_and_alone(version: str, tmp_path: Path) -> None:
+    """Any of them skipped, the others apply as ever: they edit the same files at other places."""
+    names = [name for name in fixes_for(DEEPSPEED) if edits.plan(tree("deepspeed", version), name)[1].files]
+    assert FIX in names
+    for chosen in chain.from_iterable(combinations(names, count) for count in range(1, len(names) + 1)):
+        plan = plan_tree(str(tree("deepspeed", version)), DEEPSPEED, chosen)
+        assert plan.named(Outcome.APPLIES) == list(chosen)
+
+
+@pytest.fixture(params=["0.12.6", NEWEST])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The edited files of a release, free to change."""
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_twice_changes_nothing(copy: Path) -> None:
+    edits.write(edits.plan(copy, FIX)[1])
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+
+
+def test_calls_that_are_repaired_stay(copy: Path) -> None:
+    module = "deepspeed.checkpoint.zero_checkpoint"
+    edits.rewrite(copy, module, "torch.load(state_file,", "torch.load(state_file, weights_only=False,")
+    result, plan = edits.plan(copy, FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert module not in plan.files
+    assert "deepspeed.checkpoint.ds_to_universal" in plan.files
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("runtime.checkpoint_engine.torch_checkpoint_engine", "torch.load(path,", "torch.load(path, mmap=True,"),
+        ("checkpoint.zero_checkpoint", "torch.load(", "self.reader.load("),
+        ("checkpoint.ds_to_universal", "torch.load(", "self.reader.load("),
+        ("checkpoint.universal_checkpoint", "torch.load(ckpt_file)", "torch.load(ckpt_file, 'cpu')"),
+        ("utils.zero_to_fp32", "torch.load(f,", "torch.load(f, pickle_module=pickle,"),
+    ],
+)
+def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str) -> None:
+    """All files or none."""
+    edits.rewrite(copy, f"deepspeed.{module}", old, new)
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
+    assert f"{module.rpartition('.')[2]}.py: expected" in result.reason
