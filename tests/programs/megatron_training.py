@@ -110,6 +110,10 @@ def build(
     }
     if precision_aware:
         options["use_precision_aware_optimizer"] = True
+        if "fp8_recipe" in OptimizerConfig.__dataclass_fields__:
+            # As Megatron-LM's arguments have it, with or without fp8. By None 0.13 puts the gradients where its
+            # optimizer does not look for them, and never steps.
+            options["fp8_recipe"] = "delayed"
     if offload_fraction is not None:
         options.update(
             optimizer_cpu_offload=True,
