@@ -15,12 +15,13 @@ from ckpt_patches.fix import load, package_of
 from ckpt_patches.plan import Outcome, plan_tree
 from ckpt_patches.registry import CORE, FIXES, FOLDERS
 from ckpt_patches.upstream import DISTRIBUTIONS
-from upstream import REPOSITORY, environment_for, releases, run, tree
+from upstream import REPOSITORY, environment_for, newest_by_default, releases, run, tree
 
 PYTEST = Path(pytest.__file__).parent / "__main__.py"
 OPTIONS = ("-q", "-rA", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=line", "-W", "ignore")
-# A fix of one file and one of two, each on the newest release under test that has the bug.
-CONTRIBUTIONS = [("hybrid_offload_reload", "0.16.1"), ("zero3_fragment_bounds", "0.19.2")]
+# A fix of one file and one of two, each on the newest release under test that has the bug; the last in the default run.
+CONTRIBUTIONS = [("zero3_fragment_bounds", "0.19.2"), ("hybrid_offload_reload", "0.16.1")]
+MEGATRON = releases("megatron-core")
 
 
 def file_of(name: str) -> Path:
@@ -36,7 +37,7 @@ def by_fix(stdout: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("version", releases("megatron-core"))
+@pytest.mark.parametrize("version", [MEGATRON[0], *newest_by_default(MEGATRON[1:])])
 def test_fail_before_and_pass_after(version: str) -> None:
     """All that a release needs, in one process; those of the DeepSpeed fixes are run in the fixes' own tests."""
     root = tree("megatron-core", version)
@@ -50,7 +51,7 @@ def test_fail_before_and_pass_after(version: str) -> None:
     assert all(outcomes == {"PASSED"} for outcomes in after.values()), after
 
 
-@pytest.mark.parametrize(("name", "version"), CONTRIBUTIONS)
+@pytest.mark.parametrize(("name", "version"), newest_by_default(CONTRIBUTIONS))
 def test_a_contribution(name: str, version: str, tmp_path: Path) -> None:
     """diff --with-test, git apply: the test passes in the checkout, and fails with the test alone."""
     package = package_of(name)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import edits
 from ckpt_patches.plan import Outcome
-from upstream import DELIVERIES, releases, run, run_json, tree
+from upstream import DELIVERIES, all_releases, releases, run, run_json, tree
 
 FIX = "zarr_range_write"
 SYNCHRONIZED = ("zarr_create_synchronizer",)
@@ -48,7 +48,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @given(batch=st.lists(cases(), min_size=30, max_size=30))
-@settings(max_examples=2, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=2 if all_releases() else 1,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 def test_the_files_are_those_of_a_synchronized_save(
     tmp_path_factory: pytest.TempPathFactory, batch: list[Case]
 ) -> None:

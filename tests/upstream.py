@@ -109,6 +109,11 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     ]
 
 
+def newest_by_default(parameters: list[Any]) -> list[Any]:
+    """Of a list of releases the last alone in the default run: for what hardly differs between them."""
+    return parameters if all_releases() else parameters[-1:]
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """A version as numbers, to compare."""
     return tuple(int(part) for part in version.split("."))

@@ -1,8 +1,9 @@
 """Save a zarr checkpoint with the real megatron-core while the creating rank sits inside its read-modify-write.
 
 Rank 0 creates the arrays. Between reading chunk 0 and writing it back it waits until every other rank of that chunk has
-written (or, where they wait for its lock, for PATIENCE seconds): what it read is stale by then, and what the others
-wrote is lost. Prints JSON: the slices lost, by key and rank, and what a listing of the checkpoint finds.
+written: what it read is stale by then, and what the others wrote is lost. Where it holds the chunk's lock, it waits
+until all others are about to ask for it, and gives them PATIENCE seconds to write nevertheless. Prints JSON: the slices
+lost, by key and rank, and what a listing of the checkpoint finds.
 
     zarr_race.py OUT [--ranks 4] [--tp 1] [--dtype float32]
 """
@@ -20,7 +21,8 @@ import torch.distributed as dist
 
 KEYS = ("fp32_param", "exp_avg", "exp_avg_sq")
 ROWS, COLUMNS = 24, 50  # of a tensor-parallel rank's shard
-PATIENCE = 0.5  # seconds; nothing is timed, a lock holds the others for as long as it is held
+PATIENCE = 0.3  # seconds, where a lock holds the others for as long as it is held
+FOREVER = 60.0  # seconds, where they come
 
 
 def main() -> None:
@@ -89,7 +91,8 @@ def force_race(rank: int, dp: int, signals: Path) -> None:
 
     def write_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
         if rank in others:
-            wait_for([signals / f"read.{array[0]}"])
+            wait_for([signals / f"read.{array[0]}"], FOREVER)
+            (signals / f"asking.{array[0]}.{rank}").touch()
         result = write(self, *args, **kwargs)
         (signals / f"written.{array[0]}.{rank}").touch()
         array[0] += 1
@@ -98,7 +101,9 @@ def force_race(rank: int, dp: int, signals: Path) -> None:
     def read_and_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         chunk = read_chunk(self, *args, **kwargs)
         (signals / f"read.{array[0]}").touch()
-        wait_for([signals / f"written.{array[0]}.{other}" for other in others])
+        wait_for([signals / f"asking.{array[0]}.{other}" for other in others], FOREVER)
+        locked = self.synchronizer is not None
+        wait_for([signals / f"written.{array[0]}.{other}" for other in others], PATIENCE if locked else FOREVER)
         return chunk
 
     zarr.Array.set_coordinate_selection = write_in_turn
@@ -106,8 +111,8 @@ def force_race(rank: int, dp: int, signals: Path) -> None:
         zarr.Array._process_for_setitem = read_and_wait
 
 
-def wait_for(files: list[Path]) -> None:
-    deadline = time.time() + PATIENCE
+def wait_for(files: list[Path], seconds: float) -> None:
+    deadline = time.time() + seconds
     while time.time() < deadline and not all(file.exists() for file in files):
         time.sleep(0.01)
 
