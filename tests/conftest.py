@@ -140,4 +140,5 @@ def _record(path: Path, found: dict[str, Any]) -> None:
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a parallel run end at about the same time
         earlier = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**earlier, **found}, indent=1, sort_keys=True) + "\n")
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted({**earlier, **found}.items())]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -11,7 +11,7 @@ from upstream import DELIVERIES, numbers, releases, tree
 
 FIX = "reshardable_padding_flag"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-AFFECTED = releases("megatron-core", oldest="0.14.0")
+AFFECTED = releases("megatron-core", oldest="0.11.0")
 NEWEST = "0.16.1"
 TWO_STEPS = ("--precision-aware", "--steps", "2")
 
