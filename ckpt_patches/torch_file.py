@@ -1,0 +1,422 @@
+"""Read what is in a file of torch.save without torch: its structure, and where each tensor's bytes lie in the file.
+
+No tensor data is read, no module named in the file is imported, and no code of the file is run. Tensors come out as
+`TensorHeader`, and classes as stand-ins that only keep what the file holds for them. A class that is not on the list
+stops the reading, as with torch.load(weights_only=True); trusting a file lets its name pass, and still runs nothing.
+
+The format: a zip of uncompressed records, `<name>/data.pkl` (a pickle, protocol 2, with storages as persistent ids
+("storage", type, key, location, elements)), `<name>/data/<key>` (a storage's bytes), `<name>/byteorder`.
+https://pytorch.org/docs/stable/notes/serialization.html#torch-save-format
+"""
+
+import io
+import math
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_patches.errors import UserError
+
+TRUST = "--trust_checkpoint"
+
+# Bytes an element, by torch's name of the type.
+ITEM_SIZE = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+# torch's class of a storage of these elements; a type without one goes with an untyped storage.
+STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+UNTYPED = "uint8"  # an untyped storage counts bytes
+
+# Classes that ZeRO and Megatron checkpoints hold and that only carry data. A name stands here for what may be read,
+# not for what is run: nothing of it is imported.
+LISTED = {
+    "argparse.Namespace",
+    "collections.defaultdict",
+    "collections.deque",
+    "pathlib.PosixPath",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.model.enums.ModelType",
+    "megatron.model.enums.PositionEmbeddingType",
+    "numpy.dtype",
+    "numpy.ndarray",
+    *(f"numpy.{module}.multiarray.{name}" for module in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    *(f"torch.{dtype}" for dtype in ITEM_SIZE),
+    *(f"torch.{storage}" for storage in STORAGES),
+    "torch.storage.UntypedStorage",
+}
+
+
+class StorageHeader(NamedTuple):
+    """A storage in a file: the bytes that one or more tensors are views of."""
+
+    key: str  # in the file
+    dtype: str  # torch's name, "uint8" for an untyped one
+    numel: int
+    offset: int  # of the first byte, from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+class TensorHeader(NamedTuple):
+    """A tensor in a file, without its data."""
+
+    storage: StorageHeader
+    dtype: str  # torch's name of it
+    start: int  # of the view, in elements of the storage
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+    wrapping: tuple[Any, ...] = ()  # how a subclass or a parameter is made of it: (function, arguments behind it)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_size(self) -> int:
+        return ITEM_SIZE[self.dtype]
+
+    @property
+    def offset(self) -> int:
+        """Of the first element, in bytes from the start of the file."""
+        return self.storage.offset + self.start * self.item_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_size
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+
+class TorchFile(NamedTuple):
+    """What `read` found."""
+
+    path: Path
+    size: int  # bytes
+    mtime_ns: int  # of the last change
+    value: Any  # dicts, lists, numbers and strings as they are; tensors and classes as stand-ins
+
+
+class BadFileError(UserError):
+    """A file that is not what torch.save writes, or not all of it."""
+
+
+class UnlistedClassError(UserError):
+    """A class that is not on the list of those that checkpoints are known to hold."""
+
+
+def read(path: str | Path, *, trust: bool = False) -> TorchFile:
+    """The structure of a file of torch.save.
+
+    `trust` lets classes pass that are not listed; they come out as stand-ins like the others.
+
+    Raises:
+        UnlistedClassError: the file names a class that is not listed.
+        BadFileError: the file is missing, truncated, corrupt, or in torch's format before 1.6.
+    """
+    path = Path(path)
+    with _as_bad_file(path), open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        archive = _Archive(file, path)
+        return TorchFile(path, status.st_size, status.st_mtime_ns, _Unpickler(archive, trust).load())
+
+
+def instance(value: Any, name: str) -> bool:
+    """Whether a value is the stand-in for an object of the class of this name (without its module)."""
+    return isinstance(value, Instance) and type(value).__name__ == name
+
+
+# Stand-ins
+
+
+class Global(type):
+    """A class or a function that a file names; calling it runs nothing."""
+
+    def __call__(cls, *args: Any) -> Any:
+        made: Instance = cls.__new__(cls, *args)  # type: ignore[arg-type]
+        made.called = True
+        return made
+
+
+class Instance(metaclass=Global):
+    """What a file holds of an object: how it was made, its state, and its items if it is a list or a dict."""
+
+    __slots__ = ("args", "called", "items", "state")
+    args: tuple[Any, ...]
+    called: bool  # made by calling the class or the function, or else by its __new__
+    items: list[Any]  # of a dict: pairs
+    state: Any
+
+    def __new__(cls, *args: Any) -> "Instance":
+        self = object.__new__(cls)
+        self.args, self.called, self.items, self.state = args, False, [], None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The object's attributes."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+class Ordered(OrderedDict[Any, Any]):
+    """An OrderedDict; a file can give it items, and attributes only where they hide nothing."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state
+
+
+class Size(tuple[int, ...]):
+    """torch.Size."""
+
+    __slots__ = ()
+
+
+def _nothing(*_: Any) -> None:
+    raise pickle.UnpicklingError("a state for an object that has none")
+
+
+class _Function:
+    """One of torch's functions that make a tensor. An object without attributes, so that no file can change it."""
+
+    __slots__ = ("_run",)
+    _run: Callable[..., Any]
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_run", run)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    __setattr__ = __setstate__ = _nothing
+
+
+def _tensor(storage: Any, start: int, shape: Any, stride: Any, requires_grad: bool = False, *_: Any) -> TensorHeader:
+    """torch._utils._rebuild_tensor_v2"""
+    return _checked(TensorHeader(storage, storage.dtype, start, tuple(shape), tuple(stride), requires_grad))
+
+
+def _tensor_of_type(
+    storage: Any, start: int, shape: Any, stride: Any, requires_grad: bool, _hooks: Any, dtype: Any, *_: Any
+) -> TensorHeader:
+    """torch._utils._rebuild_tensor_v3: an untyped storage, and the type by its name"""
+    return _checked(TensorHeader(storage, dtype.__name__, start, tuple(shape), tuple(stride), requires_grad))
+
+
+def _parameter(tensor: TensorHeader, *rest: Any) -> TensorHeader:
+    """torch._utils._rebuild_parameter"""
+    return tensor._replace(wrapping=("torch._utils._rebuild_parameter", rest))
+
+
+def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """torch._tensor._rebuild_from_type_v2: a tensor of a subclass, or one with attributes"""
+    tensor = make(*args)
+    return tensor._replace(wrapping=("torch._tensor._rebuild_from_type_v2", (kind, state), tensor.wrapping))
+
+
+def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """What protocol 2 makes of bytes: _codecs.encode(text, "latin1"), or bytes() for none"""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"expected bytes as latin1, found {encoding!r}")
+    return text.encode("latin1")
+
+
+def _checked(tensor: TensorHeader) -> TensorHeader:
+    """Every number is in its bounds, so that nobody reads past a storage."""
+    numbers = (tensor.start, *tensor.shape, *tensor.stride)
+    if not isinstance(tensor.storage, StorageHeader) or any(type(n) is not int or n < 0 for n in numbers):
+        raise pickle.UnpicklingError("a tensor of something else than a storage and numbers")
+    last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True))
+    if tensor.numel and (last + 1) * tensor.item_size > tensor.storage.nbytes:
+        raise pickle.UnpicklingError(f"a tensor of {last + 1} elements in a storage of {tensor.storage.nbytes} bytes")
+    return tensor
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "torch._utils._rebuild_tensor_v2": _Function(_tensor),
+    "torch._utils._rebuild_tensor_v3": _Function(_tensor_of_type),
+    "torch._utils._rebuild_parameter": _Function(_parameter),
+    "torch._tensor._rebuild_from_type_v2": _Function(_subclass),
+    "_codecs.encode": _Function(_bytes),
+    "__builtin__.bytes": _Function(_bytes),
+    "torch.Size": Size,
+    "collections.OrderedDict": Ordered,
+    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (set, frozenset)},
+}
+_STAND_INS: dict[str, Any] = {}
+
+
+def stand_in(module: str, name: str) -> Any:
+    """The one stand-in for a class or function of this name."""
+    full = f"{module}.{name}"
+    if full not in _STAND_INS:
+        _STAND_INS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
+    return _STAND_INS[full]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds stand-ins only, and makes headers of storages."""
+
+    def __init__(self, archive: "_Archive", trust: bool) -> None:
+        super().__init__(io.BytesIO(archive.record("data.pkl")), encoding="utf-8")
+        self.archive, self.trust = archive, trust
+        self.storages: dict[str, StorageHeader] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _FUNCTIONS:
+            return _FUNCTIONS[full]
+        if full in LISTED or self.trust:
+            return stand_in(module, name)
+        raise UnlistedClassError(
+            f"{self.archive.path} holds {full}, which is not on the list of classes that checkpoints are known to "
+            f"hold; look at where it comes from, and if you trust the checkpoint, say {TRUST}"
+        )
+
+    def persistent_load(self, pid: Any) -> StorageHeader:
+        kind, storage, key, _location, numel = pid
+        if kind != "storage" or type(key) is not str or type(numel) is not int:
+            raise pickle.UnpicklingError(f"expected a storage, found {kind!r}")
+        dtype = STORAGES.get(storage.__name__, UNTYPED)
+        if key not in self.storages:
+            offset = self.archive.data_offset(f"data/{key}", numel * ITEM_SIZE[dtype])
+            self.storages[key] = StorageHeader(key, dtype, numel, offset)
+        return self.storages[key]
+
+
+class _Archive:
+    """The records of a zip that torch wrote."""
+
+    # signature, version, flags, method, time, date, crc, compressed, size, length of the name, of the extra field
+    LOCAL = struct.Struct("<4s5H3L2H")
+    LOCAL_AND_REST = 512  # bytes: with the name, and with the extra field, by which torch aligns the data to 64 bytes
+
+    def __init__(self, file: io.BufferedReader, path: Path) -> None:
+        self.path = path
+        self._file = file
+        self._records = {info.filename: info for info in _open_zip(file).infolist()}
+        (pickled,) = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        self._root = pickled.removesuffix("data.pkl")
+        if f"{self._root}byteorder" in self._records and self.record("byteorder") != b"little":
+            raise BadFileError(f"{path}: expected little-endian data, found big-endian")
+
+    def record(self, name: str) -> bytes:
+        """A small record, whole."""
+        size = self._info(name).file_size
+        data = os.pread(self._file.fileno(), size, self.data_offset(name, size))
+        if zlib.crc32(data) != self._info(name).CRC:
+            raise BadFileError(f"{self.path} is corrupt: the checksum of its record {name} is wrong")
+        return data
+
+    def data_offset(self, name: str, nbytes: int) -> int:
+        """Where a record's bytes begin, if it has as many as expected."""
+        info = self._info(name)
+        header = os.pread(self._file.fileno(), self.LOCAL_AND_REST, info.header_offset)
+        signature, *_, name_length, extra_length = self.LOCAL.unpack_from(header)
+        extra = self.LOCAL.size + name_length
+        agrees = signature == b"PK\3\4" and header[self.LOCAL.size : extra] == info.orig_filename.encode()
+        if not agrees or info.compress_type != zipfile.ZIP_STORED or not _adds_up(header[extra : extra + extra_length]):
+            raise BadFileError(f"{self.path} is corrupt: its record {name} is not what its directory says")
+        if info.file_size != nbytes:
+            raise BadFileError(
+                f"{self.path} is corrupt: expected {nbytes} bytes in its record {name}, found {info.file_size}"
+            )
+        return int(info.header_offset + extra + extra_length)
+
+    def _info(self, name: str) -> zipfile.ZipInfo:
+        try:
+            return self._records[self._root + name]
+        except KeyError:
+            raise BadFileError(f"{self.path} is corrupt: it has no record {name}") from None
+
+
+def _adds_up(extra: bytes) -> bool:
+    """Whether a zip's extra field consists of whole parts: two bytes of kind, two of length, and that many."""
+    at = 0
+    while at + 4 <= len(extra):
+        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
+    return at == len(extra)
+
+
+def _open_zip(file: io.BufferedReader) -> zipfile.ZipFile:
+    """Its directory stands at the end, so that a truncated file has none."""
+    start = os.pread(file.fileno(), 4, 0)
+    if start != b"PK\3\4":
+        what = "is empty" if not start else "is in torch's format before 1.6, or no torch file at all"
+        raise BadFileError(f"{file.name} {what}")
+    try:
+        return zipfile.ZipFile(file)
+    except zipfile.BadZipFile:
+        raise BadFileError(f"{file.name} is truncated: it has no directory of records at its end") from None
+
+
+@contextmanager
+def _as_bad_file(path: Path) -> Iterator[None]:
+    """Whatever a damaged file makes the readers raise, as one clear line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise BadFileError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # a crafted pickle can raise anything; none of its code runs
+        raise BadFileError(f"{path} is corrupt, or not a torch file: {type(error).__name__}: {error}") from None

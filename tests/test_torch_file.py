@@ -1,0 +1,307 @@
+"""ckpt_patches.torch_file: what is in a torch file, without torch or tensor data, and without running anything."""
+
+import argparse
+import io
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches import torch_file
+from ckpt_patches.errors import UserError
+from ckpt_patches.torch_file import BadFileError, Instance, TensorHeader, UnlistedClassError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.pt"
+
+
+def saved(value: Any, path: Path) -> Any:
+    torch.save(value, path)
+    return torch_file.read(path).value
+
+
+def data(path: Path, tensor: TensorHeader) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(tensor.offset)
+        return file.read(tensor.nbytes)
+
+
+BASE = torch.arange(24, dtype=torch.float32)
+TENSORS = {
+    "float32": BASE.view(4, 6).clone(),
+    "bfloat16": BASE.bfloat16(),
+    "float16": BASE.half(),
+    "float64": BASE.double(),
+    "float8": BASE.to(torch.float8_e4m3fn),
+    "int64": BASE.long(),
+    "bool": BASE.bool(),
+    "complex": BASE.to(torch.complex64),
+    "step": torch.tensor(10.0),
+    "empty": torch.empty(0, 3),
+    "view": BASE[5:11],
+    "parameter": torch.nn.Parameter(BASE.clone()),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_header_says_where_the_data_is(name: str, path: Path) -> None:
+    tensor = TENSORS[name]
+    header = saved({"tensor": tensor}, path)["tensor"]
+    assert (header.shape, header.stride) == (tuple(tensor.shape), tensor.stride())
+    assert (f"torch.{header.dtype}", header.numel) == (str(tensor.dtype), tensor.numel())
+    assert bool(header.wrapping) == isinstance(tensor, torch.nn.Parameter)
+    assert header.is_contiguous
+    raw = tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
+    assert data(path, header) == raw.numpy().tobytes()
+
+
+def test_tensors_share_a_storage_as_they_did(path: Path) -> None:
+    one, other = saved([BASE[:4], BASE[8:]], path)
+    assert one.storage == other.storage
+    assert (one.start, other.start) == (0, 8)
+
+
+def test_a_transposed_tensor_is_not_contiguous(path: Path) -> None:
+    assert not saved(BASE.view(4, 6).t(), path).is_contiguous
+
+
+def test_a_tensor_with_attributes(path: Path) -> None:
+    """As DeepSpeed's partitions at stage 3 have them."""
+    tensor = BASE.clone()
+    tensor.ds_id = "0_6"
+    header = saved(tensor, path)
+    function, (kind, state), inner = header.wrapping
+    assert (function, kind.__name__, state, inner) == (
+        "torch._tensor._rebuild_from_type_v2",
+        "Tensor",
+        {"ds_id": "0_6"},
+        (),
+    )
+
+
+def test_plain_values_come_out_as_they_are(path: Path) -> None:
+    value = {"list": [1, 2.5, None, True], "tuple": (1, "a"), 3: b"bytes", "set": {1, 2}, "big": 2**70}
+    found = saved(OrderedDict(value), path)
+    assert found == value
+    assert isinstance(found, OrderedDict)
+
+
+def test_classes_come_out_as_stand_ins(path: Path) -> None:
+    found = saved({"args": argparse.Namespace(tp=2), "size": torch.Size([2, 3]), "dtype": torch.bfloat16}, path)
+    assert torch_file.instance(found["args"], "Namespace")
+    assert found["args"].fields == {"tp": 2}
+    assert found["size"] == (2, 3)
+    assert (found["dtype"].__module__, found["dtype"].__name__) == ("torch", "bfloat16")
+
+
+def test_neither_torch_nor_a_class_of_the_file_is_imported(path: Path) -> None:
+    torch.save({"tensor": BASE, "args": argparse.Namespace()}, path)
+    program = (
+        "import sys; from ckpt_patches import torch_file; torch_file.read(sys.argv[1]);"
+        "print(sorted({'torch', 'numpy', 'argparse', 'deepspeed'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# What is not listed, and what is evil
+
+
+class Unknown:
+    pass
+
+
+def test_a_class_that_is_not_listed(path: Path) -> None:
+    torch.save({"extra": Unknown()}, path)
+    with pytest.raises(UnlistedClassError, match=r"state\.pt holds \S*Unknown, which is not on .* --trust_checkpoint"):
+        torch_file.read(path)
+    found = torch_file.read(path, trust=True).value["extra"]
+    assert isinstance(found, Instance)
+    assert not isinstance(found, Unknown)
+
+
+class Call:
+    """Pickled as a call of a function; `state` is set on what it returns."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.reduced = (function, args, state) if state is not None else (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def with_pickle(path: Path, pickled: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("state/data.pkl", pickled)
+        archive.writestr("state/data/0", bytes(96))
+        archive.writestr("state/version", b"3\n")
+    return path
+
+
+def touched(path: Path) -> bool:
+    """The side effect that no evil file may have."""
+    return (path.parent / "touched").exists()
+
+
+def evil_calls(path: Path) -> dict[str, Any]:
+    command = f"touch {path.parent / 'touched'}"
+    return {
+        "system": Call(os.system, command),
+        "eval": Call(eval, f"__import__('os').system({command!r})"),
+        "popen": Call(subprocess.Popen, ["touch", str(path.parent / "touched")]),
+        "getattr": Call(getattr, Call(__import__, "os"), "system"),
+        "in a list": [1, {"a": (Call(os.system, command),)}],
+        "as a key": {Call(os.system, command): 1},
+        "behind a listed class": Call(argparse.Namespace, Call(os.system, command)),
+        "state of a listed class": Call(argparse.Namespace, state={"a": Call(os.system, command)}),
+        "loader": Call(torch.load, str(path)),
+        "hook": Call(torch._utils._rebuild_tensor_v2, Call(os.system, command), 0, (), (), False, OrderedDict()),
+    }
+
+
+@pytest.mark.parametrize("name", evil_calls(Path("x")))
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_call_of_a_file_is_never_made(name: str, protocol: int, path: Path) -> None:
+    """Not even if the file is trusted; and weights_only=True refuses what is refused here."""
+    with_pickle(path, pickle.dumps({"x": evil_calls(path)[name]}, protocol=protocol))
+    with pytest.raises(UserError):
+        torch_file.read(path)
+    if protocol == 2:
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=True)
+    with suppress(UserError):
+        torch_file.read(path, trust=True)
+    assert not touched(path)
+
+
+GLOBALS = {
+    "a dotted name": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R.",
+    "a name through a listed module": b"\x80\x04\x8c\x05torch\x8c\x0fserialization.os\x93.",
+    "posix": b"cposix\nsystem\n(S'touch touched'\ntR.",
+    "INST": b"(S'touch touched'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nS'touch touched'\no.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a class of this reader": b"cckpt_patches.torch_file\nread\n(S'x'\ntR.",
+    "BUILD on torch's function": b"ctorch._utils\n_rebuild_tensor_v2\n}S'_run'\nNsb.",
+    "slots of torch's function": b"ctorch._utils\n_rebuild_tensor_v2\n(N}S'_run'\nNstb.",
+    "BUILD on a class": b"cargparse\nNamespace\n}S'__new__'\nNsb.",
+    "slots of a class": b"ccollections\nOrderedDict\n(N}S'__init__'\nNstb.",
+    "BUILD on a list": b"(l}S'a'\nNsb.",
+    "a memo that is not there": b"h\x07.",
+    "a string that is longer than the file": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    "nothing": b"",
+    "no end": b"\x80\x02}",
+    "noise": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_a_crafted_pickle_is_one_clear_line(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    with_pickle(path, GLOBALS[name])
+    with pytest.raises(UserError, match=str(path)):
+        torch_file.read(path)
+    with suppress(UserError):
+        torch_file.read(path, trust=True)
+    assert not touched(path)
+    # The reader is as it was.
+    assert torch_file.read(save_tensor(path)).value.shape == (24,)
+    assert torch_file.Ordered(a=1) == {"a": 1}
+
+
+def save_tensor(path: Path) -> Path:
+    torch.save(BASE, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("start", "shape", "stride"),
+    [(0, (25,), (1,)), (20, (5,), (1,)), (0, (2, 2), (23, 1)), (-1, (2,), (1,)), (0, (2,), (-1,)), (0, (2.0,), (1,))],
+)
+def test_a_tensor_past_its_storage_is_refused(start: Any, shape: Any, stride: Any, path: Path) -> None:
+    class Storage:
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", 24) if isinstance(value, Storage) else None
+
+    buffer = io.BytesIO()
+    tensor = Call(torch._utils._rebuild_tensor_v2, Storage(), start, shape, stride, False, OrderedDict())
+    Pickler(buffer, protocol=2).dump(tensor)
+    with_pickle(path, buffer.getvalue())
+    with pytest.raises(BadFileError, match="corrupt"):
+        torch_file.read(path)
+
+
+# Damaged files
+
+
+def test_a_truncated_file_is_told_wherever_it_was_cut(path: Path) -> None:
+    torch.save({"tensor": BASE, "more": BASE.clone()}, path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(BadFileError):
+            torch_file.read(path)
+
+
+def test_a_flipped_byte_is_told_or_harmless(path: Path) -> None:
+    """Outside of the tensors' data: what is read has a checksum, or is checked against what is read elsewhere."""
+    header = saved({"tensor": BASE, "name": "value"}, path)["tensor"]
+    whole, expected = path.read_bytes(), torch_file.read(path).value
+    for position in [p for p in range(len(whole)) if not header.offset <= p < header.offset + header.nbytes]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        with suppress(BadFileError):
+            assert torch_file.read(path).value == expected
+
+
+def test_missing_empty_and_old_files(path: Path) -> None:
+    with pytest.raises(BadFileError, match="No such file"):
+        torch_file.read(path)
+    path.touch()
+    with pytest.raises(BadFileError, match="is empty"):
+        torch_file.read(path)
+    torch.save(BASE, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(BadFileError, match=r"format before 1\.6"):
+        torch_file.read(path)
+
+
+def test_a_compressed_record_is_refused(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("state/data.pkl", pickle.dumps({}))
+    with pytest.raises(BadFileError, match="corrupt"):
+        torch_file.read(path)
+
+
+def test_big_endian_data_is_refused(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("state/data.pkl", pickle.dumps({}))
+        archive.writestr("state/byteorder", b"big")
+    with pytest.raises(BadFileError, match="big-endian"):
+        torch_file.read(path)
+
+
+def test_a_storage_shorter_than_its_tensor_says(path: Path) -> None:
+    torch.save(BASE, path)
+    raw = path.read_bytes()
+    assert raw.count(b"K\x18") >= 1
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content[:-4] if name.endswith("data/0") else content)
+    with pytest.raises(BadFileError, match="expected 96 bytes in its record data/0, found 92"):
+        torch_file.read(path)
