@@ -1,4 +1,4 @@
-"""The command `ckpt-patches`: status, list, diff, apply, revert."""
+"""The command `ckpt-patches`: status, diff, apply, revert, and the tools."""
 
 import argparse
 import json
@@ -22,9 +22,12 @@ EXAMPLES = """examples:
   ckpt-patches diff zarr_create_synchronizer --tree ~/Megatron-LM --with-test
   ckpt-patches apply                                   write the fixes into the installed files (a Dockerfile's RUN)
   ckpt-patches revert numpy2_product                   take one out again, byte for byte
+  ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
 
 exit status: 0 all is well, 1 a fix that is needed is missing, 2 wrong usage or a file that cannot be worked on
 """
+
+TO_UNIVERSAL = "to-universal"
 
 MEANING = {
     Outcome.APPLIES: "applied",
@@ -36,6 +39,11 @@ MEANING = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [TO_UNIVERSAL]:
+        from deepspeed_patches.ds_to_universal import command
+
+        return command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -66,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     apply.set_defaults(run=_apply)
     revert = commands.add_parser("revert", help="take applied fixes out of a tree's files again")
     revert.set_defaults(run=_revert)
+    # Its options are its own module's, which the other commands do without.
+    commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="fixes to take (default: all)")
         command.add_argument(

@@ -192,15 +192,16 @@ class Global(type):
 class Instance(metaclass=Global):
     """What a file holds of an object: how it was made, its state, and its items if it is a list or a dict."""
 
-    __slots__ = ("args", "called", "items", "state")
+    __slots__ = ("args", "called", "items", "pairs", "state")
     args: tuple[Any, ...]
     called: bool  # made by calling the class or the function, or else by its __new__
-    items: list[Any]  # of a dict: pairs
+    items: list[Any]  # of a list
+    pairs: list[tuple[Any, Any]]  # of a dict
     state: Any
 
     def __new__(cls, *args: Any) -> "Instance":
         self = object.__new__(cls)
-        self.args, self.called, self.items, self.state = args, False, [], None
+        self.args, self.called, self.items, self.pairs, self.state = args, False, [], [], None
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -210,7 +211,7 @@ class Instance(metaclass=Global):
         self.items.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
+        self.pairs.append((key, value))
 
     @property
     def fields(self) -> dict[str, Any]:

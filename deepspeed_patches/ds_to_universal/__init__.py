@@ -1,0 +1,13 @@
+"""Convert a DeepSpeed ZeRO checkpoint to a universal one in one pass; a tool, not a fix: it edits nothing of upstream.
+
+    python -m deepspeed_patches.ds_to_universal --input_folder IN/global_step10 --output_folder IN/universal
+
+The way of a conversion, by modules: `command`, `convert`; `upstream` (what the installed converter does), `checkpoint`
+with `folder` (the headers, as `records`); `plan` with `fragments`, `merge`, `rules`, `layout` (pure: which bytes go
+where, as `outputs`); `output` (the unfinished folder, and how it becomes the finished one); `workers`, `write` with
+`sources`, `torch_writer`, `arithmetic` (the bytes); `group` (several machines), `progress`.
+"""
+
+from deepspeed_patches.ds_to_universal.convert import Options, Summary, convert
+
+__all__ = ["Options", "Summary", "convert"]

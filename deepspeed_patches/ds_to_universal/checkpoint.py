@@ -1,0 +1,320 @@
+"""Read the headers of a checkpoint into records. The only data that is read is `step`, four bytes a parameter group."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches import torch_file
+from ckpt_patches.errors import UserError
+from ckpt_patches.torch_file import TensorHeader
+from deepspeed_patches.ds_to_universal.folder import UPSTREAM, Folder, check_complete, look
+from deepspeed_patches.ds_to_universal.records import (
+    STATES,
+    Checkpoint,
+    File,
+    Flat,
+    Kind,
+    ModelFile,
+    Partition,
+    Rank,
+    Step,
+)
+from deepspeed_patches.ds_to_universal.upstream import Traits
+
+INFO = "universal_checkpoint_info"
+# What the common state leaves out at stage 1 and 2.
+SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+
+
+def read(path: Path, traits: Traits, *, trust: bool = False, inject_missing_state: bool = False) -> Checkpoint:
+    """All headers of a checkpoint folder.
+
+    Raises:
+        UserError: a file is missing, damaged or of another checkpoint, or this is one that is not converted here.
+    """
+    reader = _Reader(look(path), traits, trust)
+    first = reader.optimizer((0, min(mp for _, mp in reader.folder.optimizer)))
+    stage = _stage(first)
+    if stage <= 2:
+        return _stage_1_and_2(reader, stage, inject_missing_state)
+    if not traits.zero3:
+        raise UserError(f"{path} is of ZeRO stage 3, which the converter of the installed DeepSpeed does not know")
+    return _stage_3(reader, stage)
+
+
+class _Reader:
+    """Reads files of a folder, and remembers each one."""
+
+    def __init__(self, folder: Folder, traits: Traits, trust: bool) -> None:
+        self.folder, self.traits, self.trust = folder, traits, trust
+        self.files: list[File] = []
+
+    def read(self, name: str) -> tuple[int, dict[str, Any]]:
+        """A file's index, and what is in it."""
+        found = torch_file.read(self.folder.path / name, trust=self.trust)
+        if not isinstance(found.value, dict):
+            raise UserError(f"{found.path}: expected a dict in it, found {type(found.value).__name__}")
+        self.files.append(File(found.path, found.size, found.mtime_ns))
+        return len(self.files) - 1, found.value
+
+    def optimizer(self, rank: tuple[int, int]) -> dict[str, Any]:
+        """The state in a rank's optimizer file, which is not remembered."""
+        _check_there(self.folder, rank)
+        path = self.folder.path / self.folder.optimizer[rank]
+        found: dict[str, Any] = _required(torch_file.read(path, trust=self.trust).value, "optimizer_state_dict", path)
+        return found
+
+
+def _check_there(folder: Folder, rank: tuple[int, int]) -> None:
+    if rank not in folder.optimizer:
+        like = next(iter(folder.optimizer.values()))
+        check_complete(folder, folder.optimizer, folder.dp_degree, 1 + max(mp for _, mp in folder.optimizer), like)
+
+
+def _stage(optimizer: Mapping[str, Any]) -> int:
+    """BF16_Optimizer writes none. An enum is made of its number."""
+    stage = optimizer.get("zero_stage", 1)
+    return int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
+
+
+# Stage 1 and 2
+
+
+def _stage_1_and_2(reader: _Reader, stage: int, inject_missing_state: bool) -> Checkpoint:
+    folder = reader.folder
+    names = folder.starting_with("mp_rank_")
+    if not names:
+        raise UserError(f"{folder.path} has no file like mp_rank_00_model_states.pt")
+    read = [reader.read(name) for name in names]
+    pp_degree, tp_degree = _degrees(reader, [value for _, value in read])
+    dp_degree = folder.dp_degree
+    mp_degree = pp_degree * tp_degree
+    if len(names) != mp_degree:
+        raise UserError(f"{folder.path}: expected {mp_degree} files mp_rank_*, found {len(names)}")
+    check_complete(folder, folder.optimizer, dp_degree, mp_degree, next(iter(folder.optimizer.values())))
+    for index, value in read:
+        _check_model(reader, index, value, dp_degree, read[0][1])
+
+    ranks: list[Rank] = []
+    common: dict[str, Any] = {}
+    for pp in range(pp_degree):
+        for tp in range(tp_degree):
+            for dp in range(dp_degree):
+                file, optimizer = _optimizer(reader, (dp, pp * tp_degree + tp))
+                ranks.append(Rank(file, pp, tp, dp, _partitions(reader, file, optimizer, dp_degree)))
+                common = common or _common(optimizer, dp_degree, reader.traits)
+    copied = tuple(index for index, _ in read) + tuple(
+        reader.read(name)[0] for name in folder.starting_with("mp") if name not in names
+    )
+    return Checkpoint(
+        folder.path,
+        stage,
+        pp_degree,
+        tp_degree,
+        dp_degree,
+        tuple(reader.files),
+        tuple(ranks),
+        tuple(_model(index, value, reader) for index, value in read),
+        copied,
+        _info(reader, read[0][1], inject_missing_state),
+        common,
+    )
+
+
+def _degrees(reader: _Reader, models: list[dict[str, Any]]) -> tuple[int, int]:
+    """Pipeline and tensor-parallel degree: what the checkpoint says, or by the files of the first layer."""
+    said = models[0].get("checkpoint_parallel_dimensions")
+    if reader.traits.parallel_dimensions and isinstance(said, dict):
+        return int(said["pp_degree"]), int(said["tp_degree"])
+    tp_degree = len(reader.folder.starting_with("layer_01")) or len(models)
+    return max(1, len(models) // tp_degree), tp_degree
+
+
+def _optimizer(reader: _Reader, rank: tuple[int, int]) -> tuple[int, dict[str, Any]]:
+    file, value = reader.read(reader.folder.optimizer[rank])
+    return file, _required(value, "optimizer_state_dict", reader.files[file].path)
+
+
+def _partitions(reader: _Reader, file: int, optimizer: dict[str, Any], dp_degree: int) -> tuple[Partition, ...]:
+    path = reader.files[file].path
+    counts = optimizer.get("partition_count") or []
+    if any(count != dp_degree for count in counts):
+        raise UserError(f"{path} is of {counts[0]} data-parallel ranks, the folder has files of {dp_degree}")
+    states = _required(_required(optimizer, "base_optimizer_state", path), "state", path)
+    masters = _required(optimizer, "single_partition_of_fp32_groups", path)
+    mappings = _required(optimizer, "param_slice_mappings", path)
+    if not len(states) <= len(masters) == len(mappings):
+        raise UserError(
+            f"{path}: expected as many groups in each part of it, found the state of {len(states)}, master parameters "
+            f"of {len(masters)} and fragments of {len(mappings)}"
+        )
+    return tuple(
+        _partition(path, file, _required(states, group, path), masters[group], mappings[group])
+        for group in range(len(states))
+    )
+
+
+def _partition(path: Path, file: int, state: dict[str, Any], master: Any, mapping: Mapping[str, Any]) -> Partition:
+    tensors = {"fp32": master, **{key: _required(state, key, path) for key in STATES if key != "fp32"}}
+    fragments = {}
+    for name, fragment in mapping.items():
+        fields = fragment.fields if torch_file.instance(fragment, "fragment_address") else {}
+        start, numel = fields.get("start"), fields.get("numel")
+        if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
+            raise UserError(f"{path}: expected a fragment of {name} with a start and a length, found {fragment!r:.200}")
+        fragments[name] = (start, numel)
+    return Partition(
+        {key: _flat(path, file, key, t) for key, t in tensors.items()}, _step(path, file, state), fragments
+    )
+
+
+def _common(optimizer: dict[str, Any], dp_degree: int, traits: Traits) -> dict[str, Any]:
+    """The common state as upstream saves it: a rank's, less what is sharded, with no paddings any more."""
+    common = {key: value for key, value in optimizer.items() if key not in SHARDED}
+    if common.get("partition_count"):
+        common["partition_count"] = [dp_degree] * len(common["partition_count"])
+    if common.get("group_paddings"):
+        common["group_paddings"] = [0] * len(common["group_paddings"])
+    if traits.param_groups:
+        common["param_groups"] = optimizer["base_optimizer_state"]["param_groups"]
+    return common
+
+
+def _info(reader: _Reader, model: dict[str, Any], inject_missing_state: bool) -> dict[str, Any]:
+    info = model.get(INFO)
+    if info is None and inject_missing_state:
+        return {}
+    if not isinstance(info, dict):
+        raise UserError(
+            f"{reader.files[0].path} has no {INFO}, which the training program has to put there; "
+            "say --inject_missing_state if no parameter is parallel in its tensors"
+        )
+    return info
+
+
+# Stage 3
+
+
+def _stage_3(reader: _Reader, stage: int) -> Checkpoint:
+    folder = reader.folder
+    models = folder.zero3_models()
+    if not models:
+        raise UserError(f"{folder.path} has no file like zero_pp_rank_0_mp_rank_00_model_states.pt")
+    dp_degree = folder.dp_degree
+    tp_degree = 1 + max(mp for _, mp in folder.optimizer)
+    if tp_degree > 1 and not reader.traits.zero3_tensor_parallel:
+        raise UserError(
+            f"{folder.path} is of {tp_degree} tensor-parallel ranks at ZeRO stage 3, which the converter of the "
+            "installed DeepSpeed does not know"
+        )
+    check_complete(folder, folder.optimizer, dp_degree, tp_degree, next(iter(folder.optimizer.values())))
+    check_complete(folder, models, dp_degree, tp_degree, next(iter(models.values())))
+
+    first: dict[str, Any] = {}
+    found: list[ModelFile] = []
+    copied: list[int] = []
+    for tp in range(tp_degree):
+        for dp in range(dp_degree):
+            index, value = reader.read(models[dp, tp])
+            first = first or value
+            _check_model(reader, index, value, dp_degree, first)
+            copied.append(index)
+            if dp == 0:  # the others have the same shapes, and are many
+                found.append(_model(index, value, reader))
+    ranks: list[Rank] = []
+    common: dict[str, Any] = {}
+    for tp in range(tp_degree):
+        for dp in range(dp_degree):
+            file, optimizer = _optimizer(reader, (dp, tp))
+            ranks.append(Rank(file, 0, tp, dp, _partitions_3(reader, file, optimizer, dp_degree, dp)))
+            common = common or _common_3(optimizer)
+    others = [name for name in folder.names if name.endswith("model_states.pt") and name not in models.values()]
+    copied += [reader.read(name)[0] for name in others]
+    return Checkpoint(
+        folder.path,
+        stage,
+        1,
+        tp_degree,
+        dp_degree,
+        tuple(reader.files),
+        tuple(ranks),
+        tuple(found),
+        tuple(copied),
+        first.get(INFO) or {},
+        common,
+    )
+
+
+def _partitions_3(
+    reader: _Reader, file: int, optimizer: dict[str, Any], dp_degree: int, dp: int
+) -> tuple[Partition, ...]:
+    path = reader.files[file].path
+    count = optimizer.get("partition_count", dp_degree)
+    if count != dp_degree:
+        raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {dp_degree}")
+    for group in optimizer.get("ds_zero_partition_groups") or []:
+        if (group.get("partition_count", dp_degree), group.get("partition_rank", dp)) != (dp_degree, dp):
+            raise UserError(f"{path} has groups that are partitioned over a part of the ranks only; {UPSTREAM}")
+    states = _required(_required(optimizer, "optimizer_state_dict", path), "state", path)
+    masters = _required(optimizer, "fp32_flat_groups", path)
+    partitions = []
+    for group, master in enumerate(masters):
+        state = _required(states, group, path)
+        tensors = {"fp32": master, **{key: _required(state, key, path) for key in STATES if key != "fp32"}}
+        flats = {key: _flat(path, file, key, tensor) for key, tensor in tensors.items()}
+        partitions.append(Partition(flats, _step(path, file, state), {}))
+    return tuple(partitions)
+
+
+def _common_3(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Stage 3 keeps all of the first rank's state, tensors and all."""
+    return {**optimizer, "param_groups": optimizer["optimizer_state_dict"]["param_groups"]}
+
+
+# Both
+
+
+def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
+    path = reader.files[file].path
+    for key in ("ds_autoep_layers", "autoep_layers"):
+        if value.get(key) is not None:
+            raise UserError(f"{path} has layers of experts ({key}), which are not converted here; {UPSTREAM}")
+    groups = _required(value, "param_shapes", path)
+    shapes = tuple({name: tuple(shape) for name, shape in group.items()} for group in groups)
+    module = value.get("module")
+    weights = {k: v for k, v in module.items() if isinstance(v, TensorHeader)} if isinstance(module, dict) else {}
+    return ModelFile(file, shapes, weights)
+
+
+def _check_model(reader: _Reader, file: int, value: dict[str, Any], dp_degree: int, first: dict[str, Any]) -> None:
+    """A file of another training, or of another step of this one."""
+    path = reader.files[file].path
+    said = value.get("dp_world_size", dp_degree)
+    if said != dp_degree:
+        raise UserError(f"{path} is of {said} data-parallel ranks, the folder has files of {dp_degree}")
+    for key in ("iteration", "global_steps"):
+        if value.get(key) != first.get(key):
+            raise UserError(f"{path} is of {key} {value.get(key)}, {reader.files[0].path} of {first.get(key)}")
+
+
+def _flat(path: Path, file: int, key: str, tensor: Any) -> Flat:
+    if not isinstance(tensor, TensorHeader) or not tensor.is_contiguous or len(tensor.shape) != 1:
+        raise UserError(f"{path}: expected {key} as one flattened tensor, found {tensor!r:.200}")
+    return Flat(file, tensor.offset, tensor.numel, Kind(tensor.dtype, tensor.requires_grad))
+
+
+def _step(path: Path, file: int, state: Mapping[str, Any]) -> Step | None:
+    value = state.get("step")
+    if value is None:
+        return None
+    if not isinstance(value, TensorHeader):
+        return Step(value, file, value)
+    with open(path, "rb") as opened:
+        return Step(value, file, (value.dtype, os.pread(opened.fileno(), value.nbytes, value.offset)))
+
+
+def _required(holder: Any, key: Any, path: Path) -> Any:
+    if not isinstance(holder, dict) or key not in holder:
+        raise UserError(f"{path}: expected {key!r} in it, found {sorted(map(str, holder))[:20]}")
+    return holder[key]

@@ -1,0 +1,111 @@
+"""The command line: upstream's options, and some more."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.torch_file import TRUST
+from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, Options, Summary, convert
+
+DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
+EPILOG = (
+    "exit status: 0 converted, 2 nothing that can be converted, or a full disk; the same command goes on from there"
+)
+# Upstream's options without a meaning here, and why.
+OBSOLETE = {
+    "num_merge_workers": "nothing is merged: each file is written once, by --num_extract_workers processes",
+    "keep_temp_folder": "there is no temporary folder",
+}
+UNITS = {"k": 10, "m": 20, "g": 30}
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal") -> int:
+    """Run the command; the exit status."""
+    begin = time.monotonic() - time.process_time()  # with the imports
+    parser = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=EPILOG)
+    _add_arguments(parser)
+    options = parser.parse_args(arguments)
+
+    def say(message: str) -> None:
+        print(f"{program}: {message}", file=sys.stderr)
+
+    for name, reason in OBSOLETE.items():
+        if getattr(options, name):
+            say(f"--{name} has no meaning any more: {reason}")
+    try:
+        summary = convert(options.input_folder, options.output_folder, _chosen(options), begin=begin, warn=say)
+    except (UserError, OSError) as error:
+        say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on from here")
+        return 130
+    print(json.dumps(asdict(summary)) if options.json else text(summary))
+    return 0
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input_folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
+    parser.add_argument("--output_folder", required=True, metavar="FOLDER", help="to be made")
+    parser.add_argument(
+        "--num_extract_workers", type=int, default=0, metavar="N", help="processes (default: one a core, up to 4)"
+    )
+    parser.add_argument("--num_merge_workers", type=int, metavar="N", help="of upstream, without a meaning here")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="of upstream, without a meaning here")
+    parser.add_argument(
+        "--no_strict",
+        dest="strict",
+        action="store_false",
+        help="convert although patterns match no parameter, or fragments do not follow on one another",
+    )
+    parser.add_argument(
+        "--inject_missing_state", action="store_true", help="convert a checkpoint without universal_checkpoint_info"
+    )
+    parser.add_argument(
+        TRUST, action="store_true", help="let classes pass that checkpoints are not known to hold (none is ever run)"
+    )
+    parser.add_argument(
+        "--bytes_in_flight",
+        type=size,
+        default=BYTES_IN_FLIGHT,
+        metavar="BYTES",
+        help="of all workers together; 16M is 16 MiB, the default",
+    )
+    parser.add_argument(
+        "--access", choices=("read", "mmap"), default="read", help="read ranges of the files, or map them into memory"
+    )
+    parser.add_argument(
+        "--sync", action="store_true", help="have every file on the disk before it gets its name: for power failures"
+    )
+    parser.add_argument("--json", action="store_true", help="print a summary for programs")
+
+
+def _chosen(options: argparse.Namespace) -> Options:
+    return Options(
+        workers=options.num_extract_workers,
+        bytes_in_flight=options.bytes_in_flight,
+        access=options.access,
+        strict=options.strict,
+        inject_missing_state=options.inject_missing_state,
+        trust_checkpoint=options.trust_checkpoint,
+        sync=options.sync,
+    )
+
+
+def size(text: str) -> int:
+    """'16M' in bytes."""
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
+    if not number.isdigit() or unit not in ("", *UNITS) or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"expected bytes, like 16777216 or 16M, found {text!r}")
+    return int(number) << UNITS.get(unit, 0)
+
+
+def text(summary: Summary) -> str:
+    before = f" ({summary.files_before} were there already)" if summary.files_before else ""
+    written = f"{summary.bytes / 1e9:.2f} GB in {summary.files} files{before}"
+    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning), {summary.rate / 1e9:.2f} GB/s"
+    return f"{summary.output_folder}: {written}, {times}"

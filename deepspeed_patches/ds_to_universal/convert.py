@@ -1,0 +1,118 @@
+"""Convert a checkpoint: read its headers, plan, check, move the bytes, and give the result its name."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches.errors import UserError
+from deepspeed_patches.ds_to_universal import checkpoint, upstream
+from deepspeed_patches.ds_to_universal.group import Group
+from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint
+from deepspeed_patches.ds_to_universal.outputs import Output, Plan
+from deepspeed_patches.ds_to_universal.plan import plan
+from deepspeed_patches.ds_to_universal.progress import Progress
+from deepspeed_patches.ds_to_universal.sources import Access
+from deepspeed_patches.ds_to_universal.workers import Workers, shares
+from deepspeed_patches.ds_to_universal.write import Job
+
+BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into a processor's cache
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert."""
+
+    workers: int = 0  # processes; 0 is one a core, up to four
+    bytes_in_flight: int = BYTES_IN_FLIGHT  # in the buffers of all workers together
+    access: Access = "read"  # to the rank files: by ranges, or mapped into memory
+    strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
+    inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
+    trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
+    sync: bool = False  # have every file on the disk before it gets its name: for power failures
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was done."""
+
+    output_folder: str
+    bytes: int  # written, by this process
+    files: int  # written, by this process
+    files_before: int  # already there, of an interrupted run
+    seconds: float  # in all
+    plan_seconds: float  # of it until the first byte was moved
+    rate: float  # bytes a second while bytes were moved
+    workers: int
+
+
+def convert(
+    input_folder: str | Path,
+    output_folder: str | Path,
+    options: Options | None = None,
+    *,
+    begin: float | None = None,
+    warn: Callable[[str], object] = print,
+) -> Summary:
+    """Convert a ZeRO checkpoint folder (`OUT/global_step10`) to a universal one, with `latest_universal` beside it.
+
+    Under torchrun or srun every process does its share. `begin` is when the program began, on time.monotonic's clock.
+
+    Raises:
+        UserError: the checkpoint is damaged or of a kind that is not converted here, the output folder exists, the disk
+            is full. What was written stays, and the same call goes on from there.
+    """
+    begin = time.monotonic() if begin is None else begin
+    options = options or Options()
+    group = Group.of(os.environ)
+    planned, folder = prepare(Path(input_folder), Path(output_folder), options)
+    if group.rank == 0:
+        for warning in planned.warnings:
+            warn(warning)
+    own = shares(planned.outputs, group.size)[group.rank]
+    left = folder.missing(own)
+    folder.begin()
+    planning = time.monotonic() - begin
+    workers = _run(planned, folder, options, left, group)
+    if group.rank == 0:
+        folder.finish(planned)
+    seconds = time.monotonic() - begin
+    nbytes = sum(output.nbytes for output in left)
+    rate = nbytes / max(seconds - planning, 1e-9)
+    return Summary(str(folder.final), nbytes, len(left), len(own) - len(left), seconds, planning, rate, workers)
+
+
+def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:
+    """Everything that is found out before the first byte is written."""
+    traits = upstream.installed()
+    try:
+        found = checkpoint.read(
+            input_folder, traits, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
+        )
+        planned = plan(found, traits, strict=options.strict)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
+        raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
+    folder = OutputFolder(output_folder, fingerprint(planned, traits, options.strict))
+    folder.check()
+    folder.check_space(folder.missing(planned.outputs))
+    return planned, folder
+
+
+def _run(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], group: Group) -> int:
+    """Move the bytes, and wait for the other processes of the group; how many workers did it."""
+    count = options.workers or min(4, len(os.sched_getaffinity(0)))
+    paths = [file.path for file in planned.files]
+    job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync)
+    workers = Workers(left, job, count)
+    error = ""
+    progress = Progress(sum(output.nbytes for output in left))
+    try:
+        workers.wait(progress.show, Progress.INTERVAL)
+    except UserError as raised:
+        error = str(raised)
+    finally:
+        progress.close()
+    if not group.all_succeeded(not error):
+        raise UserError(error or "another process of this conversion has failed; its own output says why")
+    return workers.count

@@ -1,0 +1,74 @@
+"""Put the tensor-parallel slices of parameters together, each parameter by its rule."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.torch_file import Global, Instance, stand_in
+from deepspeed_patches.ds_to_universal import layout, rules
+from deepspeed_patches.ds_to_universal.layout import Layout
+from deepspeed_patches.ds_to_universal.outputs import Content, Output, Slice, TorchOutput, tensor
+from deepspeed_patches.ds_to_universal.records import Checkpoint, Kind, Shape
+from deepspeed_patches.ds_to_universal.rules import Rule, Rules
+from deepspeed_patches.ds_to_universal.upstream import Traits
+
+
+class Merge:
+    """Put tensor-parallel slices together, each parameter by its rule."""
+
+    def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
+        self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+        self.rules = Rules(checkpoint.info, traits)
+
+    def outputs(
+        self, name: str, shapes: Sequence[Shape], states: Mapping[str, tuple[Kind, Sequence[Slice]]]
+    ) -> Iterator[Output]:
+        """The files of a parameter's states, of which `states` has the kind and the slices."""
+        rule = self.rules.of(name)
+        how, placed, entries = self._placed(name, rule, shapes)
+        layout.check(name, placed, shapes)
+        if rule.original_vocab_size is not None:
+            placed, entries = _without_padding(name, placed, rule), {**entries, "vocab_tensor": True}
+        for key, (kind, slices) in states.items():
+            content = Content(kind.dtype, placed, tuple(slices), how)
+            value = {**entries, "param": tensor("0", kind, placed.shape)}
+            yield TorchOutput(f"zero/{name}/{key}.pt", value, {"0": content})
+
+    def _placed(self, name: str, rule: Rule, shapes: Sequence[Shape]) -> tuple[str, Layout, dict[str, Any]]:
+        """How the slices are read, where their elements go, and what is saved beside the parameter."""
+        if rule.affine_map is not None:
+            return "place", layout.affine(name, rule.affine_map, shapes), {}
+        if rule.how in (rules.REPLICATED, rules.AVERAGED):
+            return ("place" if rule.how == rules.REPLICATED else "averaged"), layout.replicated(name, shapes), {}
+        if rule.how == rules.TWO_SUB_PARAMS:
+            return "place", layout.in_two_halves(name, shapes), {"cat_dim": 0, "param_n_sub_params": 2}
+        if rule.sub_params:
+            cut = layout.sub_params_by_widths if self.traits.shard_widths else layout.sub_params_even
+            placed, described = cut(name, rule.sub_params, shapes)
+            return "place", placed, {"sub_param_shape": _sub_param_shape(rule.sub_params, described)}
+        dim = 1 if rule.how == rules.ROW_PARALLEL else 0
+        return "place", layout.concatenated(name, shapes, dim), {"cat_dim": dim}
+
+    def check_patterns(self) -> list[str]:
+        """Warnings; a pattern that no parameter has used is most likely mistyped, and its parameters came out wrong."""
+        if not self.rules.unused:
+            return []
+        text = f"no parameter matches the patterns {', '.join(sorted(self.rules.unused))}"
+        if self.strict:
+            raise UserError(f"{text} of the checkpoint's universal_checkpoint_info; --no_strict converts nevertheless")
+        return [text]
+
+
+def _without_padding(name: str, placed: Layout, rule: Rule) -> Layout:
+    if len(placed.shape) < 2 or rule.original_vocab_size is None:
+        raise UserError(f"{name} is of the vocabulary; expected rows, found the shape {placed.shape}")
+    return replace(placed, shape=(min(rule.original_vocab_size, placed.shape[0]), *placed.shape[1:]))
+
+
+def _sub_param_shape(sub: rules.SubParams, shape: Sequence[Any]) -> Instance:
+    """Upstream's own record of it, which it pickles by its class."""
+    kind: Global = stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+    record: Instance = kind.__new__(kind)  # type: ignore[call-overload]
+    record.state = {"patterns": sub.patterns, "shape": shape, "partition_dim": sub.partition_dim}
+    return record

@@ -1,0 +1,109 @@
+"""The output folder: it has another name until the conversion is complete, and can be taken up again until then."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt_patches import __version__
+from ckpt_patches.errors import UserError
+from deepspeed_patches.ds_to_universal.outputs import Output, Plan
+from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.write import TEMPORARY
+
+FINGERPRINT = ".ds_to_universal.json"
+LATEST = "latest_universal"
+SPARE = 64 << 20  # bytes that stay free on the disk
+
+
+def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
+    """Of all that the output depends on. A file of the checkpoint that was written anew has another time."""
+    files = [(str(file.path), file.size, file.mtime_ns) for file in plan.files]
+    data = json.dumps([__version__, files, sorted(vars(traits).items()), strict])
+    return hashlib.sha256(data.encode()).hexdigest()
+
+
+class OutputFolder:
+    """Where the output goes: `working` while it is written, `final` in the end."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.final = Path(os.path.realpath(folder))
+        self.working = self.final.with_name(f"{self.final.name}.unfinished")
+        self.fingerprint = fingerprint
+
+    def check(self) -> None:
+        """That the output can be written, or taken up again.
+
+        Raises:
+            UserError: something else is there.
+        """
+        if self._has_fingerprint(self.final):
+            return
+        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
+            raise UserError(f"{self.final} exists; name another output folder, or remove it")
+        if not self._has_fingerprint(self.working) and self._has_files():
+            raise UserError(
+                f"{self.working} holds the unfinished conversion of another checkpoint, or of this one before it "
+                "changed; remove it to begin anew"
+            )
+
+    def _has_files(self) -> bool:
+        """Whether anything is in the working folder, but what another process of this conversion just begins with."""
+        return self.working.exists() and any(not p.name.startswith(TEMPORARY) for p in self.working.iterdir())
+
+    def begin(self) -> None:
+        """Make the folder; what it holds belongs to this conversion from now on."""
+        if not self.final.exists() or not self._has_fingerprint(self.final):
+            self.working.mkdir(parents=True, exist_ok=True)
+            _write_at_once(self.working / FINGERPRINT, json.dumps({"fingerprint": self.fingerprint}))
+
+    def missing(self, outputs: Iterable[Output]) -> list[Output]:
+        """What is still to be written. A file has its own name only when it is whole."""
+        folder = self.final if self._has_fingerprint(self.final) else self.working
+        return [output for output in outputs if not (folder / output.name).is_file()]
+
+    def remove_temporary(self) -> None:
+        """What an interrupted run left in the middle of a file."""
+        for path in self.working.rglob(f"{TEMPORARY}*"):
+            path.unlink(missing_ok=True)
+
+    def check_space(self, outputs: Iterable[Output]) -> None:
+        """That the disk has room for these.
+
+        Raises:
+            UserError: it says how much is free and how much is needed.
+        """
+        existing = next(path for path in (self.working, *self.working.parents) if path.exists())
+        needed, free = sum(output.nbytes for output in outputs), shutil.disk_usage(existing).free
+        if free < needed + SPARE:
+            raise UserError(f"{self.final} needs {needed / 1e9:.2f} GB, and {existing} has {free / 1e9:.2f} GB free")
+
+    def finish(self, plan: Plan) -> None:
+        """Give the complete folder its name, then write `latest_universal`.
+
+        Raises:
+            UserError: a file is missing.
+        """
+        missing = self.missing(plan.outputs)
+        if missing:
+            raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
+        if not self._has_fingerprint(self.final):
+            self.remove_temporary()
+            os.rename(self.working, self.final)
+        _write_at_once(self.final.parent / LATEST, self.final.name)
+        (self.final / FINGERPRINT).unlink()
+
+    def _has_fingerprint(self, folder: Path) -> bool:
+        try:
+            found = json.loads((folder / FINGERPRINT).read_text())
+        except (OSError, ValueError):
+            return False
+        return bool(found == {"fingerprint": self.fingerprint})
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

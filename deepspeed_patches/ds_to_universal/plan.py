@@ -1,0 +1,203 @@
+"""Turn the headers of a checkpoint into a plan: which bytes of which file go where in which file of the output.
+
+Pure: nothing is read or written, and everything that the headers can tell to be wrong is found here.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.torch_file import ITEM_SIZE
+from deepspeed_patches.ds_to_universal import layout
+from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
+from deepspeed_patches.ds_to_universal.merge import Merge
+from deepspeed_patches.ds_to_universal.outputs import (
+    CopiedOutput,
+    EqualPieces,
+    Output,
+    Plan,
+    Slice,
+    TorchOutput,
+    as_float32,
+    bare,
+    saved,
+)
+from deepspeed_patches.ds_to_universal.records import STATES, Checkpoint, Kind, Partition, Shape, Step
+from deepspeed_patches.ds_to_universal.upstream import Traits
+
+
+def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:
+    """The plan for a checkpoint. `strict` refuses what upstream's converter would do although it looks wrong.
+
+    Raises:
+        UserError: fragments overlap or leave a hole, ranks are at different steps, or a rule does not fit.
+    """
+    if checkpoint.stage > 2:
+        outputs, warnings = _Stage3(checkpoint, traits, strict).outputs()
+    else:
+        outputs, warnings = _Stage1And2(checkpoint, traits, strict).outputs()
+    outputs.append(_common_state(checkpoint))
+    for output in outputs:
+        _check_name(output.name)
+    for index in checkpoint.copied:
+        file = checkpoint.files[index]
+        outputs.append(CopiedOutput(file.path.name, index, file.size))
+    return Plan(checkpoint.files, tuple(outputs), tuple(warnings))
+
+
+class _Stage3:
+    """Each parameter is cut in equal parts, one a rank; upstream writes it flat."""
+
+    def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
+        self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+
+    def outputs(self) -> tuple[list[Output], list[str]]:
+        groups = [self._groups(tp) for tp in range(self.checkpoint.tp_degree)]
+        names = list(groups[0])
+        if self.checkpoint.tp_degree == 1:
+            outputs: list[Output] = []
+            for name in names:
+                for key in STATES:
+                    numel, kind, slice_ = groups[0][name](key)
+                    outputs.append(bare(f"zero/{name}/{key}.pt", kind, layout.whole((numel,)), slice_))
+            return outputs, []
+        return self._merged(names, groups)
+
+    def _groups(self, tp: int) -> dict[str, Any]:
+        """By parameter: a function from a state's key to its elements, type and slice."""
+        ranks = [rank for rank in self.checkpoint.ranks if rank.tp == tp]
+        found: dict[str, Any] = {}
+        for group, shapes in enumerate(self.checkpoint.models[tp].shapes):
+            partitions = [_group_of(self.checkpoint, rank.file, rank.partitions, group) for rank in ranks]
+            bases = {key: self._bases(partitions, key) for key in STATES}
+            start = 0
+            for name, shape in shapes.items():
+                part = -(-math.prod(shape) // len(ranks))
+                found[name] = _equal_pieces(math.prod(shape), part, start, bases)
+                start += part
+            self._check_size(partitions, start, group)
+        return found
+
+    def _bases(self, partitions: Sequence[Partition], key: str) -> tuple[Kind, tuple[tuple[int, int], ...]]:
+        flats = [partition.states[key] for partition in partitions]
+        return one_kind(self.checkpoint, flats), tuple((flat.file, flat.offset) for flat in flats)
+
+    def _check_size(self, partitions: Sequence[Partition], numel: int, group: int) -> None:
+        for partition in partitions:
+            for key, flat in partition.states.items():
+                if flat.numel < numel:
+                    path = self.checkpoint.files[flat.file].path
+                    raise UserError(
+                        f"{path}: expected {numel} elements of {key} of group {group}, "
+                        f"the shares of its parameters, found {flat.numel}"
+                    )
+
+    def _merged(self, names: Sequence[str], groups: Sequence[dict[str, Any]]) -> tuple[list[Output], list[str]]:
+        """Tensor-parallel as well: put together like the parameters of stage 1 and 2."""
+        merge = Merge(self.checkpoint, self.traits, self.strict)
+        outputs: list[Output] = []
+        shapes = _shapes(self.checkpoint, self.traits)
+        for name in names:
+            slices = {key: [groups[tp][name](key) for tp in range(self.checkpoint.tp_degree)] for key in STATES}
+            outputs += merge.outputs(
+                name, shapes[name], {key: (s[0][1], [part for *_, part in s]) for key, s in slices.items()}
+            )
+        return outputs, merge.check_patterns()
+
+
+class _Stage1And2:
+    """Each parameter group is flattened, and cut in equal partitions, one a rank."""
+
+    def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
+        self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+        self.merge = Merge(checkpoint, traits, strict)
+        self.fragments = fragments_of(checkpoint, self.merge.rules)
+
+    def outputs(self) -> tuple[list[Output], list[str]]:
+        outputs: list[Output] = []
+        for name, shapes in _shapes(self.checkpoint, self.traits).items():
+            by_tp = [self.fragments.get((name, tp), ()) for tp in range(self.checkpoint.tp_degree)]
+            if any(by_tp) or not self.traits.module_weights:
+                outputs += self._parameter(name, shapes, by_tp)
+        if self.traits.module_weights:
+            outputs += self._module_weights({output.name for output in outputs})
+        return outputs, self.merge.check_patterns()
+
+    def _parameter(self, name: str, shapes: Sequence[Shape], by_tp: Sequence[Sequence[Fragment]]) -> Iterator[Output]:
+        for tp, fragments in enumerate(by_tp):
+            check_fragments(self.checkpoint, name, tp, shapes[tp], fragments, self.strict)
+        step = self._step(name, by_tp)
+        if step:
+            yield saved(f"zero/{name}/step.pt", step.value, step.file)
+        states = {}
+        for key in STATES:
+            flats = [fragment.partition.states[key] for fragments in by_tp for fragment in fragments]
+            kind = one_kind(self.checkpoint, flats) if flats else Kind("float32")
+            states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_tp])
+        yield from self.merge.outputs(name, shapes, states)
+
+    def _step(self, name: str, by_tp: Sequence[Sequence[Fragment]]) -> Step | None:
+        """The one step at which all ranks are."""
+        steps = [fragment.partition.step for fragments in by_tp for fragment in fragments]
+        found = [step for step in steps if step]
+        if not self.traits.steps or not found:
+            return None
+        for step in found:
+            if step.known != found[0].known:
+                raise UserError(
+                    f"{self.checkpoint.files[found[0].file].path} and {self.checkpoint.files[step.file].path} are at "
+                    f"different steps of {name}: the folder has files of two checkpoints"
+                )
+        return found[0]
+
+    def _module_weights(self, names: set[str]) -> Iterator[Output]:
+        """The model's own weights of what the optimizer does not hold: frozen parameters, tied ones, buffers."""
+        for model in self.checkpoint.models:
+            for name, tensor in model.module.items():
+                output = f"zero/{name}/fp32.pt"
+                if output not in names:
+                    names.add(output)
+                    yield as_float32(output, model, tensor)
+
+
+def _check_name(name: str) -> None:
+    """A parameter's name is a folder's; no checkpoint writes elsewhere."""
+    if ".." in name.split("/") or "\0" in name:
+        raise UserError(f"{name!r} is no name of a file in the output folder")
+
+
+def _equal_pieces(numel: int, part: int, start: int, bases: Mapping[str, Any]) -> Any:
+    def of(key: str) -> tuple[int, Kind, Slice]:
+        kind, where = bases[key]
+        size = ITEM_SIZE[kind.dtype]
+        return numel, kind, EqualPieces(where, start * size, part * size)
+
+    return of
+
+
+def _group_of(checkpoint: Checkpoint, file: int, partitions: Sequence[Partition], group: int) -> Partition:
+    if group >= len(partitions):
+        path = checkpoint.files[file].path
+        raise UserError(f"{path}: expected the state of parameter group {group}, found {len(partitions)} groups")
+    return partitions[group]
+
+
+def _shapes(checkpoint: Checkpoint, traits: Traits) -> dict[str, list[Shape]]:
+    """By parameter and tensor-parallel rank."""
+    found: dict[str, dict[int, Shape]] = {}
+    for index, model in enumerate(checkpoint.models):
+        for group in model.shapes:
+            for name, shape in group.items():
+                tp = index % checkpoint.tp_degree
+                if found.setdefault(name, {}).setdefault(tp, shape) != shape:
+                    raise UserError(f"{name} has the shapes {found[name][tp]} and {shape} in two pipeline stages")
+    for name, shapes in found.items():
+        if len(shapes) != checkpoint.tp_degree or (not traits.shard_widths and len(set(shapes.values())) > 1):
+            raise UserError(f"{name}: expected a shape for each tensor-parallel rank, found {shapes}")
+    return {name: [shapes[tp] for tp in range(checkpoint.tp_degree)] for name, shapes in found.items()}
+
+
+def _common_state(checkpoint: Checkpoint) -> TorchOutput:
+    first = checkpoint.ranks[0].file
+    return saved("zero/optimizer_state.pt", checkpoint.optimizer_state, first)

@@ -1,0 +1,37 @@
+"""A line with bytes, rate and time left, on a terminal only."""
+
+import sys
+import time
+from typing import TextIO
+
+
+class Progress:
+    """Shown on standard error, or on nothing if that is no terminal."""
+
+    INTERVAL = 0.2  # seconds
+
+    def __init__(self, total: int, file: TextIO | None = None) -> None:
+        self._total, self._file = total, file or sys.stderr
+        self._shown = self._file.isatty()
+        self._begin = self._last = time.monotonic()
+
+    def show(self, done: int) -> None:
+        """Show how many bytes are done, if the last time is long enough ago."""
+        now = time.monotonic()
+        if self._shown and now - self._last >= self.INTERVAL:
+            self._last = now
+            self._file.write(f"\r{line(done, self._total, now - self._begin)}\x1b[K")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._shown:
+            self._file.write("\r\x1b[K")
+            self._file.flush()
+
+
+def line(done: int, total: int, seconds: float) -> str:
+    """'  42% 1.26/3.00 GB, 0.71 GB/s, 2 s left'"""
+    rate = done / seconds if seconds > 0 else 0.0
+    left = f"{(total - done) / rate:.0f} s left" if rate else "? s left"
+    share = done / total if total else 1.0
+    return f"{share:5.0%} {done / 1e9:.2f}/{total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left}"

@@ -1,0 +1,204 @@
+"""The one-pass converter writes what upstream's (fixed) converter of the installed DeepSpeed writes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.cli import main
+from deepspeed_patches.ds_to_universal import Options, convert, upstream
+from deepspeed_patches.ds_to_universal.upstream import Traits
+from universal import both, environment, files, ours, parallel, summary
+from upstream import REPOSITORY, all_releases, numbers, releases, run_json, tree
+from zero_checkpoints import convert as convert_upstream
+from zero_checkpoints import dp768, losses, trained, with_layers
+
+NEWEST = "0.19.8"
+RELEASES = [pytest.param(v, id=v) for v in ("0.16.2", NEWEST)]
+if all_releases():
+    RELEASES = releases("deepspeed")
+
+# Of stage 1 and 2, and of stage 3, which is known since 0.14.5.
+FLAT = ["bf16_optimizer", "stage2", "stage1_fp16"] + (["stage1", "stage2_fp16"] if all_releases() else [])
+ZERO3 = ["stage3"] + (["stage3_fp16"] if all_releases() else [])
+
+
+def knows(version: str, oldest: str) -> bool:
+    return numbers(version) >= numbers(oldest)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_of_real_trainings(version: str, tmp_path: Path) -> None:
+    """Every file, entry, type and bit, of both optimizers that write bf16, and of fp16."""
+    kinds = FLAT + (ZERO3 if knows(version, "0.14.5") else [])
+    writer = version if knows(version, "0.16.0") else "0.16.2"
+    checkpoints = {kind: trained(writer, *FLAT, *ZERO3)[kind] for kind in kinds}
+    assert both(tmp_path, *checkpoints.values(), version=version) == {kind: [] for kind in kinds}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
+    """Tied, replicated, averaged, row-parallel and vocabulary parameters, sub-parameters, none of no elements."""
+    cases = ["megatron", "megatron_fp16", "fused"]
+    if upstream.of_converter((tree("deepspeed", version) / upstream.CONVERTER).read_text()) == Traits():
+        cases += ["fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
+    checkpoints = parallel(*cases)
+    if not knows(version, "0.14.0"):
+        checkpoints = {case: copied_with_layers(source, tmp_path / case) for case, source in checkpoints.items()}
+    assert both(tmp_path, *checkpoints.values(), version=version) == {case: [] for case in cases}
+
+
+def copied_with_layers(source: Path, folder: Path) -> Path:
+    """Up to 0.13 the converter takes pipeline checkpoints only; those of the first stage are of two ranks."""
+    copy = shutil.copytree(source, folder / source.name)
+    if not list(copy.glob("layer_*")):
+        with_layers(copy)
+        for file in list(copy.glob("layer_*")):
+            shutil.copy(file, copy / file.name.replace("model_00", "model_01"))
+    return copy
+
+
+def test_of_the_dp768_report(tmp_path: Path) -> None:
+    """Partition 348, padding 1024, hundreds of ranks a parameter; and ZeRO-3 on 768 ranks."""
+    checkpoints = dp768()
+    assert both(tmp_path, *checkpoints.values(), version=NEWEST) == {"dp768": [], "dp768_stage3": []}
+
+
+RESUMED = [("bf16_optimizer", 2)]
+if all_releases():
+    RESUMED += [("stage1", 4), ("stage2", 2), ("stage3", 4), ("stage1_fp16", 2), ("stage3_fp16", 2)]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), RESUMED)
+def test_deepspeed_resumes_from_it(kind: str, ranks: int, tmp_path: Path) -> None:
+    """On another number of ranks: the same state, and to the last bit the losses that upstream's conversion gives."""
+    source = trained(NEWEST, *FLAT, *ZERO3)[kind]
+    assert convert_upstream(tmp_path / "upstream", source, version=NEWEST, delivery="hook") == {kind: ""}
+    ours(source, tmp_path / "ours" / kind)
+    resumed = {}
+    for by in ("upstream", "ours"):
+        name = f"universal_{tmp_path.name}_{by}"
+        (source.parent / name).symlink_to(tmp_path / by / kind)
+        arguments = ("resume", source.parent, name, kind, "--ranks", str(ranks))
+        resumed[by] = run_json("zero_training", *arguments, tree=tree("deepspeed", NEWEST), delivery="hook")
+    assert resumed["ours"] == resumed["upstream"]
+    assert resumed["ours"]["different"] == []
+    assert resumed["ours"]["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has 8 bits
+
+
+# How it is called
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    return parallel("megatron")["megatron"]
+
+
+def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {how: tmp_path / how / "universal" for how in ("module", "command", "function")}
+    ours(source, folders["module"])
+    options = ("--input_folder", str(source), "--output_folder", str(folders["command"]))
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("ckpt-patches")), "to-universal", *options],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GB in" in done.stdout
+    found = convert(source, folders["function"], Options(workers=1))
+    assert (found.files, found.files_before) == (len(files(folders["function"])), 0)
+    assert files(folders["module"]) == files(folders["command"]) == files(folders["function"])
+    for folder in folders.values():
+        assert (folder.parent / "latest_universal").read_text() == "universal"
+    assert main(["to-universal", "--input_folder", str(source), "--output_folder", str(folders["function"])]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_the_options_change_nothing_in_the_output(source: Path, tmp_path: Path) -> None:
+    expected = ours(source, tmp_path / "plain")
+    assert expected.stderr == ""  # quiet, no terminal
+    for name, options in {
+        "mapped": ("--access", "mmap"),
+        "small": ("--bytes_in_flight", "1K"),
+        "sync": ("--sync",),
+        "workers": ("--num_extract_workers", "3"),
+    }.items():
+        ours(source, tmp_path / name, *options)
+        assert files(tmp_path / name) == files(tmp_path / "plain")
+
+
+def test_an_option_without_a_meaning_says_so(source: Path, tmp_path: Path) -> None:
+    done = ours(source, tmp_path / "universal", "--num_merge_workers", "2", "--keep_temp_folder")
+    assert "--num_merge_workers has no meaning any more" in done.stderr
+    assert "--keep_temp_folder has no meaning any more" in done.stderr
+
+
+def test_the_summary_for_programs(source: Path, tmp_path: Path) -> None:
+    found = summary(source, tmp_path / "universal")
+    written = files(tmp_path / "universal")
+    assert found["files"] == len(written)
+    assert 0 < found["bytes"] < sum(map(len, written.values()))
+    assert 0 < found["plan_seconds"] < found["seconds"]
+    assert found["rate"] > 0
+
+
+def test_neither_torch_nor_deepspeed_is_imported(source: Path, tmp_path: Path) -> None:
+    """They take longer than the plan, and importing DeepSpeed runs what it finds installed."""
+    program = (
+        "import sys; from deepspeed_patches.ds_to_universal import convert; convert(*sys.argv[1:]);"
+        "print(sorted({'torch', 'deepspeed'} & sys.modules.keys()))"
+    )
+    arguments = [sys.executable, "-c", program, str(source), str(tmp_path / "universal")]
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_missing_universal_info_is_injected_on_demand(tmp_path: Path) -> None:
+    """As upstream does: for the conversion alone, the copied files stay as they are."""
+    folder = without_info(trained(NEWEST, *FLAT, *ZERO3)["bf16_optimizer"], tmp_path)
+    refused = ours(folder, tmp_path / "universal", check=False)
+    assert refused.returncode == 2
+    assert "--inject_missing_state" in refused.stderr
+    ours(folder, tmp_path / "universal", "--inject_missing_state")
+    name = "mp_rank_00_model_states.pt"
+    assert (tmp_path / "universal" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def without_info(source: Path, tmp_path: Path) -> Path:
+    import torch
+
+    folder = shutil.copytree(source, tmp_path / "without" / source.name)
+    path = folder / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    del state["universal_checkpoint_info"]
+    torch.save(state, path)
+    return folder
+
+
+# What the installed converter does
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.12.6", Traits(*[False] * 9)),
+        ("0.16.2", Traits(True, True, True, True, *[False] * 5)),
+        ("0.19.2", Traits(True, True, True, True, *[False] * 5)),
+        (NEWEST, Traits()),
+    ],
+)
+def test_traits_of_releases(version: str, expected: Traits) -> None:
+    text = (tree("deepspeed", version) / upstream.CONVERTER).read_text()
+    assert upstream.of_converter(text) == expected
+
+
+def test_it_is_no_fix_and_no_part_of_the_start_up() -> None:
+    """Nothing of it is imported at interpreter start, and the registry does not know it."""
+    program = "import sys; print([name for name in sys.modules if 'universal' in name or 'torch_file' in name])"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+    assert json.dumps(sorted(p.name for p in (REPOSITORY / "deepspeed_patches").glob("ds_to_universal*.py"))) == "[]"

@@ -1,0 +1,222 @@
+"""A checkpoint that is not whole, or not one, is one clear line, before a byte is written."""
+
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from universal import ours, parallel
+
+RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_01_model_states.pt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a checkpoint of 3 data-parallel and 2 tensor-parallel ranks."""
+    return shutil.copytree(parallel("fused")["fused"], tmp_path / "in" / "global_step7")
+
+
+@dataclass
+class Fragment:
+    """In place of DeepSpeed's own, so that its files can be loaded, changed and saved without it."""
+
+    numel: int
+    start: int
+
+
+@pytest.fixture(autouse=True)
+def _classes_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    Fragment.__module__, Fragment.__qualname__ = "deepspeed.utils.tensor_fragment", "fragment_address"
+    for name in ("deepspeed", "deepspeed.utils", Fragment.__module__):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[Fragment.__module__], "fragment_address", Fragment, raising=False)
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+def optimizer(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda folder: changed(folder / RANK_1, lambda state: change(state["optimizer_state_dict"]))
+
+
+def model(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda folder: changed(folder / MODEL, change)
+
+
+def moved(state: dict[str, Any]) -> None:
+    """The second of a partition's fragments begins one element early, in the first."""
+    fragments = next(m for m in state["param_slice_mappings"] if len(m) > 1)
+    second = list(fragments.values())[1]
+    second.start, second.numel = second.start - 1, second.numel + 1
+
+
+def of_dp_5(state: dict[str, Any]) -> None:
+    state["partition_count"] = [5, 5]
+
+
+def other_step(state: dict[str, Any]) -> None:
+    state["base_optimizer_state"]["state"][0]["step"] = torch.tensor(8.0)
+
+
+def no_moments(state: dict[str, Any]) -> None:
+    del state["base_optimizer_state"]["state"][0]["exp_avg"]
+
+
+def shorter(state: dict[str, Any]) -> None:
+    moments = state["base_optimizer_state"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"][:-3].clone()
+
+
+def in_bfloat16(state: dict[str, Any]) -> None:
+    moments = state["base_optimizer_state"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"].bfloat16()
+
+
+def without_rank_2(folder: Path) -> None:
+    for path in folder.glob("*pp_rank_2_*"):
+        path.unlink()
+
+
+def truncated(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def flipped(folder: Path) -> None:
+    data = bytearray((folder / RANK_1).read_bytes())
+    data[200] ^= 4  # in the pickle, which has a checksum
+    (folder / RANK_1).write_bytes(data)
+
+
+def copied(old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: shutil.copy(folder / old, folder / new)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing rank": (
+        lambda f: os.remove(f / RANK_1),
+        f"{RANK_1} is missing: expected files of 3 data-parallel times 2",
+    ),
+    "a missing last rank": (
+        without_rank_2,
+        "is of 3 data-parallel ranks, the folder has files of 2",
+    ),
+    "a missing model file": (lambda f: os.remove(f / MODEL), "expected 2 files mp_rank_*, found 1"),
+    "a truncated rank": (truncated(RANK_1), f"{RANK_1} is truncated: it has no directory of records at its end"),
+    "a truncated model file": (truncated(MODEL), f"{MODEL} is truncated"),
+    "an empty rank": (lambda f: os.truncate(f / RANK_1, 0), f"{RANK_1} is empty"),
+    "a corrupt rank": (flipped, f"{RANK_1} is corrupt: the checksum of its record data.pkl is wrong"),
+    "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "or no torch file at all"),
+    "two degrees": (optimizer(of_dp_5), f"{RANK_1} is of 5 data-parallel ranks, the folder has files of 3"),
+    "another degree": (model(lambda s: s.update(dp_world_size=5)), f"{MODEL} is of 5 data-parallel ranks"),
+    "a rank too many": (
+        copied(RANK_1, RANK_1.replace("mp_rank_00", "mp_rank_07")),
+        "mp_rank_07_optim_states.pt does not belong here",
+    ),
+    "two trainings": (
+        copied(RANK_1, RANK_1.removeprefix("bf16_")),
+        "has files of two trainings, bf16_zero_pp_rank_ and",
+    ),
+    "fragments that overlap": (optimizer(moved), "fragments overlap"),
+    "a hole": (
+        optimizer(lambda s: s["param_slice_mappings"][0].clear()),
+        "a fragment is missing",
+    ),
+    "other steps": (optimizer(other_step), f"{RANK_1} are at different steps of"),
+    "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL} is of iteration 8"),
+    "no moments": (optimizer(no_moments), f"{RANK_1}: expected 'exp_avg' in it"),
+    "a shorter moment": (optimizer(shorter), "ends at element"),
+    "another type": (optimizer(in_bfloat16), "has bfloat16"),
+    "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),
+    "another layout": (model(lambda s: s.update(param_shapes=3)), "is not laid out as DeepSpeed does"),
+    "files of experts": (
+        copied(MODEL, "layer_0_expert_3_mp_rank_00_model_states.pt"),
+        "files of experts (layer_0_expert_3_mp_rank_00_model_states.pt), which are not converted here; convert it with",
+    ),
+    "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "has layers of experts (ds_autoep_layers)"),
+    "a foreign class": (
+        optimizer(lambda s: s.update(extra=pickle.Pickler)),
+        "Pickler, which is not on the list",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_one_clear_line(damage: str, folder: Path, tmp_path: Path) -> None:
+    damaging, expected = DAMAGES[damage]
+    damaging(folder)
+    done = ours(folder, tmp_path / "out" / "universal", check=False)
+    assert done.returncode == 2, done.stdout
+    assert expected in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_undamaged_twin(folder: Path, tmp_path: Path) -> None:
+    ours(folder, tmp_path / "out" / "universal")
+
+
+@pytest.mark.parametrize("what", ["a file", "files in it"])
+def test_an_output_folder_that_exists(what: str, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "universal"
+    if what == "a file":
+        output.touch()
+    else:
+        output.mkdir()
+        (output / "mine").touch()
+    done = ours(folder, output, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{output} exists" in done.stderr
+
+
+def test_an_empty_output_folder_is_taken(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "universal").mkdir()
+    ours(folder, tmp_path / "universal")
+
+
+@pytest.mark.parametrize("name", ["nothing", "in"])
+def test_an_input_folder_that_is_none(name: str, folder: Path, tmp_path: Path) -> None:
+    done = ours(tmp_path / name, tmp_path / "universal", check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_trusted_foreign_class_is_carried_over_and_not_run(folder: Path, tmp_path: Path) -> None:
+    """It is written into the common state by its name, as upstream would write it."""
+    path = folder / RANK_1.replace("rank_1", "rank_0")
+    changed(path, lambda state: state["optimizer_state_dict"].update(extra=Evil(tmp_path / "touched")))
+    refused = ours(folder, tmp_path / "universal", check=False)
+    assert "holds posix.system" in refused.stderr
+    ours(folder, tmp_path / "universal", "--trust_checkpoint")
+    assert not (tmp_path / "touched").exists()
+    torch.load(tmp_path / "universal" / "zero" / "optimizer_state.pt", weights_only=False)
+    assert (tmp_path / "touched").exists()  # now it has run, in whoever loads the file as upstream does
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_replicas_that_differ(tmp_path: Path) -> None:
+    """The headers cannot tell that; the parameter is named, and the folder stays unfinished."""
+    folder = shutil.copytree(parallel("megatron")["megatron"], tmp_path / "in" / "global_step7")
+    path = folder / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    changed(path, lambda s: s["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].data.add_(1))
+    done = ours(folder, tmp_path / "universal", check=False)
+    assert done.returncode == 2
+    assert "tensor-parallel rank 1 holds the same as others of this parameter, and it does not" in done.stderr
+    assert not (tmp_path / "universal").exists()

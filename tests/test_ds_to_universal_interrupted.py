@@ -1,0 +1,158 @@
+"""A conversion that is killed never looks complete, and the next run ends in the identical result."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.errors import UserError
+from deepspeed_patches.ds_to_universal.output import FINGERPRINT, LATEST, OutputFolder
+from deepspeed_patches.ds_to_universal.outputs import CopiedOutput
+from universal import command, environment, files, ours, parallel, summary
+from upstream import PROGRAMS, all_releases
+from zero_checkpoints import dp768
+
+POINTS = range(0, 80, 1 if all_releases() else 5)
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    return parallel("fused")["fused"]
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    output = tmp_path_factory.mktemp("expected") / "universal"
+    ours(source, output)
+    return files(output)
+
+
+def killed(source: Path, output: Path, point: int) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_conversion.py", source, output, point))]
+    return subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
+
+
+def looks_complete(output: Path) -> bool:
+    return output.exists() or (output.parent / LATEST).exists()
+
+
+def whole_files(output: Path) -> int:
+    """Those of an unfinished conversion that have their own names."""
+    working = output.with_name(f"{output.name}.unfinished")
+    return sum(not name.rpartition("/")[2].startswith(".") for name in files(working)) if working.exists() else 0
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_any_change_of_the_file_system(
+    point: int, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    output = tmp_path / "universal"
+    done = killed(source, output, point)
+    if done.returncode == 0:
+        assert done.stdout == "done\n"
+        assert files(output) == expected
+        return
+    assert done.returncode == -signal.SIGKILL
+    found = {name: data for name, data in files(output).items() if name != FINGERPRINT} if output.exists() else None
+    assert found in (None, expected)
+    if (output.parent / LATEST).exists():
+        assert found == expected
+    before = whole_files(output) if found is None else len(expected)
+
+    again = summary(source, output)
+    assert (again["files_before"], again["files"]) == (before, len(expected) - before)
+    assert files(output) == expected
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "universal"]
+    assert (tmp_path / LATEST).read_text() == "universal"
+
+
+def test_killed_at_any_time_with_two_workers(tmp_path: Path) -> None:
+    """In the middle of a file as well: the parent is killed alone, and its workers end by themselves."""
+    source, output = dp768()["dp768"], tmp_path / "universal"
+    ours(source, tmp_path / "expected" / "universal")
+    expected = files(tmp_path / "expected" / "universal")
+    delay, kills = 0.05, 0
+    while True:
+        process = subprocess.Popen(
+            command(source, output, "--bytes_in_flight", "16K"), env=environment(), stdout=subprocess.DEVNULL
+        )
+        time.sleep(delay)
+        process.kill()
+        if process.wait() == 0:
+            break
+        kills += 1
+        assert not looks_complete(output) or delay > 1
+        delay *= 1.3
+    assert kills
+    assert files(output) == expected
+
+
+def test_a_changed_checkpoint_is_not_taken_up_again(source: Path, tmp_path: Path) -> None:
+    """Half of one checkpoint and half of another would look like one."""
+    copy, output = shutil.copytree(source, tmp_path / "in" / source.name), tmp_path / "universal"
+    interrupted(copy, output)
+    rank = next(copy.glob("*rank_1*optim_states.pt"))
+    os.utime(rank, ns=(0, 0))
+    done = ours(copy, output, check=False)
+    assert done.returncode == 2
+    assert "universal.unfinished holds the unfinished conversion of another checkpoint" in done.stderr
+    shutil.rmtree(tmp_path / "universal.unfinished")
+    ours(copy, output)
+
+
+def interrupted(source: Path, output: Path) -> None:
+    killed(source, output, 20)
+    assert whole_files(output)
+
+
+# A full disk
+
+
+def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "a" / "universal", "")
+    folder.check_space([CopiedOutput("x", 0, 1)])
+    with pytest.raises(UserError, match=rf"universal needs 1000000\.00 GB, and {tmp_path} has .* GB free"):
+        folder.check_space([CopiedOutput("x", 0, 10**15)])
+
+
+def test_a_disk_that_fills_up_is_reported_with_the_path(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """By a limit on the size of files, which fails like a full disk. Nothing is lost, and the next run goes on."""
+    output = tmp_path / "universal"
+    largest = max(map(len, expected.values()))
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY))
+
+    done = subprocess.run(
+        command(source, output), env=environment(), capture_output=True, text=True, preexec_fn=limited
+    )
+    assert done.returncode == 2
+    path = rf"{tmp_path}/universal\.unfinished/mp_rank_0\d_model_states\.pt"
+    assert re.fullmatch(rf"ds_to_universal: {path} cannot be written: File too large\n", done.stderr)
+    assert not looks_complete(output)
+    ours(source, output)
+    assert files(output) == expected
+
+
+def test_the_summary_of_a_run_that_had_nothing_to_do(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """Killed between the last file and `latest_universal`."""
+    output = tmp_path / "universal"
+    ours(source, output)
+    interrupted(source, tmp_path / "other")
+    working = tmp_path / "other.unfinished"
+    shutil.copy(working / FINGERPRINT, output / FINGERPRINT)
+    (tmp_path / LATEST).unlink()
+    found = json.loads(ours(source, output, "--json").stdout)
+    assert (found["files"], found["files_before"]) == (0, len(expected))
+    assert (tmp_path / LATEST).read_text() == "universal"
+    assert files(output) == expected

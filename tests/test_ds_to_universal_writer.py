@@ -1,0 +1,121 @@
+"""What the one-pass converter writes without torch is what torch.save would have written, as torch loads it."""
+
+import argparse
+import io
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches import torch_file
+from ckpt_patches.torch_file import StorageHeader, TensorHeader
+from deepspeed_patches.ds_to_universal import torch_writer
+from deepspeed_patches.ds_to_universal.outputs import storages
+from deepspeed_patches.ds_to_universal.progress import Progress, line
+from upstream import PROGRAMS
+
+BASE = torch.arange(24, dtype=torch.float32)
+
+
+def with_attributes() -> torch.Tensor:
+    tensor = BASE.clone()
+    tensor.ds_id = "0_6"
+    return tensor
+
+
+shared = [1, 2]
+VALUES: dict[str, Any] = {
+    "plain": {"none": None, "numbers": [1, 2.5, 2**70, True, -1], "bytes": b"\x00\xff", "none of them": b"", 3: ("a",)},
+    "containers": OrderedDict(a={1, 2}, b=frozenset({3}), c=(), d=[shared, shared], e=torch.Size([2, 3])),
+    "objects": {"args": argparse.Namespace(tp=2, dtype=torch.bfloat16), "dtype": torch.float16},
+    "views": [BASE[:4], BASE[8:].view(4, 4).t(), torch.tensor(7.0)],
+    "kinds": [BASE.bfloat16(), BASE.to(torch.float8_e4m3fn), BASE.bool(), torch.empty(0, 3), BASE.long()],
+    "parameter": torch.nn.Parameter(BASE.clone()),
+    "attributes": with_attributes(),
+    "gradient": BASE.clone().requires_grad_(),
+}
+
+
+def rewritten(value: Any, folder: Path) -> Path:
+    """Saved by torch, read as headers, and written again."""
+    torch.save(value, folder / "torch.pt")
+    header = torch_file.read(folder / "torch.pt").value
+    original = (folder / "torch.pt").read_bytes()
+    with open(folder / "ours.pt", "wb") as file, torch_writer.torch_file(file, "ours", header) as records:
+        for storage in storages(header):
+            data = original[storage.offset : storage.offset + storage.nbytes]
+            records.add_storage(storage.key, storage.nbytes, [data[:5], data[5:]])
+    return folder / "ours.pt"
+
+
+@pytest.fixture(autouse=True)
+def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+
+
+def same(one: Any, other: Any) -> bool:
+    """As whole checkpoints are compared."""
+    from same_universal import differences
+
+    return differences(one, other) == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("large", [False, True])
+def test_torch_loads_what_it_had_saved(name: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read or mapped; also with the sizes of 64 bits that records of more than 1 GiB get."""
+    if large:
+        monkeypatch.setattr(torch_writer, "LARGE", 0)
+    path = rewritten(VALUES[name], tmp_path)
+    for options in ({}, {"mmap": True}):
+        assert same(torch.load(path, weights_only=False, **options), VALUES[name])
+    if name not in ("containers", "objects", "plain"):  # frozenset, Namespace, bytes() are refused of torch itself
+        assert same(torch.load(path, weights_only=True), VALUES[name])
+
+
+def test_views_and_lists_are_shared_as_they_were(tmp_path: Path) -> None:
+    one, other = torch.load(rewritten([BASE[:4], BASE[8:]], tmp_path))
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    value = torch.load(rewritten(VALUES["containers"], tmp_path), weights_only=False)
+    assert value["d"][0] is value["d"][1]
+
+
+def test_the_zip_is_sound_and_aligned(tmp_path: Path) -> None:
+    path = rewritten(VALUES["views"], tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None  # every checksum
+    found = torch_file.read(path).value
+    assert all(tensor.storage.offset % 64 == 0 for tensor in found)
+
+
+def test_a_tensor_on_a_gpu_becomes_one_on_the_cpu() -> None:
+    """As upstream loads it with map_location: the location in the file is not carried over."""
+    tensor = TensorHeader(StorageHeader("0", "float32", 2, 0), "float32", 0, (2,), (1,))
+    assert b"cpu" in torch_writer.pickled(tensor)
+
+
+# Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Progress, "INTERVAL", 0)
+    terminal, other = Terminal(), io.StringIO()
+    for file in (terminal, other):
+        progress = Progress(4 * 10**9, file)
+        progress.show(10**9)
+        progress.close()
+    assert " 25% 1.00/4.00 GB" in terminal.getvalue()
+    assert other.getvalue() == ""
+
+
+def test_the_line_has_rate_and_time_left() -> None:
+    assert line(10**9, 4 * 10**9, 2.0) == "  25% 1.00/4.00 GB, 0.50 GB/s, 6 s left"
+    assert line(0, 0, 0.0) == " 100% 0.00/0.00 GB, 0.00 GB/s, ? s left"

@@ -1,0 +1,85 @@
+"""Run the one-pass converter, and compare what it writes with what upstream's own, fixed, converter writes."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from upstream import run, run_json, tree
+from zero_checkpoints import convert, session_folder
+
+MODULE = "deepspeed_patches.ds_to_universal"
+
+
+def command(source: Path, output: Path, *options: str | Path) -> list[str]:
+    folders = ("--input_folder", source, "--output_folder", output)
+    return [sys.executable, "-m", MODULE, *map(str, (*folders, *options))]
+
+
+def environment(version: str = "0.19.8", **more: str) -> dict[str, str]:
+    """In which a release of DeepSpeed is installed."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith("SLURM_")}
+    return {**kept, "PYTHONPATH": str(tree("deepspeed", version)), **more}
+
+
+def ours(
+    source: Path,
+    output: Path,
+    *options: str | Path,
+    version: str = "0.19.8",
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(source, output, *options),
+        env={**environment(version), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def summary(source: Path, output: Path, *options: str | Path, **keywords: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ours(source, output, "--json", *options, **keywords).stdout)
+    return found
+
+
+def differences(pairs: Sequence[tuple[Path, Path]], version: str = "0.19.8") -> dict[str, list[str]]:
+    """Of pairs of universal checkpoints: upstream's, ours; loaded as this release's DeepSpeed loads them."""
+    arguments = [f"{upstream}:{own}" for upstream, own in pairs]
+    found: dict[str, list[str]] = run_json("same_universal", *arguments, tree=tree("deepspeed", version))
+    return found
+
+
+def both(output: Path, *sources: Path, version: str) -> dict[str, list[str]]:
+    """Convert checkpoints with both, and compare; by the name of the checkpoint, what differs."""
+    outcome = convert(output / "upstream", *sources, version=version, delivery="hook")
+    assert set(outcome.values()) == {""}, outcome
+    pairs = []
+    for source in sources:
+        name = source.parent.name
+        ours(source, output / "ours" / name, version=version)
+        pairs.append((output / "upstream" / name, output / "ours" / name))
+    found = differences(pairs, version)
+    return {Path(name).name: different for name, different in found.items()}
+
+
+@functools.cache
+def parallel(*cases: str) -> dict[str, Path]:
+    """Checkpoints of tensor- and pipeline-parallel models, written once a session."""
+    out = session_folder() / "parallel"
+    missing = [case for case in cases if not (out / case).exists()]
+    if missing:
+        run("write_parallel_checkpoint", out, *missing, tree=tree("deepspeed", "0.19.8"))
+    return {case: out / case / "global_step7" for case in cases}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
