@@ -299,7 +299,7 @@ _FUNCTIONS: dict[str, Any] = {
     "torch._tensor._rebuild_from_type_v2": _Function(_subclass),
     "_codecs.encode": _Function(_bytes),
     "__builtin__.bytes": _Function(_bytes),
-    "torch.Size": Size,
+    "torch.Size": _Function(Size),
     "collections.OrderedDict": Ordered,
     **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (set, frozenset)},
 }

@@ -124,7 +124,7 @@ def test_the_options_change_nothing_in_the_output(source: Path, tmp_path: Path) 
     for name, options in {
         "mapped": ("--access", "mmap"),
         "small": ("--bytes_in_flight", "1K"),
-        "sync": ("--sync",),
+        "no sync": ("--no_sync",),
         "workers": ("--num_extract_workers", "3"),
     }.items():
         ours(source, tmp_path / name, *options)

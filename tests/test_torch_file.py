@@ -196,6 +196,7 @@ GLOBALS = {
     "slots of torch's function": b"ctorch._utils\n_rebuild_tensor_v2\n(N}S'_run'\nNstb.",
     "BUILD on a class": b"cargparse\nNamespace\n}S'__new__'\nNsb.",
     "slots of a class": b"ccollections\nOrderedDict\n(N}S'__init__'\nNstb.",
+    "slots of torch.Size": b"ctorch\nSize\n(N}S'marker'\nNstb.",
     "BUILD on a list": b"(l}S'a'\nNsb.",
     "a memo that is not there": b"h\x07.",
     "a string that is longer than the file": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",

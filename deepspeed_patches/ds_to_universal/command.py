@@ -79,7 +79,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--access", choices=("read", "mmap"), default="read", help="read ranges of the files, or map them into memory"
     )
     parser.add_argument(
-        "--sync", action="store_true", help="have every file on the disk before it gets its name: for power failures"
+        "--no_sync",
+        dest="sync",
+        action="store_false",
+        help="do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails",
     )
     parser.add_argument("--json", action="store_true", help="print a summary for programs")
 

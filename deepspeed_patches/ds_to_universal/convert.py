@@ -30,7 +30,7 @@ class Options:
     strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
     inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
     trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
-    sync: bool = False  # have every file on the disk before it gets its name: for power failures
+    sync: bool = True  # have every file on the disk before it gets its name: for power failures
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def convert(
     planning = time.monotonic() - begin
     workers = _run(planned, folder, options, left, group)
     if group.rank == 0:
-        folder.finish(planned)
+        folder.finish(planned, sync=options.sync)
     seconds = time.monotonic() - begin
     nbytes = sum(output.nbytes for output in left)
     rate = nbytes / max(seconds - planning, 1e-9)

@@ -80,7 +80,7 @@ class OutputFolder:
         if free < needed + SPARE:
             raise UserError(f"{self.final} needs {needed / 1e9:.2f} GB, and {existing} has {free / 1e9:.2f} GB free")
 
-    def finish(self, plan: Plan) -> None:
+    def finish(self, plan: Plan, *, sync: bool = True) -> None:
         """Give the complete folder its name, then write `latest_universal`.
 
         Raises:
@@ -91,6 +91,8 @@ class OutputFolder:
             raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
         if not self._has_fingerprint(self.final):
             self.remove_temporary()
+            if sync:
+                _sync_folders(self.working)
             os.rename(self.working, self.final)
         _write_at_once(self.final.parent / LATEST, self.final.name)
         (self.final / FINGERPRINT).unlink()
@@ -105,5 +107,23 @@ class OutputFolder:
 
 def _write_at_once(path: Path, text: str) -> None:
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    temporary.write_text(text)
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folders(top: Path) -> None:
+    """Have the names of all files below a folder on the disk; the files are there already."""
+    for folder, _, _ in os.walk(top):
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: str | Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
