@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ckpt_patches import __version__
+from ckpt_patches.audit import command as audit
 from ckpt_patches.errors import UserError
 from ckpt_patches.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.trees import select
@@ -23,8 +24,10 @@ EXAMPLES = """examples:
   ckpt-patches apply                                   write the fixes into the installed files (a Dockerfile's RUN)
   ckpt-patches revert numpy2_product                   take one out again, byte for byte
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
+  ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
 
-exit status: 0 all is well, 1 a fix that is needed is missing, 2 wrong usage or a file that cannot be worked on
+exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, a file that
+cannot be worked on, or a checkpoint that cannot be told whole or damaged
 """
 
 TO_UNIVERSAL = "to-universal"
@@ -76,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     revert.set_defaults(run=_revert)
     # Its options are its own module's, which the other commands do without.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
+    audit.add_to(commands)
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="fixes to take (default: all)")
         command.add_argument(

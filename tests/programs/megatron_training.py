@@ -22,7 +22,7 @@ Model = Any
 Optimizer = Any
 
 
-def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
+def spawn(worker: Callable[..., None], ranks: int, *args: object, tensor_parallel: int = 1) -> None:
     """Run `worker(rank, *args)` on that many processes with a Gloo group and Megatron's parallel state.
 
     The ranks are forked from this process, so the packages are imported once.
@@ -33,10 +33,12 @@ def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
 
     port = os.environ.get("MASTER_PORT", "29571")
     torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(_start, (worker, ranks, port, *args), nprocs=ranks, start_method="fork")
+    torch.multiprocessing.start_processes(
+        _start, (worker, ranks, port, tensor_parallel, *args), nprocs=ranks, start_method="fork"
+    )
 
 
-def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, *args: object) -> None:
+def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, tensor_parallel: int, *args: object) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
@@ -45,7 +47,7 @@ def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, *args:
     dist.init_process_group("cpu:gloo,cuda:nccl" if REAL_GPU else "gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     without_transformer_engine()
     try:
         worker(rank, *args)

@@ -1,0 +1,196 @@
+"""Look at a block of elements: nothing to say of most, and for the others what is odd about each element.
+
+The quick test takes a few passes over a block that lies in the processor's cache, and only sorts out blocks in which
+every element is a normal number, the masters round to the weights, and no square is negative. What it lets
+pass is what the slow test says nothing of (a property test compares them).
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
+
+Block: TypeAlias = "npt.NDArray[np.generic]"
+Codes: TypeAlias = "npt.NDArray[np.uint16]"
+
+# What is odd about an element; a code has a bit for each.
+NO_MASTER = 1  # the master is zero, byte for byte
+NO_AVG = 2
+NO_SQ = 4
+CONTRADICTED = 8  # … and the master must not be zero, by the weight, or without weights by the moments
+AVG_IS_LARGE = 16  # … and the square must not be zero, by the first moment
+UNROUNDED = 32  # the master is not zero, and does not round to the weight
+NEGATIVE = 64  # the square
+DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
+NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
+
+# exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
+LARGE_AVG = np.float32(1e-15)
+
+EXPONENT = np.uint32(0x7F800000)
+SMALLEST_NORMAL = np.uint32(0x00800000)
+# Of a floating point type: its bits as an integer, its smallest normal number, its infinity.
+LIMITS = {
+    "float32": (np.uint32, SMALLEST_NORMAL, EXPONENT),
+    "bfloat16": (np.uint16, np.uint16(0x0080), np.uint16(0x7F80)),
+    "float16": (np.uint16, np.uint16(0x0400), np.uint16(0x7C00)),
+}
+OTHER_FLOATS = ("float64",)
+# Half the distance of neighbouring numbers, in units of fp32's.
+HALF_STEP = {"bfloat16": np.uint32(1 << 15), "float16": np.uint32(1 << 12)}
+
+
+def as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32] | None":
+    """The elements in fp32; None for what is no floating point number."""
+    if dtype == "float32":
+        return data.view(np.float32)
+    if dtype in HALF_STEP:
+        return _half_as_float32(data, dtype)
+    if dtype == "float64":
+        with np.errstate(over="ignore"):
+            return data.view(np.float64).astype(np.float32)
+    return None
+
+
+def _half_as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32]":
+    if dtype == "float16":
+        return data.view(np.float16).astype(np.float32)
+    return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def is_clean(streams: Mapping[str, tuple[Block, str]]) -> bool:
+    """Whether a block's elements are all in order, by a test that is quick and may say no too often.
+
+    `streams` has the bytes and the dtype of each role.
+    """
+    if any(dtype != "float32" for role, (_, dtype) in streams.items() if role != WEIGHT):
+        return False
+    if WEIGHT in streams and MASTER in streams:
+        if not _agrees(streams[MASTER][0], *streams[WEIGHT]):
+            return False
+    elif any(role in streams and not _is_normal(*streams[role]) for role in (WEIGHT, MASTER)):
+        return False
+    if EXP_AVG in streams and not _is_normal(streams[EXP_AVG][0], "float32"):
+        return False
+    if EXP_AVG_SQ in streams:
+        squares = streams[EXP_AVG_SQ][0].view(np.uint32)
+        return bool(squares.max() < EXPONENT and squares.min() > 0)  # as an integer, a negative number is large
+    return True
+
+
+def _is_normal(data: Block, dtype: str) -> bool:
+    """Whether there is no zero, no denormal number, no infinity and no NaN; true of what is no floating point."""
+    if dtype not in LIMITS:
+        return dtype not in OTHER_FLOATS
+    bits, smallest, exponent = LIMITS[dtype]
+    magnitude = data.view(bits) << bits(1)
+    return bool(magnitude.max() < exponent << bits(1) and magnitude.min() >= smallest << bits(1))
+
+
+def _agrees(master: Block, weight: Block, dtype: str) -> bool:
+    """Whether all masters are normal numbers, and every weight is (one of) the nearest to its master."""
+    bits = master.view(np.uint32)
+    if dtype == "float32":
+        return _is_normal(weight, dtype) and bool((bits == weight.view(np.uint32)).all())
+    if dtype not in HALF_STEP:
+        return False
+    difference = _bits_in_float32(weight, dtype)
+    np.subtract(bits, difference, out=difference)
+    difference += HALF_STEP[dtype]  # from -half a step to half a step: 0 to a step, and anything else is larger
+    if dtype == "bfloat16":  # a master that rounds to a normal number needs no other test
+        return bool(difference.max() <= 2 * HALF_STEP[dtype]) and _is_normal(weight, dtype)
+    # In fp16 small weights are denormal, which is all right, and their bits are no measure.
+    if not _is_normal(master, "float32") or (weight.view(np.uint16) << np.uint16(1)).max() >= 0xF800:
+        return False
+    others = np.flatnonzero(difference > 2 * HALF_STEP[dtype])
+    small = weight.view(np.float16)[others].astype(np.float32)
+    return bool(_is_nearest_exactly(bits[others].view(np.float32), small, dtype).all())
+
+
+def _bits_in_float32(weight: Block, dtype: str) -> npt.NDArray[np.uint32]:
+    """The bits of each weight, a normal number, in fp32."""
+    bits = weight.view(np.uint16).astype(np.uint32)
+    if dtype == "bfloat16":
+        bits <<= np.uint32(16)
+        return bits
+    sign = bits & np.uint32(0x8000)
+    sign <<= np.uint32(16)
+    bits &= np.uint32(0x7FFF)
+    bits <<= np.uint32(13)
+    bits += np.uint32(112 << 23)  # the biases of the exponents are 127 and 15
+    bits |= sign
+    return bits
+
+
+def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
+    """What is odd about each element of a block."""
+    values = {role: v for role, (data, dtype) in streams.items() if (v := as_float32(data, dtype)) is not None}
+    code = np.zeros(numel, np.uint16)
+    for role, bit in NOT_FINITE.items():
+        if role in values:
+            code[~np.isfinite(values[role])] |= np.uint16(bit)
+    zero = {role: _is_zero(values[role]) for role in values}
+    for role, bit in ((MASTER, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):
+        if role in zero:
+            code[zero[role]] |= np.uint16(bit)
+    if EXP_AVG in values and EXP_AVG_SQ in values:
+        code[zero[EXP_AVG_SQ] & (np.abs(values[EXP_AVG]) > LARGE_AVG)] |= np.uint16(AVG_IS_LARGE)
+    if EXP_AVG_SQ in values:
+        code[values[EXP_AVG_SQ] < 0] |= np.uint16(NEGATIVE)
+    _compare_master(values, streams, zero, code)
+    own = values.get(WEIGHT, values.get(MASTER))
+    if own is not None:
+        magnitude = np.abs(own)
+        code[(magnitude > 0) & (magnitude < np.finfo(np.float32).tiny)] |= np.uint16(DENORMAL)
+    return code
+
+
+def _is_zero(values: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Zero bytes, as zarr fills up with; -0.0 was calculated."""
+    return values.view(np.uint32) == 0
+
+
+def _compare_master(
+    values: dict[str, npt.NDArray[np.float32]],
+    streams: Mapping[str, tuple[Block, str]],
+    zero: dict[str, npt.NDArray[np.bool_]],
+    code: Codes,
+) -> None:
+    """Set what the weight, or without it the moments, say against the master."""
+    if MASTER not in values:
+        return
+    if WEIGHT in values:
+        weight, dtype = streams[WEIGHT]
+        code[zero[MASTER] & (values[WEIGHT] != 0)] |= np.uint16(CONTRADICTED)
+        wrong = ~_is_nearest(values[MASTER], weight, dtype)
+        code[wrong & ~zero[MASTER] & np.isfinite(values[MASTER]) & np.isfinite(values[WEIGHT])] |= np.uint16(UNROUNDED)
+    elif EXP_AVG in values and EXP_AVG_SQ in values:
+        moved = (np.abs(values[EXP_AVG]) > LARGE_AVG) & ~zero[EXP_AVG_SQ]
+        code[zero[MASTER] & moved] |= np.uint16(CONTRADICTED)
+
+
+def _is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> npt.NDArray[np.bool_]:
+    """Whether each weight is (one of) the nearest to its master: a tie may go either way, optimizers differ in it."""
+    if dtype in ("float32", "float64"):
+        return master == weight.view(dtype)
+    if dtype not in HALF_STEP:
+        return np.ones(len(master), np.bool_)
+    nearest = master.view(np.uint32) - _bits_in_float32(weight, dtype) + HALF_STEP[dtype] <= 2 * HALF_STEP[dtype]
+    others = np.flatnonzero(~nearest)  # zeros, what is denormal in fp16, and what is wrong
+    nearest[others] = _is_nearest_exactly(master[others], _half_as_float32(weight, dtype)[others], dtype)
+    return nearest
+
+
+def _is_nearest_exactly(
+    master: npt.NDArray[np.float32], weight: npt.NDArray[np.float32], dtype: str
+) -> npt.NDArray[np.bool_]:
+    """The same without bits: by the distance, which is at most half a step at the weight's exponent."""
+    smallest_exponent, digits, largest = (-126, 8, 3.3961775e38) if dtype == "bfloat16" else (-14, 11, 65520.0)
+    with np.errstate(invalid="ignore"):
+        exponent = np.maximum(np.frexp(np.maximum(np.abs(master), np.abs(weight)))[1] - 1, smallest_exponent)
+        near = np.abs(master.astype(np.float64) - weight) <= np.ldexp(0.5, exponent - digits + 1)
+        overflow = np.isinf(weight) & (np.abs(master) >= largest) & (np.sign(master) == np.sign(weight))
+    return near | overflow

@@ -1,0 +1,104 @@
+"""The closed list of what can be wrong with a checkpoint. `docs/audit.md` shows it; each has a crafted test."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DAMAGE, SUSPICION, NOTE = "damage", "suspicion", "note"
+
+
+class Kind(NamedTuple):
+    """One entry of the list."""
+
+    name: str
+    severity: str
+    meaning: str
+    remedy: str
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def _kind(name: str, severity: str, meaning: str, remedy: str = "no repair: take another checkpoint") -> Kind:
+    KINDS[name] = Kind(name, severity, meaning, remedy)
+    return KINDS[name]
+
+
+FROM_WEIGHT = "repair takes the model's own weights, which are rounded"
+FROM_OLDER = "repair takes the range of an older checkpoint (`--from`), or resets both moments to zero"
+NO_HARM = "nothing to repair"
+
+LOST_MASTER = _kind(
+    "lost_master",
+    DAMAGE,
+    "zeros in the master parameter where the model's own weight is not zero (without weights: where the moments are "
+    "not zero)",
+    FROM_WEIGHT,
+)
+LOST_MOMENT = _kind(
+    "lost_moment",
+    DAMAGE,
+    "zeros in one moment where the other is not zero, or in both over a slice that is lost in another array",
+    FROM_OLDER,
+)
+MOMENT_GAP = _kind(
+    "moment_gap",
+    SUSPICION,
+    "both moments are zero over a run that is not whole rows, or that is too long to be rows without gradient; or the "
+    "first moment alone is zero where it can have decayed to zero",
+    FROM_OLDER,
+)
+NO_MOMENTS = _kind(
+    "no_moments", DAMAGE, "the moments of every parameter are zero, and the optimizer's step is not", FROM_OLDER
+)
+PARAMETER_WITHOUT_MOMENTS = _kind(
+    "parameter_without_moments",
+    SUSPICION,
+    "both moments of a whole parameter are zero, and the optimizer's step is not",
+    FROM_OLDER,
+)
+UNROUNDED_MASTER = _kind(
+    "unrounded_master",
+    DAMAGE,
+    "the master parameter does not round to the model's own weight, as after a reload that did not reach it",
+    FROM_WEIGHT,
+)
+NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
+NEGATIVE_SQUARE = _kind("negative_square", DAMAGE, "negative elements in exp_avg_sq, a mean of squares", FROM_OLDER)
+DENORMAL_RUN = _kind(
+    "denormal_run",
+    SUSPICION,
+    "a run of denormal numbers, as uninitialised memory or integers look when they are read as floating point",
+)
+NO_GRADIENT = _kind(
+    "no_gradient", NOTE, "whole rows whose moments are zero: unseen tokens, padding, unused units", NO_HARM
+)
+MISSING_CHUNK = _kind("missing_chunk", DAMAGE, "a chunk's file is missing", "repair as for zeros where it can")
+SHORT_CHUNK = _kind(
+    "short_chunk", DAMAGE, "a chunk's file is shorter than the chunk", "repair as for zeros where it can"
+)
+LONG_CHUNK = _kind("long_chunk", DAMAGE, "a chunk's file is longer than the chunk", "repair cuts off what is beyond")
+STRAY_FILE = _kind("stray_file", SUSPICION, "files of chunks that the array's metadata does not know of")
+MISSING_ARRAY = _kind(
+    "missing_array", DAMAGE, "an array is missing that the other parameters have", "no repair: take another checkpoint"
+)
+MISSING_MOMENTS = _kind(
+    "missing_moments", SUSPICION, "a parameter has no moments at all, and the other parameters have", NO_HARM
+)
+NO_OPTIMIZER_STATE = _kind(
+    "no_optimizer_state", NOTE, "parameters without any optimizer state, as frozen ones have none", NO_HARM
+)
+LOCK_DIRECTORY = _kind("lock_directory", NOTE, "a lock directory was left behind", "repair leaves it out")
+BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
+BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its checksums")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, and where."""
+
+    kind: Kind
+    array: str  # or a file's name
+    shard: str = ""
+    begin: int | None = None  # the first element, counted in the shard
+    end: int | None = None  # behind the last one
+    detail: str = ""

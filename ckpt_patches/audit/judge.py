@@ -1,0 +1,202 @@
+"""What the odd elements of a shard mean: a function for each kind of damage."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ckpt_patches.audit import blocks, damages
+from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
+from ckpt_patches.audit.scan import Runs, rows_of
+
+BOTH = blocks.NO_AVG | blocks.NO_SQ
+VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
+ROWS_BY_CHANCE = 1e-6  # a number of consecutive rows without gradient that is less likely than that is none
+LEAST_SHARE_OF_ROWS = 1e-2
+LEAST_NORMAL = 1e-30  # a first moment that has decayed by this factor may have become zero
+DENORMAL_RUN = 16  # elements
+NEAR = 64  # elements between wrong ones that are reported as one range
+MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
+
+
+class View:
+    """A shard with its odd runs, and the holes in its arrays."""
+
+    def __init__(self, shard: Shard, runs: Runs, found: Checkpoint) -> None:
+        self.shard, self.runs, self.step, self.beta1 = shard, runs, found.step, found.beta1
+        self.row = rows_of(shard.shape)
+        ends = {0, shard.numel}
+        masters = [snapped(hole, ends) for hole in self._holes(MASTER)]
+        # Of all states a master's edges are the most exact: few weights are zero, and many moments.
+        edges = ends | edges_of(masters)
+        self.holes = {MASTER: masters, **{role: [snapped(h, edges) for h in self._holes(role)] for role in MOMENTS}}
+        self.decayed = self._decayed()
+        certain = {hole for own in self.holes.values() for hole in own} - self.decayed
+        self.known = edges_of(certain) - ends  # where ranks have cut the shard
+
+    def _holes(self, role: str) -> list[Hole]:
+        code, numel = self.runs.code, self.shard.numel
+        if role == MASTER:
+            return holes(self.runs, blocks.NO_MASTER, code & blocks.CONTRADICTED > 0)
+        if not set(MOMENTS) <= self.shard.streams.keys():
+            return []
+        if role == EXP_AVG:
+            return by_no_chance(holes(self.runs, blocks.NO_AVG, code & BOTH == blocks.NO_AVG), numel)
+        return by_no_chance(holes(self.runs, blocks.NO_SQ, code & blocks.AVG_IS_LARGE > 0), numel)
+
+    def _decayed(self) -> set[Hole]:
+        """Rows whose first moment can have decayed to zero, as it does long before its square."""
+        if self.step is not None and float(self.beta1 or 0.9) ** self.step >= LEAST_NORMAL:
+            return set()
+        rows = Rows([(hole.outer_begin, hole.outer_end) for hole in self.holes[EXP_AVG]], self.row)
+        return {hole for hole in self.holes[EXP_AVG] if rows.has(hole.outer_begin, hole.outer_end)}
+
+    def both_moments(self, kind: damages.Kind, begin: int, end: int) -> list[Finding]:
+        return [self.finding(kind, role, begin, end) for role in MOMENTS]
+
+    def finding(self, kind: damages.Kind, role: str, begin: int, end: int, detail: str = "") -> Finding:
+        return Finding(kind, self.shard.streams[role].array, self.shard.label, begin, end, detail)
+
+
+def judge(shard: Shard, runs: Runs, found: Checkpoint) -> Iterator[Finding]:
+    """What is wrong with a shard."""
+    view = View(shard, runs, found)
+    for function in JUDGES:
+        yield from function(view)
+
+
+def lost_master(view: View) -> Iterator[Finding]:
+    for hole in view.holes[MASTER]:
+        yield view.finding(damages.LOST_MASTER, MASTER, hole.begin, hole.end)
+
+
+def lost_moment(view: View) -> Iterator[Finding]:
+    """One moment is zero where the other is not."""
+    for role in MOMENTS:
+        for hole in view.holes[role]:
+            kind = damages.MOMENT_GAP if hole in view.decayed else damages.LOST_MOMENT
+            yield view.finding(kind, role, hole.begin, hole.end)
+
+
+def moment_gap(view: View) -> Iterator[Finding]:
+    """Both moments are zero: rows without gradient, or the same slice lost twice."""
+    if not set(MOMENTS) <= view.shard.streams.keys():
+        return
+    ranges = stretches(view.runs, BOTH)
+    if ranges == [(0, view.shard.numel)]:
+        return  # the whole shard; see `of_parameters`
+    natural = _rows_without_gradient(view, ranges)
+    gaps = [Hole(*found, *found, found[1] - found[0]) for found in ranges if found not in natural]
+    for begin, end, *_ in by_no_chance(gaps, view.shard.numel):
+        kind = damages.LOST_MOMENT if {begin, end} & view.known else damages.MOMENT_GAP
+        yield from view.both_moments(kind, begin, end)
+    for begin, end in _between_edges(view, natural):
+        yield from view.both_moments(damages.MOMENT_GAP, begin, end)
+    if natural:
+        elements = sum(end - begin for begin, end in natural)
+        detail = f"{elements} elements in {len(natural)} places"
+        yield view.finding(damages.NO_GRADIENT, EXP_AVG, min(natural)[0], max(natural)[1], detail)
+
+
+def _between_edges(view: View, natural: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What of the rows without gradient reaches from one edge of a slice, known by another hole, to the next."""
+    edges = sorted({0, *view.known, view.shard.numel})
+    for begin, end in itertools.pairwise(edges):
+        if view.known and any(first <= begin and end <= last for first, last in natural):
+            yield begin, end
+
+
+def _rows_without_gradient(view: View, ranges: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Those ranges that can be rows or columns without gradient."""
+    rows = Rows(ranges, view.row)
+    natural = {found for found in ranges if rows.has(*found)}
+    if is_vocabulary(view.shard):
+        return natural
+    elements = sum(end - begin for begin, end in natural)
+    return {found for found in natural if _is_likely(view, *found, elements)}
+
+
+def _is_likely(view: View, begin: int, end: int, elements: int) -> bool:
+    """Whether so many rows in succession can be without gradient, by how many others there are."""
+    rows, own = view.shard.numel / view.row, (end - begin) / view.row
+    share = max((elements - (end - begin)) / view.shard.numel, LEAST_SHARE_OF_ROWS)
+    return float(rows * share**own) > ROWS_BY_CHANCE
+
+
+def unrounded_master(view: View) -> Iterator[Finding]:
+    yield from _wrong(view, damages.UNROUNDED_MASTER, MASTER, blocks.UNROUNDED)
+
+
+def not_finite(view: View) -> Iterator[Finding]:
+    for role in ROLES:
+        yield from _wrong(view, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
+
+
+def negative_square(view: View) -> Iterator[Finding]:
+    yield from _wrong(view, damages.NEGATIVE_SQUARE, EXP_AVG_SQ, blocks.NEGATIVE)
+
+
+def denormal_run(view: View) -> Iterator[Finding]:
+    role = WEIGHT if WEIGHT in view.shard.streams else MASTER
+    for begin, end in stretches(view.runs, blocks.DENORMAL):
+        if end - begin >= DENORMAL_RUN:
+            yield view.finding(damages.DENORMAL_RUN, role, begin, end)
+
+
+def _wrong(view: View, kind: damages.Kind, role: str, bit: int) -> Iterator[Finding]:
+    """The elements with a bit; those that lie near to each other as one range."""
+    chosen = view.runs.code & bit > 0
+    begin, end = view.runs.begin[chosen], view.runs.end[chosen]
+    if not len(begin):
+        return
+    total = np.concatenate([[0], np.cumsum(end - begin)])
+    cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
+    if len(cuts) >= MOST_FINDINGS:
+        cuts = cuts[:0]
+    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(begin)], strict=True):
+        low, high, elements = int(begin[first]), int(end[last - 1]), int(total[last] - total[first])
+        yield view.finding(kind, role, low, high, "" if elements == high - low else f"{elements} elements of these")
+
+
+JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
+    lost_master,
+    lost_moment,
+    moment_gap,
+    unrounded_master,
+    not_finite,
+    negative_square,
+    denormal_run,
+)
+
+
+def of_parameters(found: Checkpoint, scanned: list[Runs]) -> Iterator[Finding]:
+    """Parameters, or all of them, whose moments are zero although the optimizer has stepped."""
+    if not found.step:
+        return
+    empty: dict[str, list[tuple[Shard, bool]]] = {}
+    for shard, runs in zip(found.shards, scanned, strict=True):
+        if set(MOMENTS) <= shard.streams.keys() and shard.numel:
+            empty.setdefault(shard.parameter, []).append((shard, stretches(runs, BOTH) == [(0, shard.numel)]))
+    without = {name for name, shards in empty.items() if all(is_empty for _, is_empty in shards)}
+    detail = f"step {found.step}"
+    for name, shards in empty.items():
+        for shard in (shard for shard, is_empty in shards if is_empty):
+            kind = _kind_of_empty(shard, name in without, len(without) == len(empty))
+            for role in MOMENTS:
+                yield Finding(kind, shard.streams[role].array, shard.label, 0, shard.numel, detail)
+
+
+def _kind_of_empty(shard: Shard, whole_parameter: bool, all_parameters: bool) -> damages.Kind:
+    """A shard without moments. Alone among the shards of its parameter it can be padding of the vocabulary."""
+    if all_parameters:
+        return damages.NO_MOMENTS
+    if whole_parameter:
+        return damages.PARAMETER_WITHOUT_MOMENTS
+    return damages.NO_GRADIENT if is_vocabulary(shard) else damages.MOMENT_GAP
+
+
+def is_vocabulary(shard: Shard) -> bool:
+    """Whether the rows are tokens, of which many are never seen."""
+    return any(word in shard.parameter for word in VOCABULARY)

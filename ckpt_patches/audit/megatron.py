@@ -1,0 +1,86 @@
+"""What Megatron's distributed checkpoints have in common: the names of arrays, and the file of what is not sharded."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckpt_patches import torch_file
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint
+from ckpt_patches.audit.damages import Finding
+
+PREFIX = "optimizer.state."
+STATES = {"fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+Value = TypeVar("Value")
+
+
+def parameter_and_role(name: str) -> tuple[str, str]:
+    """Which parameter an array belongs to, and as what."""
+    start = name.find(PREFIX)  # with several optimizers there is something in front
+    state, _, parameter = name[start + len(PREFIX) :].partition(".")
+    if start < 0 or state not in STATES:
+        return name, WEIGHT
+    return parameter, STATES[state]
+
+
+def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
+    """What belongs to each array, by parameter and role."""
+    parameters: dict[str, dict[str, Value]] = {}
+    for name, value in arrays.items():
+        parameter, role = parameter_and_role(name)
+        parameters.setdefault(parameter, {})[role] = value
+    return parameters
+
+
+def check_siblings(found: Checkpoint, parameters: dict[str, dict[str, str]]) -> None:
+    """Arrays that most parameters have, and one has not; `parameters` are names of arrays by parameter and role."""
+    with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
+    usual = Counter(role for roles in with_state.values() for role in roles)
+    for name, roles in with_state.items():
+        missing = [role for role in ROLES if role not in roles and 2 * usual[role] > len(with_state)]
+        if set(missing) == set(MOMENTS):
+            found.findings.append(Finding(damages.MISSING_MOMENTS, name))
+        elif missing:
+            found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=f"no {' and no '.join(missing)}"))
+    without = len(parameters) - len(with_state)
+    if with_state and without:
+        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
+
+
+def read_common(found: Checkpoint) -> None:
+    """The optimizer's step and what else `common.pt` says of the run."""
+    path = found.path / "common.pt"
+    if not path.exists():
+        found.findings.append(Finding(damages.BAD_METADATA, path.name, detail="the file is missing"))
+        return
+    try:
+        common = torch_file.read(path, trust=True).value  # runs nothing; unknown classes are stand-ins
+    except torch_file.BadFileError as error:
+        found.findings.append(Finding(damages.BAD_METADATA, path.name, detail=str(error)))
+        return
+    groups = _param_groups(common.get("optimizer"))
+    steps = [step for group in groups if (step := group.get("step")) is not None]
+    found.step = max(map(int, steps), default=0 if groups else None)
+    found.beta1 = max((float(group["betas"][0]) for group in groups if "betas" in group), default=None)
+    arguments = common.get("args")
+    if isinstance(arguments, torch_file.Instance):
+        found.data_parallel = arguments.fields.get("data_parallel_size")
+
+
+def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Of one optimizer, or of all in a chain: wherever the key is."""
+    if not isinstance(optimizer, dict):
+        return []
+    if isinstance(groups := optimizer.get("param_groups"), list):
+        return [group for group in groups if isinstance(group, dict)]
+    return [group for value in optimizer.values() for group in _param_groups(value)]
+
+
+def backend(path: Path) -> str | None:
+    """Which of Megatron's sharded formats a folder says it is in; None if it is not one of its checkpoints."""
+    try:
+        config = json.loads((path / "metadata.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return str(config["sharded_backend"]) if isinstance(config, dict) and "sharded_backend" in config else None

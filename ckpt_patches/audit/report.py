@@ -1,0 +1,100 @@
+"""What an audit says: a table for people, JSON for programs, and progress in bytes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit.audit import Report
+from ckpt_patches.audit.damages import NOTE, Finding
+
+SCHEMA = 1  # of the JSON; goes up when a key changes its meaning or goes away
+MOST_LINES = 20  # of one kind in a table; JSON has them all
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def as_json(reports: list[Report]) -> dict[str, Any]:
+    """The schema is documented in docs/audit.md."""
+    return {"schema": SCHEMA, "checkpoints": [_checkpoint(report) for report in reports]}
+
+
+def _checkpoint(report: Report) -> dict[str, Any]:
+    found = report.checkpoint
+    return {
+        "path": str(found.path),
+        "format": found.format,
+        "verdict": report.verdict,
+        "step": found.step,
+        "data_parallel": found.data_parallel,
+        "bytes": found.nbytes,
+        "findings": [_finding(finding) for finding in report.findings],
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.kind.name,
+        "severity": finding.kind.severity,
+        "array": finding.array,
+        "shard": finding.shard,
+        "range": None if finding.begin is None else [finding.begin, finding.end],
+        "detail": finding.detail,
+    }
+
+
+def as_text(report: Report, *, notes: bool) -> str:
+    """The verdict, and a line for each finding; the notes where they are asked for."""
+    found = report.checkpoint
+    about = [found.format, in_bytes(found.nbytes)]
+    about += [f"step {found.step}"] if found.step is not None else []
+    about += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
+    lines = [f"{found.path}: {report.verdict.upper()} ({', '.join(about)})"]
+    shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
+    rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    for kind in dict.fromkeys(finding.kind for finding in shown):
+        lines.append(f"  {kind.name}: {kind.meaning}; {kind.remedy}")
+    hidden = len(report.findings) - len(shown)
+    if hidden:
+        lines.append(f"  and {hidden} notes (--notes)")
+    return "\n".join(lines)
+
+
+def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:
+    own = [finding for finding in findings if finding.kind.name == name]
+    rows: list[tuple[str, ...]] = [
+        (f.kind.severity, name, f.array, f.shard, in_range(f), f.detail) for f in own[:MOST_LINES]
+    ]
+    if len(own) > MOST_LINES:
+        rows.append(("", name, f"and {len(own) - MOST_LINES} more", "", "", ""))
+    return rows
+
+
+def in_range(finding: Finding) -> str:
+    """Elements of the shard, the end not included."""
+    return "" if finding.begin is None else f"[{finding.begin}, {finding.end})"
+
+
+def in_bytes(number: float) -> str:
+    for unit in UNITS:
+        if number < 1024 or unit == UNITS[-1]:
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+class Progress:
+    """One line on a terminal, written over and over; nothing in a log."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def __call__(self, path: Path, done: int, total: int) -> None:
+        if self.shown:
+            print(f"\r{path.name}: {in_bytes(done)} of {in_bytes(total)}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

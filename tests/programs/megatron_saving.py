@@ -1,0 +1,265 @@
+"""Train a small model with the real megatron-core, and save it as Megatron-LM does, some saves in a forced race.
+
+The model has an embedding with a padded vocabulary and tokens that are never seen, parallel linear layers, a norm and a
+frozen layer. OUT/iter_0000003 is whole; OUT/race_0000 and the following are zarr saves of the same state in which the
+creator of an array, or another rank, writes back what it read before others wrote. Prints JSON: for each race, by
+array, the slices of its first chunk that are lost by the order of the writes, and the ranges that differ from the whole
+save.
+
+    megatron_saving.py OUT [--ranks 4] [--tp 1] [--dtype bf16] [--iterations 0,1,3] [--races 0] [--seed 0]
+        [--format fully_sharded_model_space] [--backend zarr]
+"""
+
+import argparse
+import json
+import random
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_training as mt
+import stand_in_fused_adam
+
+VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
+PATIENCE = 20  # seconds; a plan that waits longer is wrong, and fails
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
+    parser.add_argument("--iterations", default=[0, 1, 3], type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--races", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--format", default="fully_sharded_model_space")
+    parser.add_argument("--backend", default="zarr")
+    options = parser.parse_args()
+    mt.spawn(worker, options.ranks, options, tensor_parallel=options.tp)
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    stand_in_fused_adam.patch_megatron()
+    model, optimizer = mt.build(fp16=options.dtype == "fp16", make_model=language_model)
+    for iteration in range(max(options.iterations) + 1):
+        if iteration in options.iterations:
+            folder = options.out / f"iter_{iteration:07}"
+            if options.backend == "zarr":
+                Saving(None, model, optimizer, options).save(iteration, folder)
+            else:
+                save(model, optimizer, iteration, folder, options)
+        if iteration < max(options.iterations):
+            step(model, optimizer, options.seed + iteration)
+    lost = {}
+    for number in range(options.races):
+        folder = options.out / f"race_{number:04}"
+        saving = Saving(options.seed * 1000 + number, model, optimizer, options)
+        saving.save(max(options.iterations), folder)
+        if rank == 0:
+            different = different_ranges(options.out / f"iter_{max(options.iterations):07}", folder)
+            lost[folder.name] = {"slices": saving.lost, "different": different}
+    if rank == 0:
+        print(json.dumps(lost))
+
+
+def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+    """An embedding, a feed-forward block and a norm; one layer of it frozen."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.transformer.module import MegatronModule
+
+    config.use_cpu_initialization = True
+
+    def initialize(weight: torch.Tensor) -> None:
+        torch.nn.init.normal_(weight, std=0.3)
+
+    class Block(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, init_method=initialize, config=config)
+            options = {"config": config, "init_method": initialize, "bias": True, "skip_bias_add": False}
+            self.up = ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, **options)
+            self.down = RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, **options)
+            self.norm = torch.nn.LayerNorm(HIDDEN)
+            self.frozen = torch.nn.Linear(HIDDEN, HIDDEN)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            x = self.frozen(self.down(torch.nn.functional.gelu(self.up(x)[0]))[0] + x)
+            out: torch.Tensor = self.norm(x)
+            return out
+
+    return Block().to(dtype)
+
+
+def step(model: Any, optimizer: Any, seed: int) -> None:
+    """One step on tokens that depend on the seed alone; even ones, so that the odd ones are never seen."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = 2 * torch.randint(0, SEEN // 2, (4, 16), generator=generator).cuda()
+    loss = (model(tokens).float() - 1).pow(2).mean()
+    optimizer.scale_loss(loss).backward()
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
+    """As Megatron-LM does: model, optimizer, iteration and arguments."""
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state(model, optimizer, iteration, options), str(folder), (options.backend, 1))
+    dist.barrier()
+
+
+def state(model: Any, optimizer: Any, iteration: int, options: argparse.Namespace) -> dict[str, Any]:
+    arguments = argparse.Namespace(
+        iteration=iteration,
+        world_size=options.ranks,
+        data_parallel_size=options.ranks // options.tp,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=1,
+        padded_vocab_size=VOCABULARY,
+        **{options.dtype: True},
+    )
+    sharded = mt.sharded_state_dict(options.format, model, optimizer, is_loading=False)
+    return {**sharded, "iteration": iteration, "args": arguments, "checkpoint_version": 3.0}
+
+
+class Saving:
+    """One zarr save, its writes in an order that is planned; whole without a seed.
+
+    Only the creator of an array writes without its lock. With a seed either it is the late one, which writes back what
+    it read before a random choice of the others wrote, and their slices are lost; or another rank is, and the creator's
+    slice is lost. Without, the creator writes before all others.
+    """
+
+    def __init__(self, seed: int | None, model: Any, optimizer: Any, options: argparse.Namespace) -> None:
+        self.rank, self.model, self.optimizer, self.options = dist.get_rank(), model, optimizer, options
+        self.random = None if seed is None else random.Random(seed)
+        self.array = ""  # that is being written
+
+    def save(self, iteration: int, folder: Path) -> None:
+        import zarr
+
+        self.signals = folder.parent / f"signals.{folder.name}"
+        if self.rank == 0:
+            self.signals.mkdir(parents=True)
+        self.plan()
+        dist.barrier()
+        write, read_chunk = zarr.Array.set_coordinate_selection, zarr.Array._process_for_setitem
+        zarr.Array.set_coordinate_selection = lambda array, *args, **kw: self.write(write, array, *args, **kw)
+        zarr.Array._process_for_setitem = lambda array, *args, **kw: self.read(read_chunk, array, *args, **kw)
+        try:
+            save(self.model, self.optimizer, iteration, folder, self.options)
+        finally:
+            zarr.Array.set_coordinate_selection, zarr.Array._process_for_setitem = write, read_chunk
+        if self.rank == 0:
+            shutil.rmtree(self.signals)
+
+    def plan(self) -> None:
+        """For each array: who is late, and whose writes come between its read and its write."""
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+
+        sharded = state(self.model, self.optimizer, 0, self.options)
+        apply_factories(sharded)
+        own = [
+            (tensor.key, tensor.flattened_range.start, tensor.flattened_range.stop)
+            for tensor in nested_values(sharded)
+            if isinstance(tensor, ShardedTensor)
+            and tensor.flattened_range is not None
+            and is_main_replica(tensor.replica_id)
+            and set(tensor.global_offset) == {0}
+        ]
+        self.own = {key for key, _, _ in own}
+        owned: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(owned, own)
+        slices: dict[str, dict[int, list[int]]] = defaultdict(dict)
+        for rank, keys in enumerate(owned):
+            for key, begin, end in keys:
+                slices[key][rank] = [begin, end]
+        self.order = {key: self.choose(sorted(own, key=own.__getitem__)) for key, own in sorted(slices.items())}
+        self.lost = {
+            key: joined(slices[key][rank] for rank in ranks) for key, (_, ranks) in self.order.items() if ranks
+        }
+
+    def choose(self, ranks: list[int]) -> tuple[int, list[int]]:
+        """The late one of an array's ranks, the first of which is its creator, and who writes in between."""
+        creator, *others = ranks
+        if self.random is None:
+            return creator, []
+        late = self.random.choice([creator, creator, *others])
+        return late, [creator] if late != creator else [rank for rank in others if self.random.random() < 0.6]
+
+    def write(self, write: Callable[..., Any], array: Any, *args: Any, **keywords: Any) -> Any:
+        """The ranks that write between wait for the late one to read, all others for it to write."""
+        self.array = Path(array.store.path).name
+        if self.array not in self.own:
+            return write(array, *args, **keywords)
+        late, between = self.order[self.array]
+        if self.rank in between:
+            self.wait("read", late)
+        elif self.rank != late:
+            self.wait("written", late)
+        result = write(array, *args, **keywords)
+        self.signal("written", self.rank)
+        return result
+
+    def read(self, read_chunk: Callable[..., Any], array: Any, *args: Any, **keywords: Any) -> Any:
+        chunk = read_chunk(array, *args, **keywords)
+        late, between = self.order.get(self.array, (-1, []))
+        if self.rank == late:
+            self.signal("read", late)
+            for rank in between:
+                self.wait("written", rank)
+        return chunk
+
+    def signal(self, what: str, rank: int) -> None:
+        (self.signals / f"{self.array}.{what}.{rank}").touch()
+
+    def wait(self, what: str, rank: int) -> None:
+        deadline = time.time() + PATIENCE
+        while not (self.signals / f"{self.array}.{what}.{rank}").exists():
+            if time.time() > deadline:
+                raise TimeoutError(f"rank {self.rank} waited for {rank} to have {what} {self.array}")
+            time.sleep(0.001)
+
+
+def joined(slices: Iterable[list[int]]) -> list[list[int]]:
+    """Those that touch as one."""
+    found: list[list[int]] = []
+    for begin, end in sorted(slices):
+        if found and found[-1][1] == begin:
+            found[-1][1] = end
+        else:
+            found.append([begin, end])
+    return found
+
+
+def different_ranges(whole: Path, raced: Path) -> dict[str, list[list[int]]]:
+    """Where the first chunks of the optimizer's state differ, the only ones that may; raw fp32."""
+    import numpy as np
+
+    found: dict[str, list[list[int]]] = {}
+    for path in sorted(whole.glob("optimizer.state.*/[0-9]*")):
+        one, other = (np.fromfile(folder / path.relative_to(whole), np.uint32) for folder in (whole, raced))
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], one != other, [False]]).astype(np.int8)))
+        if len(edges):
+            assert set(path.name) <= set("0."), path
+            found[path.parent.name] = edges.reshape(-1, 2).tolist()
+    return found
+
+
+if __name__ == "__main__":
+    main()

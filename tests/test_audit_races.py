@@ -1,0 +1,88 @@
+"""The audit of real zarr checkpoints: of saves in a forced race, and of whole ones of the same runs."""
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from megatron_checkpoints import Configuration, Ranges, written
+from upstream import all_releases
+
+RUNS = [
+    Configuration(ranks=2, races=20),
+    Configuration(ranks=8, tp=2, races=30),
+    Configuration(ranks=4, dtype="fp16", iterations="0,3,30", races=20),
+]
+MORE = [
+    Configuration(version, ranks, tp, dtype, "0,3,30", 25, seed)
+    for seed, version in enumerate(("0.7.0", "0.12.0", "0.14.0"), start=1)
+    for ranks, tp in ((2, 1), (4, 2), (6, 1), (8, 1), (8, 4))
+    for dtype in ("bf16", "fp16")
+]
+CASES = [*RUNS, *(MORE if all_releases() else [])]
+
+CERTAIN = (damages.LOST_MASTER, damages.LOST_MOMENT)
+SUSPECTED = (damages.MOMENT_GAP, damages.PARAMETER_WITHOUT_MOMENTS)
+
+
+def ranges(report: Report, kinds: tuple[damages.Kind, ...]) -> Ranges:
+    """What was found, by array."""
+    found: Ranges = {}
+    for finding in report.findings:
+        if finding.kind in kinds and finding.begin is not None and finding.end is not None:
+            found.setdefault(finding.array, []).append((finding.begin, finding.end))
+    return {array: sorted(own) for array, own in found.items()}
+
+
+def elements(found: list[tuple[int, int]]) -> set[int]:
+    return {element for begin, end in found for element in range(begin, end)}
+
+
+@pytest.mark.parametrize("run", CASES, ids=str)
+def test_every_lost_slice_is_found_and_nothing_else(run: Configuration) -> None:
+    for path, lost in written(run).raced.items():
+        found = ranges(audit(path), (*CERTAIN, *SUSPECTED))
+        for array in lost["slices"].keys() | found.keys():
+            must, may = (elements(lost[what].get(array, [])) for what in ("different", "slices"))
+            if "embedding" in array:
+                # Tokens that were never seen look like a slice that both moments lost: not told, or suspected only.
+                must -= elements(lost["different"].get(other_moment(array), []))
+                may |= elements(ranges(audit(path), SUSPECTED).get(array, []))
+            assert must <= elements(found.get(array, [])) <= may, (path.name, array, lost["slices"].get(array), found)
+
+
+@pytest.mark.parametrize("run", CASES, ids=str)
+def test_it_is_certain_where_the_model_or_the_other_moment_tells(run: Configuration) -> None:
+    for path, lost in written(run).raced.items():
+        report = audit(path)
+        certain = ranges(report, CERTAIN)
+        for array, different in lost["different"].items():
+            told = elements(different) - elements(lost["slices"].get(other_moment(array), []))
+            assert told <= elements(certain.get(array, [])), (path.name, array)
+            assert elements(certain.get(array, [])) <= elements(lost["slices"][array]), (path.name, array)
+        assert certain.keys() <= lost["slices"].keys()
+        assert (report.verdict == DAMAGED) == bool(certain)
+
+
+def other_moment(array: str) -> str:
+    """Nothing for a master."""
+    if "exp_avg_sq" in array:
+        return array.replace("exp_avg_sq", "exp_avg")
+    return array.replace("exp_avg", "exp_avg_sq") if "exp_avg" in array else ""
+
+
+@pytest.mark.parametrize("run", CASES, ids=str)
+def test_the_whole_saves_of_the_same_run_pass(run: Configuration) -> None:
+    for path in written(run).whole:
+        report = audit(path)
+        assert report.verdict == WHOLE, [
+            finding for finding in report.findings if finding.kind.severity != damages.NOTE
+        ]
+
+
+def test_the_runs_lost_something(tmp_path: Path) -> None:
+    """So that the tests above do not pass for want of damage."""
+    lost = [race for run in RUNS for race in written(run).raced.values()]
+    assert len(lost) == sum(run.races for run in RUNS)
+    assert sum(len(ranges) for race in lost for ranges in race["different"].values()) > 200
