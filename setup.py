@@ -70,6 +70,8 @@ def _version() -> str:
 MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
 # What DeepSpeed itself asks for, less torch and the compiled parts; and what builds its source distribution.
 DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm"]
+# Of `ckpt-patches audit` and `repair`; matplotlib for pictures only.
+AUDIT = ["numpy", "matplotlib"]
 # NumPy 1 for the unpatched megatron-core below 0.16 (np.product), setuptools below 81 for the pkg_resources
 # of megatron-core 0.7 and 0.8.
 TEST = [
@@ -101,6 +103,11 @@ setup(
     ),
     entry_points={"console_scripts": ["ckpt-patches = ckpt_patches.cli:main"]},
     install_requires=[],  # never pulls another torch into a container whose torch was built by hand
-    extras_require={"megatron": MEGATRON, "deepspeed": DEEPSPEED, "test": [*MEGATRON, *DEEPSPEED, *TEST]},
+    extras_require={
+        "megatron": MEGATRON,
+        "deepspeed": DEEPSPEED,
+        "audit": AUDIT,
+        "test": [*MEGATRON, *DEEPSPEED, *AUDIT, *TEST],
+    },
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -1,13 +1,17 @@
 """Checkpoints that the tests of the audit share: a real training writes each configuration once a session."""
 
+import atexit
+import contextlib
+import fcntl
 import functools
+import json
+import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from upstream import run_json, tree
-from zero_checkpoints import session_folder
 
 Ranges = dict[str, list[tuple[int, int]]]
 
@@ -25,9 +29,21 @@ class Configuration:
     seed: int = 0
     format: str = "fully_sharded_model_space"
     backend: str = "zarr"
+    reload: str = "no"
 
     def __str__(self) -> str:
-        return f"{self.version}-dp{self.ranks // self.tp}-tp{self.tp}-{self.dtype}-seed{self.seed}"
+        parts = (self.version, f"dp{self.ranks // self.tp}", f"tp{self.tp}", self.dtype, self.backend, self.reload)
+        return "-".join((*parts, f"seed{self.seed}"))
+
+    def options(self) -> list[str]:
+        """The program's."""
+        return [f"--{name}={value}" for name, value in vars(self).items() if name != "version"]
+
+
+# Those of the default tests; two data-parallel ranks, four with two tensor-parallel ones, and fp16 with skipped steps.
+ZARR = Configuration(ranks=2, races=10)
+ZARR_TP = Configuration(ranks=8, tp=2, races=20)
+ZARR_FP16 = Configuration(ranks=4, dtype="fp16", iterations="0,3,30", races=10)
 
 
 @dataclass(frozen=True)
@@ -40,19 +56,38 @@ class Written:
 
 @functools.cache
 def written(configuration: Configuration) -> Written:
-    out = Path(tempfile.mkdtemp(dir=session_folder())) / "run"
-    options = [
-        option
-        for name, value in vars(configuration).items()
-        if name != "version"
-        for option in (f"--{name}", str(value))
-    ]
-    lost: dict[str, Any] = run_json("megatron_saving", out, *options, tree=tree("megatron-core", configuration.version))
+    """What the run wrote; the processes of a parallel session share it."""
+    out = shared_folder() / str(configuration)
+    with open(f"{out}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not Path(f"{out}.json").exists():
+            lost = run_json(
+                "megatron_saving", out, *configuration.options(), tree=tree("megatron-core", configuration.version)
+            )
+            Path(f"{out}.json").write_text(json.dumps(lost))
     raced = {
         out / race: {
             what: {array: [(begin, end) for begin, end in ranges] for array, ranges in by_array.items()}
             for what, by_array in found.items()
         }
-        for race, found in lost.items()
+        for race, found in json.loads(Path(f"{out}.json").read_text()).items()
     }
     return Written(sorted(out.glob("iter_*")), raced)
+
+
+@functools.cache
+def shared_folder() -> Path:
+    """One folder a session; the last of its processes removes it."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir(), f"ckpt-patches-megatron-{session}")
+    folder.mkdir(exist_ok=True)
+    users = open(folder / "users", "w")  # noqa: SIM115  it is open as long as the process uses the folder
+    fcntl.flock(users, fcntl.LOCK_SH)
+
+    def leave() -> None:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+
+    atexit.register(leave)
+    return folder

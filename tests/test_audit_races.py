@@ -2,21 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
-from megatron_checkpoints import Configuration, Ranges, written
+from megatron_checkpoints import ZARR, ZARR_FP16, ZARR_TP, Configuration, Ranges, written
 from upstream import all_releases
 
-RUNS = [
-    Configuration(ranks=2, races=20),
-    Configuration(ranks=8, tp=2, races=30),
-    Configuration(ranks=4, dtype="fp16", iterations="0,3,30", races=20),
-]
+RUNS = [ZARR, ZARR_TP, ZARR_FP16]
 MORE = [
     Configuration(version, ranks, tp, dtype, "0,3,30", 25, seed)
-    for seed, version in enumerate(("0.7.0", "0.12.0", "0.14.0"), start=1)
+    for seed, version in enumerate(("0.8.0", "0.12.0", "0.14.0"), start=1)
     for ranks, tp in ((2, 1), (4, 2), (6, 1), (8, 1), (8, 4))
     for dtype in ("bf16", "fp16")
 ]
@@ -39,6 +36,12 @@ def elements(found: list[tuple[int, int]]) -> set[int]:
     return {element for begin, end in found for element in range(begin, end)}
 
 
+def zeros(array: Path) -> set[int]:
+    """Elements of the first chunk that are zero in truth."""
+    (chunk,) = [file for file in array.iterdir() if set(file.name) <= set("0.")]
+    return set(np.flatnonzero(np.fromfile(chunk, np.uint32) == 0).tolist())
+
+
 @pytest.mark.parametrize("run", CASES, ids=str)
 def test_every_lost_slice_is_found_and_nothing_else(run: Configuration) -> None:
     for path, lost in written(run).raced.items():
@@ -48,7 +51,7 @@ def test_every_lost_slice_is_found_and_nothing_else(run: Configuration) -> None:
             if "embedding" in array:
                 # Tokens that were never seen look like a slice that both moments lost: not told, or suspected only.
                 must -= elements(lost["different"].get(other_moment(array), []))
-                may |= elements(ranges(audit(path), SUSPECTED).get(array, []))
+                may |= elements(ranges(audit(path), SUSPECTED).get(array, [])) | zeros(written(run).whole[-1] / array)
             assert must <= elements(found.get(array, [])) <= may, (path.name, array, lost["slices"].get(array), found)
 
 
@@ -60,7 +63,9 @@ def test_it_is_certain_where_the_model_or_the_other_moment_tells(run: Configurat
         for array, different in lost["different"].items():
             told = elements(different) - elements(lost["slices"].get(other_moment(array), []))
             assert told <= elements(certain.get(array, [])), (path.name, array)
-            assert elements(certain.get(array, [])) <= elements(lost["slices"][array]), (path.name, array)
+            # Where the truth is zero as well, nobody can tell where a slice that both moments lost has its end.
+            may = elements(lost["slices"][array]) | zeros(written(run).whole[-1] / array)
+            assert elements(certain.get(array, [])) <= may, (path.name, array)
         assert certain.keys() <= lost["slices"].keys()
         assert (report.verdict == DAMAGED) == bool(certain)
 
@@ -85,4 +90,4 @@ def test_the_runs_lost_something(tmp_path: Path) -> None:
     """So that the tests above do not pass for want of damage."""
     lost = [race for run in RUNS for race in written(run).raced.values()]
     assert len(lost) == sum(run.races for run in RUNS)
-    assert sum(len(ranges) for race in lost for ranges in race["different"].values()) > 200
+    assert sum(len(ranges) for race in lost for ranges in race["different"].values()) > 100

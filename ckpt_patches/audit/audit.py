@@ -1,13 +1,25 @@
 """Audit a path: find its checkpoints, read them, judge them."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import judge, megatron, zarr
+from ckpt_patches.audit import (
+    blocks,
+    damages,
+    judge,
+    megatron,
+    megatron_torch,
+    records,
+    torch_dist,
+    universal,
+    zarr,
+    zero,
+)
 from ckpt_patches.audit.checkpoint import Checkpoint
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
-from ckpt_patches.audit.scan import scan
+from ckpt_patches.audit.scan import scan, without
 from ckpt_patches.errors import UserError
 
 WORKERS = 2
@@ -34,9 +46,14 @@ class Report:
 
 def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
     """The reader for what is in a folder; None if that is no checkpoint."""
-    if megatron.backend(path) == "zarr":
-        return zarr.read
-    return None
+    backend = megatron.backend(path)
+    if backend is not None:
+        return {"zarr": zarr.read, "torch_dist": torch_dist.read}.get(backend)
+    if zero.is_zero(path):
+        return zero.read
+    if universal.is_universal(path):
+        return universal.read
+    return megatron_torch.read if megatron_torch.is_megatron_torch(path) else None
 
 
 def find(path: Path) -> Iterator[Path]:
@@ -51,12 +68,32 @@ def find(path: Path) -> Iterator[Path]:
             yield from find(folder)
 
 
+def repaired_list(path: Path) -> Path:
+    """The file beside a repaired checkpoint that says which ranges were repaired."""
+    return path.with_name(f"{path.name}.repaired.json")
+
+
+def _read_repaired(found: Checkpoint) -> None:
+    file = repaired_list(found.path)
+    if not file.exists():
+        return
+    try:
+        ranges = json.loads(file.read_bytes())["ranges"]
+        for entry in ranges:
+            own = found.repaired.setdefault((entry["array"], entry["shard"]), [])
+            own.append((int(entry["begin"]), int(entry["end"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: not a list that repair writes: {type(error).__name__}: {error}") from None
+    found.findings.append(Finding(damages.REPAIRED, file.name, detail=f"{len(ranges)} ranges"))
+
+
 def audit(path: Path, progress: Progress = lambda *_: None, workers: int = WORKERS) -> Report:
     """Read one checkpoint, whole, and judge it."""
     reader = reader_of(path)
     if reader is None:
         raise UserError(f"{path}: not a checkpoint in a format that is known")
     found = reader(path)
+    _read_repaired(found)
     done = 0
 
     def read(nbytes: int) -> None:
@@ -64,9 +101,16 @@ def audit(path: Path, progress: Progress = lambda *_: None, workers: int = WORKE
         done += nbytes
         progress(path, done, found.nbytes)
 
-    scanned = scan(found.shards, workers, read)
-    findings = list(found.findings)
-    for shard, runs in zip(found.shards, scanned, strict=True):
-        findings += judge.judge(shard, runs, found)
-    findings += judge.of_parameters(found, scanned)
+    shards = [*found.shards, *records.rest(found.records, found.shards)]
+    pieces: list[records.Piece] = []
+    checked = frozenset(record.path for record in found.records)
+    findings, empty = list(found.findings), set()
+    # The others are bytes that no array has; they are read for the checksums.
+    for shard, runs in zip(shards, scan(shards, workers, read, checked, pieces), strict=True):
+        own = without(runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
+        findings += judge.judge(shard, own, found)
+        if judge.has_no_moments(shard, own):
+            empty.add(id(shard))
+    findings += judge.checksums(found, pieces)
+    findings += judge.of_parameters(found, empty)
     return Report(found, tuple(findings))

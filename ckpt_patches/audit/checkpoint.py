@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.torch_file import ITEM_SIZE
 
 # The arrays of one parameter. The weight is the model's own, which a mixed-precision run rounds from the master.
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
 ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element, by torch's name of its type; one for what is not listed."""
+    return ITEM_SIZE.get(dtype, 1)
 
 
 class Extent(NamedTuple):
@@ -28,6 +34,28 @@ class Stream(NamedTuple):
     dtype: str  # torch's name, as "float32"
     extents: tuple[Extent, ...]
 
+    @property
+    def numel(self) -> int:
+        return sum(extent.nbytes for extent in self.extents) // item_size(self.dtype)
+
+
+class Owner(NamedTuple):
+    """Which elements of a shard a rank wrote."""
+
+    rank: str  # or the file that it wrote
+    begin: int
+    end: int
+
+
+class Record(NamedTuple):
+    """Bytes of a file with a checksum of their own (CRC-32)."""
+
+    path: str
+    offset: int
+    nbytes: int
+    crc: int
+    zip: tuple[int, int] = (0, 0)  # where in the file the zip is that it belongs to: offset, bytes
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -37,6 +65,9 @@ class Shard:
     label: str  # a zarr chunk's name, a file's rank; empty if the parameter is in one piece
     shape: tuple[int, ...]
     streams: dict[str, Stream]  # by role
+    owners: tuple[Owner, ...] = ()  # empty where the checkpoint does not tell
+    lost: dict[str, Stream] = field(default_factory=dict)  # streams whose bytes are not all there
+    has_rows: bool = True  # and not a buffer of many parameters, whose layout the checkpoint does not tell
 
     @property
     def numel(self) -> int:
@@ -53,7 +84,14 @@ class Checkpoint:
     beta1: float | None = None  # how much of the first moment is left after a step
     data_parallel: int | None = None  # ranks
     shards: list[Shard] = field(default_factory=list)
+    repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
+    records: list[Record] = field(default_factory=list)  # whose checksums are to be right
     findings: list[Finding] = field(default_factory=list)  # what is wrong with its files
+
+    def repaired_in(self, shard: Shard) -> list[tuple[int, int]]:
+        """Ranges of a shard whose moments `ckpt-patches repair` has reset, or taken from an older checkpoint."""
+        arrays = [shard.streams[role].array for role in MOMENTS if role in shard.streams]
+        return [found for array in arrays for found in self.repaired.get((array, shard.label), [])]
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,15 @@
 
 import argparse
 import json
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt_patches.errors import UserError
+
+Result = TypeVar("Result")
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -20,22 +26,44 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
     audit.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read (default: 2)")
     audit.set_defaults(run=_audit)
+    repair = commands.add_parser("repair", help="mend what can be mended, in a copy")
+    repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
+    repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
+    repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
+    repair.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read (default: 2)")
+    repair.set_defaults(run=_repair)
+
+
+def _repair(options: argparse.Namespace) -> int:
+    try:
+        from ckpt_patches.audit.repair import repair
+    except ModuleNotFoundError as error:
+        raise _missing("a repair", error) from None
+    made = _reading(partial(repair, options.path, options.output, options.older, options.workers))
+    for fill in made.fills:
+        print(f"{fill.array} {fill.shard} [{fill.begin}, {fill.end}): {fill.source}")
+    print(f"{options.output} is whole; what was repaired is listed in {options.output}.repaired.json")
+    return 0
 
 
 def _audit(options: argparse.Namespace) -> int:
     try:
-        from ckpt_patches.audit import report
+        from ckpt_patches.audit import plot, report
         from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE, audit, find
     except ModuleNotFoundError as error:
-        raise UserError(f"an audit needs {error.name}, which is not installed: pip install {error.name}") from None
+        raise _missing("an audit", error) from None
+    if options.plot:
+        plot.require()
     reports, progress = [], report.Progress()
     for checkpoint in [found for path in options.paths for found in _found(path, list(find(path)))]:
-        reports.append(audit(checkpoint, progress, options.workers))
+        reports.append(_reading(partial(audit, checkpoint, progress, options.workers)))
         progress.clear()
         if not options.json:
             print(report.as_text(reports[-1], notes=options.notes), flush=True)
     if options.json:
         print(json.dumps(report.as_json(reports), indent=1))
+    if options.plot:
+        print(f"{options.plot}: {plot.draw(reports, options.plot)} damaged arrays", file=sys.stderr)
     verdicts = {found.verdict for found in reports}
     if DAMAGED in verdicts:
         return EXIT_STATUS[DAMAGED]
@@ -46,3 +74,15 @@ def _found(path: Path, checkpoints: list[Path]) -> list[Path]:
     if not checkpoints:
         raise UserError(f"{path}: expected a checkpoint in a format that is known, found none (docs/audit.md)")
     return checkpoints
+
+
+def _reading(work: Callable[[], Result]) -> Result:
+    """A file that cannot be read is a line, not a stack trace."""
+    try:
+        return work()
+    except OSError as error:
+        raise UserError(str(error)) from None
+
+
+def _missing(what: str, error: ModuleNotFoundError) -> UserError:
+    return UserError(f"{what} needs {error.name}, which is not installed: pip install {error.name}")

@@ -88,6 +88,31 @@ NO_OPTIMIZER_STATE = _kind(
     "no_optimizer_state", NOTE, "parameters without any optimizer state, as frozen ones have none", NO_HARM
 )
 LOCK_DIRECTORY = _kind("lock_directory", NOTE, "a lock directory was left behind", "repair leaves it out")
+MISSING_RANK = _kind("missing_rank", DAMAGE, "a data-parallel rank's file is missing")
+MIXED_RANKS = _kind("mixed_ranks", DAMAGE, "a rank's file is of a save with another number of data-parallel ranks")
+MIXED_STEPS = _kind("mixed_steps", DAMAGE, "the ranks' files are of different steps")
+LARGE_PADDING = _kind(
+    "large_padding",
+    NOTE,
+    "a padding is larger than its partition: the state is whole, and upstream's converter dies of it",
+    "convert with `ckpt-patches to-universal`, or with upstream's converter and the fix universal_tensor_paddings",
+)
+FRAGMENTS = _kind(
+    "fragments", DAMAGE, "the fragments of a parameter overlap, leave holes, or do not lie in their partition"
+)
+ELEMENT_COUNT = _kind(
+    "element_count",
+    DAMAGE,
+    "an array has another number of elements than the model's shape, as after a ZeRO-3 conversion of DeepSpeed 0.14.5 "
+    "to 0.19.2",
+    "convert the ZeRO checkpoint again with the fix zero3_fragment_bounds",
+)
+INTERRUPTED = _kind(
+    "interrupted", DAMAGE, "the conversion did not come to its end", "convert the ZeRO checkpoint again"
+)
+REPAIRED = _kind(
+    "repaired", NOTE, "ranges that `ckpt-patches repair` has mended, by the list beside the checkpoint", NO_HARM
+)
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
 BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its checksums")
 

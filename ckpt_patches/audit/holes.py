@@ -52,10 +52,14 @@ def holes(runs: Runs, bits: int, certain: npt.NDArray[np.bool_]) -> list[Hole]:
     return found
 
 
-def snapped(hole: Hole, edges: Iterable[int]) -> Hole:
-    """The hole up to edges of other holes that lie in the zeros around it: ranks cut all states alike."""
-    begin = max((edge for edge in edges if hole.outer_begin <= edge <= hole.begin), default=hole.begin)
-    end = min((edge for edge in edges if hole.end <= edge <= hole.outer_end), default=hole.end)
+def snapped(hole: Hole, edges: Iterable[int], reach: int) -> Hole:
+    """The hole up to edges that lie near by in the zeros around it: ranks cut all states alike, and shards have ends.
+
+    Further away than `reach` elements the zeros can be the truth, as padding of the vocabulary is.
+    """
+    first, last = max(hole.outer_begin, hole.begin - reach), min(hole.outer_end, hole.end + reach)
+    begin = max((edge for edge in edges if first <= edge <= hole.begin), default=hole.begin)
+    end = min((edge for edge in edges if hole.end <= edge <= last), default=hole.end)
     return hole._replace(begin=begin, end=end)
 
 
@@ -78,8 +82,8 @@ def _places(hole: Hole, numel: int) -> int:
 class Rows:
     """Tells ranges whose edges are those of rows, or of columns that other ranges have as well."""
 
-    def __init__(self, ranges: Iterable[tuple[int, int]], row: int) -> None:
-        self.row = row
+    def __init__(self, ranges: Iterable[tuple[int, int]], row: int, others: Iterable[int] = ()) -> None:
+        self.row, self.others = row, set(others)  # others are known to be no edges of a loss
         ranges = list(ranges)
         self.begins = Counter(begin % row for begin, _ in ranges)
         self.ends = Counter(end % row for _, end in ranges)
@@ -87,4 +91,5 @@ class Rows:
     def has(self, begin: int, end: int) -> bool:
         """Whether both edges of a range, one of those given, are edges of rows or of such columns."""
         first, last = begin % self.row, end % self.row
-        return (first == 0 or self.begins[first] > 1) and (last == 0 or self.ends[last] > 1)
+        at_begin = first == 0 or self.begins[first] > 1 or begin in self.others
+        return at_begin and (last == 0 or self.ends[last] > 1 or end in self.others)

@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from ckpt_patches.audit import blocks, damages
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
+from ckpt_patches.audit.records import Piece, wrong
 from ckpt_patches.audit.scan import Runs, rows_of
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
@@ -17,6 +20,8 @@ ROWS_BY_CHANCE = 1e-6  # a number of consecutive rows without gradient that is l
 LEAST_SHARE_OF_ROWS = 1e-2
 LEAST_NORMAL = 1e-30  # a first moment that has decayed by this factor may have become zero
 DENORMAL_RUN = 16  # elements
+# Megatron's buckets have padding, of which nobody says what it holds: behind a parameter, and at the end.
+PADDING, ALIGNMENT = 1024, 256  # elements; the second for each data-parallel rank
 NEAR = 64  # elements between wrong ones that are reported as one range
 MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
 
@@ -25,18 +30,29 @@ class View:
     """A shard with its odd runs, and the holes in its arrays."""
 
     def __init__(self, shard: Shard, runs: Runs, found: Checkpoint) -> None:
-        self.shard, self.runs, self.step, self.beta1 = shard, runs, found.step, found.beta1
+        self.shard, self.data_parallel = shard, found.data_parallel
+        self.runs = runs
+        self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
+        self.step, self.beta1 = found.step, found.beta1
+        self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
         self.row = rows_of(shard.shape)
-        ends = {0, shard.numel}
-        masters = [snapped(hole, ends) for hole in self._holes(MASTER)]
+        ends, reach = {0, shard.numel}, 2 * self.row
+        masters = [snapped(hole, ends, reach) for hole in self._holes(MASTER)]
         # Of all states a master's edges are the most exact: few weights are zero, and many moments.
         edges = ends | edges_of(masters)
-        self.holes = {MASTER: masters, **{role: [snapped(h, edges) for h in self._holes(role)] for role in MOMENTS}}
+        self.holes = {
+            MASTER: masters,
+            **{role: [snapped(h, edges, reach) for h in self._holes(role)] for role in MOMENTS},
+        }
         self.decayed = self._decayed()
         certain = {hole for own in self.holes.values() for hole in own} - self.decayed
         self.known = edges_of(certain) - ends  # where ranks have cut the shard
 
     def _holes(self, role: str) -> list[Hole]:
+        """Those in one array, of a length that no padding has."""
+        return [hole for hole in self._all_holes(role) if hole.outer_end - hole.outer_begin >= self.least]
+
+    def _all_holes(self, role: str) -> list[Hole]:
         code, numel = self.runs.code, self.shard.numel
         if role == MASTER:
             return holes(self.runs, blocks.NO_MASTER, code & blocks.CONTRADICTED > 0)
@@ -50,21 +66,50 @@ class View:
         """Rows whose first moment can have decayed to zero, as it does long before its square."""
         if self.step is not None and float(self.beta1 or 0.9) ** self.step >= LEAST_NORMAL:
             return set()
-        rows = Rows([(hole.outer_begin, hole.outer_end) for hole in self.holes[EXP_AVG]], self.row)
+        rows = Rows([(h.outer_begin, h.outer_end) for h in self.holes[EXP_AVG]], self.row, self.repaired)
         return {hole for hole in self.holes[EXP_AVG] if rows.has(hole.outer_begin, hole.outer_end)}
 
-    def both_moments(self, kind: damages.Kind, begin: int, end: int) -> list[Finding]:
-        return [self.finding(kind, role, begin, end) for role in MOMENTS]
+    def both_moments(self, kind: damages.Kind, begin: int, end: int, detail: str = "") -> list[Finding]:
+        return [self.finding(kind, role, begin, end, detail) for role in MOMENTS]
 
     def finding(self, kind: damages.Kind, role: str, begin: int, end: int, detail: str = "") -> Finding:
+        written = written_by(self.shard, begin, end, self.data_parallel)
+        detail = ", ".join(filter(None, (detail, written)))
         return Finding(kind, self.shard.streams[role].array, self.shard.label, begin, end, detail)
+
+
+def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
+    """Whose slice a range is, where that can be told: by the files, or by an even division among the ranks."""
+    ranks = [owner.rank for owner in shard.owners if owner.begin < end and begin < owner.end]
+    if ranks:
+        return f"written by {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+    if not data_parallel or shard.numel % data_parallel:
+        return ""
+    part = shard.numel // data_parallel
+    if begin % part or end % part or (begin, end) == (0, shard.numel):
+        return ""
+    first, last = begin // part, end // part - 1
+    return f"slice {first} of {data_parallel}" if first == last else f"slices {first} to {last} of {data_parallel}"
 
 
 def judge(shard: Shard, runs: Runs, found: Checkpoint) -> Iterator[Finding]:
     """What is wrong with a shard."""
     view = View(shard, runs, found)
     for function in JUDGES:
-        yield from function(view)
+        yield from _limited(list(function(view)))
+
+
+def _limited(findings: list[Finding]) -> list[Finding]:
+    """Of each array as many as can be shown; more are one, from the first to the last."""
+    by_array: dict[tuple[damages.Kind, str], list[Finding]] = {}
+    for finding in findings:
+        by_array.setdefault((finding.kind, finding.array), []).append(finding)
+    return [finding for own in by_array.values() for finding in (own if len(own) <= MOST_FINDINGS else [_hull(own)])]
+
+
+def _hull(findings: list[Finding]) -> Finding:
+    last = max(finding.end or 0 for finding in findings)
+    return replace(findings[0], end=last, detail=f"{len(findings)} places of these")
 
 
 def lost_master(view: View) -> Iterator[Finding]:
@@ -91,7 +136,8 @@ def moment_gap(view: View) -> Iterator[Finding]:
     gaps = [Hole(*found, *found, found[1] - found[0]) for found in ranges if found not in natural]
     for begin, end, *_ in by_no_chance(gaps, view.shard.numel):
         kind = damages.LOST_MOMENT if {begin, end} & view.known else damages.MOMENT_GAP
-        yield from view.both_moments(kind, begin, end)
+        detail = "rows without gradient can be among them" if is_vocabulary(view.shard) else ""
+        yield from view.both_moments(kind, begin, end, detail)
     for begin, end in _between_edges(view, natural):
         yield from view.both_moments(damages.MOMENT_GAP, begin, end)
     if natural:
@@ -110,9 +156,9 @@ def _between_edges(view: View, natural: set[tuple[int, int]]) -> Iterator[tuple[
 
 def _rows_without_gradient(view: View, ranges: list[tuple[int, int]]) -> set[tuple[int, int]]:
     """Those ranges that can be rows or columns without gradient."""
-    rows = Rows(ranges, view.row)
+    rows = Rows(ranges, view.row, view.repaired)
     natural = {found for found in ranges if rows.has(*found)}
-    if is_vocabulary(view.shard):
+    if is_vocabulary(view.shard) or not view.shard.has_rows:
         return natural
     elements = sum(end - begin for begin, end in natural)
     return {found for found in natural if _is_likely(view, *found, elements)}
@@ -141,12 +187,14 @@ def negative_square(view: View) -> Iterator[Finding]:
 def denormal_run(view: View) -> Iterator[Finding]:
     role = WEIGHT if WEIGHT in view.shard.streams else MASTER
     for begin, end in stretches(view.runs, blocks.DENORMAL):
-        if end - begin >= DENORMAL_RUN:
+        if end - begin >= max(DENORMAL_RUN, view.least):
             yield view.finding(damages.DENORMAL_RUN, role, begin, end)
 
 
 def _wrong(view: View, kind: damages.Kind, role: str, bit: int) -> Iterator[Finding]:
     """The elements with a bit; those that lie near to each other as one range."""
+    if not view.shard.has_rows:
+        return  # padding can hold anything
     chosen = view.runs.code & bit > 0
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]
     if not len(begin):
@@ -171,14 +219,32 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
 )
 
 
-def of_parameters(found: Checkpoint, scanned: list[Runs]) -> Iterator[Finding]:
-    """Parameters, or all of them, whose moments are zero although the optimizer has stepped."""
+def checksums(found: Checkpoint, pieces: list[Piece]) -> Iterator[Finding]:
+    """Records whose bytes are not what was written."""
+    arrays = {
+        (extent.path, extent.offset): stream.array
+        for shard in found.shards
+        for stream in shard.streams.values()
+        for extent in stream.extents
+    }
+    for record in wrong(found.records, pieces):
+        detail = f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
+        yield Finding(damages.BAD_FILE, arrays.get((record.path, record.offset), record.path), detail=detail)
+
+
+def has_no_moments(shard: Shard, runs: Runs) -> bool:
+    """Whether both moments of all elements are zero."""
+    return set(MOMENTS) <= shard.streams.keys() and stretches(runs, BOTH) == [(0, shard.numel)]
+
+
+def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Finding]:
+    """Parameters, or all of them, whose moments are zero although the optimizer has stepped; shards by their id."""
     if not found.step:
         return
     empty: dict[str, list[tuple[Shard, bool]]] = {}
-    for shard, runs in zip(found.shards, scanned, strict=True):
+    for shard in found.shards:
         if set(MOMENTS) <= shard.streams.keys() and shard.numel:
-            empty.setdefault(shard.parameter, []).append((shard, stretches(runs, BOTH) == [(0, shard.numel)]))
+            empty.setdefault(shard.parameter, []).append((shard, id(shard) in without_moments))
     without = {name for name, shards in empty.items() if all(is_empty for _, is_empty in shards)}
     detail = f"step {found.step}"
     for name, shards in empty.items():

@@ -12,11 +12,22 @@ from ckpt_patches.audit.damages import Finding
 
 PREFIX = "optimizer.state."
 STATES = {"fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+# The formats that keep the buckets of many parameters name them so.
+BUCKETS = "optimizer.distributed."
+BUCKET_STATES = {"param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 Value = TypeVar("Value")
+
+
+def is_bucket(name: str) -> bool:
+    """Whether an array is a bucket of many parameters; where each of them begins is not in the checkpoint."""
+    return BUCKETS in name
 
 
 def parameter_and_role(name: str) -> tuple[str, str]:
     """Which parameter an array belongs to, and as what."""
+    if is_bucket(name):
+        bucket, _, state = name.rpartition(".")
+        return (bucket, BUCKET_STATES[state]) if state in BUCKET_STATES else (name, WEIGHT)
     start = name.find(PREFIX)  # with several optimizers there is something in front
     state, _, parameter = name[start + len(PREFIX) :].partition(".")
     if start < 0 or state not in STATES:
@@ -44,7 +55,7 @@ def check_siblings(found: Checkpoint, parameters: dict[str, dict[str, str]]) -> 
         elif missing:
             found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=f"no {' and no '.join(missing)}"))
     without = len(parameters) - len(with_state)
-    if with_state and without:
+    if with_state and without and not any(map(is_bucket, with_state)):
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
 
 
@@ -59,22 +70,25 @@ def read_common(found: Checkpoint) -> None:
     except torch_file.BadFileError as error:
         found.findings.append(Finding(damages.BAD_METADATA, path.name, detail=str(error)))
         return
-    groups = _param_groups(common.get("optimizer"))
+    set_run(found, param_groups(common.get("optimizer")), common.get("args"))
+
+
+def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> None:
+    """What the optimizer's groups and the arguments of the run say."""
     steps = [step for group in groups if (step := group.get("step")) is not None]
     found.step = max(map(int, steps), default=0 if groups else None)
     found.beta1 = max((float(group["betas"][0]) for group in groups if "betas" in group), default=None)
-    arguments = common.get("args")
     if isinstance(arguments, torch_file.Instance):
         found.data_parallel = arguments.fields.get("data_parallel_size")
 
 
-def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Of one optimizer, or of all in a chain: wherever the key is."""
+def param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of one optimizer, or of all in a chain."""
     if not isinstance(optimizer, dict):
         return []
     if isinstance(groups := optimizer.get("param_groups"), list):
         return [group for group in groups if isinstance(group, dict)]
-    return [group for value in optimizer.values() for group in _param_groups(value)]
+    return [group for value in optimizer.values() for group in param_groups(value)]
 
 
 def backend(path: Path) -> str | None:

@@ -1,9 +1,12 @@
 """Read every byte of a checkpoint once, in blocks, by two workers, and keep only where elements are odd."""
 
+import bisect
+import itertools
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit import blocks
-from ckpt_patches.audit.checkpoint import Extent, Shard, Stream
+from ckpt_patches.audit.checkpoint import Extent, Shard, Stream, item_size
+from ckpt_patches.audit.records import Piece
 
 BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
 SPAN = 128 * BLOCK  # elements that a worker takes at a time
 QUICK_SPAN = 1024 * BLOCK  # fewer in all are not worth a second process
 MAX_RUNS = 100_000  # kept of a span, the longest ones, so that memory is bounded whatever the checkpoint holds
-ITEM_SIZE = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 class Runs(NamedTuple):
@@ -40,31 +43,46 @@ class Span(NamedTuple):
     streams: dict[str, Stream]
     begin: int  # elements
     end: int
+    checked: bool  # whether checksums are wanted
 
 
-def item_size(dtype: str) -> int:
-    """Bytes of an element; one for what is not listed."""
-    return ITEM_SIZE.get(dtype, 1)
+class Found(NamedTuple):
+    """What a worker found in a span."""
+
+    runs: Runs
+    pieces: list[Piece]
 
 
-def scan(shards: list[Shard], workers: int, progress: Callable[[int], None]) -> list[Runs]:
-    """The odd runs of every shard. `progress` is told how many bytes more have been read."""
-    found: list[list[Runs]] = [[] for _ in shards]
-    spans = list(_spans(shards))
-    for span, runs in _look_at_all(spans, workers):
-        found[span.shard].append(runs)
+def scan(
+    shards: list[Shard], workers: int, progress: Callable[[int], None], checked: frozenset[str], pieces: list[Piece]
+) -> Iterator[Runs]:
+    """The odd runs of every shard in turn, so that no more than one shard's are in memory.
+
+    `progress` is told how many bytes more have been read; the checksums of what was read of files in `checked` are
+    added to `pieces`.
+    """
+    number = 0
+    parts: list[Runs] = []
+    for span, found in _look_at_all(list(_spans(shards, checked)), workers):
+        while number < span.shard:
+            yield joined(parts)
+            number, parts = number + 1, []
+        parts = [longest(joined([*parts, found.runs]))]
+        pieces += found.pieces
         progress(sum((span.end - span.begin) * item_size(s.dtype) for s in span.streams.values()))
-    return [joined(parts) for parts in found]
+    for _ in range(number, len(shards)):
+        yield joined(parts)
+        parts = []
 
 
-def _spans(shards: list[Shard]) -> Iterator[Span]:
+def _spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
     for number, shard in enumerate(shards):
-        if shard.streams:
-            for begin in range(0, shard.numel, SPAN):
-                yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel))
+        has_checksums = any(e.path in checked for stream in shard.streams.values() for e in stream.extents)
+        for begin in range(0, shard.numel if shard.streams else 0, SPAN):
+            yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), has_checksums)
 
 
-def _look_at_all(spans: list[Span], workers: int) -> Iterator[tuple[Span, Runs]]:
+def _look_at_all(spans: list[Span], workers: int) -> Iterator[tuple[Span, Found]]:
     """In order."""
     if workers < 2 or sum(span.end - span.begin for span in spans) < QUICK_SPAN:
         yield from zip(spans, map(look, spans), strict=True)
@@ -77,39 +95,56 @@ def _look_at_all(spans: list[Span], workers: int) -> Iterator[tuple[Span, Runs]]
             yield from zip(portion, pool.map(look, portion), strict=True)
 
 
-def look(span: Span) -> Runs:
+def look(span: Span) -> Found:
     """Read a span, and find its odd runs."""
-    parts, numel = [], span.end - span.begin
-    buffers = {role: np.empty(min(BLOCK, numel) * item_size(s.dtype), np.uint8) for role, s in span.streams.items()}
+    parts = []
+    most = min(BLOCK, span.end - span.begin)
+    readers = {role: _Reader(stream, most, checked=span.checked) for role, stream in span.streams.items()}
     for begin in range(span.begin, span.end, BLOCK):
         end = min(begin + BLOCK, span.end)
-        block: Mapping[str, tuple[blocks.Block, str]] = {
-            role: (_read(stream, begin, end, buffers[role]), stream.dtype) for role, stream in span.streams.items()
-        }
+        block = {role: (reader.read(begin, end), reader.stream.dtype) for role, reader in readers.items()}
         if not blocks.is_clean(block):
             parts.append(runs_of(blocks.codes(block, end - begin), begin))
-    return _longest(joined(parts))
+    return Found(longest(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
 
 
-def _read(stream: Stream, begin: int, end: int, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Elements `begin` to `end` of a stream, in the buffer."""
-    first, last = begin * item_size(stream.dtype), end * item_size(stream.dtype)
-    at = 0  # bytes of the stream before this extent
-    for extent in stream.extents:
-        low, high = max(first, at), min(last, at + extent.nbytes)
-        if low < high:
-            _read_extent(extent, low - at, memoryview(buffer)[low - first : high - first])
-        at += extent.nbytes
-    return buffer[: last - first]
+class _Reader:
+    """Reads a stream block by block into one buffer, and keeps the checksums of what it read, if they are wanted."""
 
+    def __init__(self, stream: Stream, most: int, *, checked: bool) -> None:
+        self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
+        self.buffer = np.empty(most * self.item_size, np.uint8)
+        self.starts = [0, *itertools.accumulate(extent.nbytes for extent in stream.extents)]
+        self.pieces: list[Piece] = []
 
-def _read_extent(extent: Extent, offset: int, into: memoryview) -> None:
-    file, done = _open(extent.path), 0
-    while done < len(into):
-        count = os.preadv(file, [into[done:]], extent.offset + offset + done)
-        if count == 0:
-            raise OSError(f"{extent.path} became shorter while it was read")
-        done += count
+    def read(self, begin: int, end: int) -> blocks.Block:
+        """Elements `begin` to `end`, valid until the next call."""
+        first, last = begin * self.item_size, end * self.item_size
+        number = bisect.bisect_right(self.starts, first) - 1
+        while number < len(self.stream.extents) and self.starts[number] < last:
+            start, extent = self.starts[number], self.stream.extents[number]
+            low, high = max(first, start), min(last, start + extent.nbytes)
+            if low < high:
+                self._read_extent(extent, low - start, memoryview(self.buffer)[low - first : high - first])
+            number += 1
+        return self.buffer[: last - first]
+
+    def _read_extent(self, extent: Extent, begin: int, into: memoryview) -> None:
+        file, done, offset = _open(extent.path), 0, extent.offset + begin
+        while done < len(into):
+            count = os.preadv(file, [into[done:]], offset + done)
+            if count == 0:
+                raise OSError(f"{extent.path} became shorter while it was read")
+            done += count
+        if self.checked:
+            self._check(extent.path, offset, into)
+
+    def _check(self, path: str, offset: int, data: memoryview) -> None:
+        last = self.pieces[-1] if self.pieces else None
+        if last and last.path == path and last.offset + last.nbytes == offset:
+            self.pieces[-1] = Piece(path, last.offset, last.nbytes + len(data), zlib.crc32(data, last.crc))
+        else:
+            self.pieces.append(Piece(path, offset, len(data), zlib.crc32(data)))
 
 
 class _File:
@@ -127,6 +162,11 @@ def _opened(path: str) -> _File:
 
 def _open(path: str) -> int:
     return _opened(path).number
+
+
+def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
+    """The bytes of elements `begin` to `end`."""
+    return _Reader(stream, end - begin, checked=False).read(begin, end)
 
 
 def runs_of(code: blocks.Codes, begin: int) -> Runs:
@@ -150,7 +190,22 @@ def joined(parts: list[Runs]) -> Runs:
     return Runs(begin[first], end[last], code[first])
 
 
-def _longest(runs: Runs) -> Runs:
+def without(runs: Runs, ranges: Iterable[tuple[int, int]], bits: int) -> Runs:
+    """The runs, less these bits in these ranges of elements."""
+    for low, high in ranges:
+        parts = [_within(runs, 0, low), _within(runs, low, high), _within(runs, high, np.iinfo(np.int64).max)]
+        parts[1] = parts[1]._replace(code=parts[1].code & np.uint16(0xFFFF ^ bits))
+        runs = joined(parts)
+        runs = Runs(*(column[runs.code > 0] for column in runs))
+    return runs
+
+
+def _within(runs: Runs, low: int, high: int) -> Runs:
+    begin, end = np.clip(runs.begin, low, high), np.clip(runs.end, low, high)
+    return Runs(*(column[begin < end] for column in (begin, end, runs.code)))
+
+
+def longest(runs: Runs) -> Runs:
     """At most so many as are kept."""
     if len(runs.begin) <= MAX_RUNS:
         return runs

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_siblings, read_common
+from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, read_common
 
 LOCKS = ".sync"  # what a lock directory's name ends in
 ITEM_SIZE = {
@@ -99,26 +99,28 @@ def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[
     for grid in dict.fromkeys((array.shape, array.chunks) for array in roles.values()):
         alike = {role: array for role, array in roles.items() if (array.shape, array.chunks) == grid}
         for label in next(iter(alike.values())).labels():
-            streams = {role: stream for role, array in alike.items() if (stream := _chunk(array, label, found))}
-            shards.append(Shard(parameter, label, grid[1], streams))
+            chunks = {role: _chunk(array, label, found) for role, array in alike.items()}
+            streams, lost = (
+                {role: c for role, (c, there) in chunks.items() if there is want} for want in (True, False)
+            )
+            shards.append(Shard(parameter, label, grid[1], streams, (), lost, not is_bucket(parameter)))
     _check_strays(roles, found)
     return shards
 
 
-def _chunk(array: Array, label: str, found: Checkpoint) -> Stream | None:
-    """One chunk's bytes, if they are all there."""
+def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
+    """One chunk's bytes, and whether they are all there."""
     file = found.path / array.name / label
+    stream = Stream(array.name, array.dtype, (Extent(str(file), 0, array.chunk_bytes),))
     try:
         nbytes = file.stat().st_size
     except OSError:
         found.findings.append(_whole_chunk(damages.MISSING_CHUNK, array, label, ""))
-        return None
+        return stream, False
     if nbytes != array.chunk_bytes:
         kind = damages.SHORT_CHUNK if nbytes < array.chunk_bytes else damages.LONG_CHUNK
         found.findings.append(_whole_chunk(kind, array, label, f"{nbytes} bytes of {array.chunk_bytes}"))
-    if nbytes < array.chunk_bytes:
-        return None
-    return Stream(array.name, array.dtype, (Extent(str(file), 0, array.chunk_bytes),))
+    return stream, nbytes >= array.chunk_bytes
 
 
 def _whole_chunk(kind: damages.Kind, array: Array, label: str, detail: str) -> Finding:

@@ -6,8 +6,11 @@ creator of an array, or another rank, writes back what it read before others wro
 array, the slices of its first chunk that are lost by the order of the writes, and the ranges that differ from the whole
 save.
 
+With `--reload` the optimizer is the hybrid CPU-offload one; "hybrid" loads weights into the model alone, as for
+finetuning.
+
     megatron_saving.py OUT [--ranks 4] [--tp 1] [--dtype bf16] [--iterations 0,1,3] [--races 0] [--seed 0]
-        [--format fully_sharded_model_space] [--backend zarr]
+        [--format fully_sharded_model_space] [--backend zarr|torch_dist|torch] [--reload no|none|hybrid]
 """
 
 import argparse
@@ -41,13 +44,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", default="fully_sharded_model_space")
     parser.add_argument("--backend", default="zarr")
+    parser.add_argument("--reload", default="no", choices=["no", "none", "hybrid"])
     options = parser.parse_args()
     mt.spawn(worker, options.ranks, options, tensor_parallel=options.tp)
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
     stand_in_fused_adam.patch_megatron()
-    model, optimizer = mt.build(fp16=options.dtype == "fp16", make_model=language_model)
+    fraction = None if options.reload == "no" else 1.0
+    model, optimizer = mt.build(fp16=options.dtype == "fp16", make_model=language_model, offload_fraction=fraction)
+    if options.reload == "hybrid":
+        step(model, optimizer, 0)
+        mt.set_weights(model, {name: torch.full_like(value, 0.75) for name, value in mt.weights(model).items()})
+        optimizer.reload_model_params()
     for iteration in range(max(options.iterations) + 1):
         if iteration in options.iterations:
             folder = options.out / f"iter_{iteration:07}"
@@ -118,7 +127,22 @@ def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argp
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
+    if options.backend == "torch":
+        save_in_torch_format(model, optimizer, iteration, folder / "mp_rank_00", options)
+        return
     dist_checkpointing.save(state(model, optimizer, iteration, options), str(folder), (options.backend, 1))
+    dist.barrier()
+
+
+def save_in_torch_format(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    mt.inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
+    if dist.get_rank() == 0:
+        weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+        content = {"model": weights, "optimizer": optimizer.state_dict(), "iteration": iteration, "args": options}
+        torch.save(content, folder / "model_optim_rng.pt")
     dist.barrier()
 
 

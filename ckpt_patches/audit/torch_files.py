@@ -1,0 +1,52 @@
+"""Tensors of torch.save's files as streams, for the readers of formats that consist of such files."""
+
+import os
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches import torch_file
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Stream
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.records import records
+
+
+def read(path: Path, found: Checkpoint) -> Any:
+    """What a file holds, and its checksums to the checkpoint's; None, and a finding, if it is not whole."""
+    try:
+        file = torch_file.read(path, trust=True)  # runs nothing; unknown classes are stand-ins
+        (own,) = records(path)
+    except (torch_file.BadFileError, OSError, zipfile.BadZipFile) as error:
+        found.findings.append(Finding(damages.BAD_FILE, path.name, detail=str(error)))
+        return None
+    found.records += [record for name, record in own.items() if name.startswith("data/") and record.nbytes]
+    return file.value
+
+
+def extent(path: Path, tensor: torch_file.TensorHeader, begin: int = 0, end: int | None = None) -> Extent:
+    """The bytes of a contiguous tensor's elements."""
+    end = tensor.numel if end is None else end
+    return Extent(str(path), tensor.offset + begin * tensor.item_size, (end - begin) * tensor.item_size)
+
+
+def stream(path: Path, array: str, tensor: torch_file.TensorHeader) -> Stream | None:
+    """A whole tensor; None if its elements do not lie in order."""
+    return Stream(array, tensor.dtype, (extent(path, tensor),)) if tensor.is_contiguous else None
+
+
+def scalar(path: Path, value: Any) -> float | None:
+    """A number, or the only element of a tensor."""
+    if isinstance(value, (int, float)):
+        return value
+    formats = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+    if not isinstance(value, torch_file.TensorHeader) or value.numel != 1 or value.dtype not in formats:
+        return None
+    with open(path, "rb") as file:
+        data = os.pread(file.fileno(), value.item_size, value.offset)
+    return float(struct.unpack(formats[value.dtype], data)[0])
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch_file.TensorHeader)

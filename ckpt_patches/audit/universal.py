@@ -1,0 +1,105 @@
+"""DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`, each the whole array."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit import damages, torch_files
+from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Shard, Stream
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.zero import MODEL
+from ckpt_patches.torch_file import TensorHeader
+
+FILES = {MASTER: "fp32.pt", EXP_AVG: "exp_avg.pt", EXP_AVG_SQ: "exp_avg_sq.pt"}
+
+
+def is_universal(path: Path) -> bool:
+    zero = path / "zero"
+    return zero.is_dir() and any((folder / name).exists() for folder in zero.iterdir() for name in FILES.values())
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    found = Checkpoint(path, "deepspeed universal")
+    models = _models(found)
+    shapes = {
+        name: tuple(shape)
+        for _, value in models[:1]
+        for group in value.get("param_shapes") or []
+        for name, shape in group.items()
+    }
+    if (path / "tmp").exists():
+        found.findings.append(
+            Finding(damages.INTERRUPTED, "tmp", detail="the converter's temporary folder is still there")
+        )
+    parameters = {folder.name: folder for folder in sorted((path / "zero").iterdir()) if folder.is_dir()}
+    for name in sorted(shapes.keys() - parameters.keys()):
+        found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
+    for name, folder in parameters.items():
+        _read_parameter(found, name, folder, shapes.get(name), models)
+    steps = [step for folder in parameters.values() if (step := _step(found, folder)) is not None]
+    found.step = int(max(steps)) if steps else None
+    return found
+
+
+def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
+    """The files with the model's weights, one for each tensor-parallel rank."""
+    paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
+    if not paths:
+        found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
+    values = [(path, torch_files.read(path, found)) for path in paths]
+    return [(path, value) for path, value in values if isinstance(value, dict)]
+
+
+def _step(found: Checkpoint, folder: Path) -> float | None:
+    path = folder / "step.pt"
+    return torch_files.scalar(path, torch_files.read(path, found)) if path.exists() else None
+
+
+def _read_parameter(
+    found: Checkpoint,
+    name: str,
+    folder: Path,
+    shape: tuple[int, ...] | None,
+    models: list[tuple[Path, dict[str, Any]]],
+) -> None:
+    streams: dict[str, Stream] = {}
+    for role, file in FILES.items():
+        path = folder / file
+        if not path.exists():
+            found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{file}"))
+            continue
+        value = torch_files.read(path, found)
+        tensor = value.get("param") if isinstance(value, dict) else value
+        if not isinstance(tensor, TensorHeader):
+            continue
+        if shape is not None and not _fits(tensor, shape, len(models), value):
+            detail = f"{tensor.numel} elements, {math.prod(shape)} in the model's shape {shape}"
+            found.findings.append(Finding(damages.ELEMENT_COUNT, f"{name}/{file}", detail=detail))
+        elif (stream := torch_files.stream(path, f"{name}/{file}", tensor)) is not None:
+            streams[role] = stream
+    found.shards += _shards(name, streams, shape, models)
+
+
+def _shards(
+    name: str, streams: dict[str, Stream], shape: tuple[int, ...] | None, models: list[tuple[Path, dict[str, Any]]]
+) -> list[Shard]:
+    """The arrays of a parameter together, if they have the same number of elements."""
+    sizes = {stream.numel for stream in streams.values()}
+    if len(sizes) != 1:
+        return [Shard(name, role, (stream.numel,), {role: stream}) for role, stream in streams.items()]
+    (numel,) = sizes
+    if len(models) == 1:
+        path, model = models[0]
+        weight = (model.get("module") or {}).get(name)
+        if isinstance(weight, TensorHeader) and weight.numel == numel and weight.is_contiguous:
+            streams[WEIGHT] = Stream(name, weight.dtype, (torch_files.extent(path, weight),))
+    return [Shard(name, "", shape if shape is not None and math.prod(shape) == numel else (numel,), streams)]
+
+
+def _fits(found: TensorHeader, shape: tuple[int, ...], models: int, value: Any) -> bool:
+    """Whether an array is a parameter's, whose shape is that of one of the tensor-parallel ranks."""
+    if models == 1:
+        return found.numel == math.prod(shape)
+    is_vocabulary = isinstance(value, dict) and "vocab_tensor" in value
+    return is_vocabulary or found.numel in (math.prod(shape), models * math.prod(shape))

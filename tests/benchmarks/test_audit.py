@@ -1,0 +1,80 @@
+"""The audit's speed beside `cat` of the same files (warm, one run, 2 workers), and its memory. `make bench` prints."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from upstream import run_json
+
+ELEMENTS = 1 << 24  # of a parameter
+PARAMETERS = 16
+CAT, MEMORY = 0.7, 1.0  # figures to reach: of cat's speed, and GB
+
+
+def arrays(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A weight, its master and the moments, of a step that moved every element."""
+    master = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
+    gradient = master * 0.01 + 1e-4
+    return {"weight": master.to(dtype), "fp32_param": master, "exp_avg": gradient, "exp_avg_sq": gradient.square()}
+
+
+def write_zarr(folder: Path, dtype: torch.dtype) -> Path:
+    """As Megatron-LM writes it, one chunk an array."""
+    folder.mkdir()
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    torch.save({"optimizer": {"param_groups": [{"step": 3, "betas": (0.9, 0.95)}]}}, folder / "common.pt")
+    names = {torch.bfloat16: "bfloat16", torch.float16: "<f2", torch.float32: "<f4"}
+    values = arrays(dtype)
+    for number in range(PARAMETERS):
+        for key, tensor in values.items():
+            array = folder / (f"layer{number}" if key == "weight" else f"optimizer.state.{key}.layer{number}")
+            array.mkdir()
+            shape = {"shape": [ELEMENTS // 4096, 4096], "chunks": [ELEMENTS // 4096, 4096]}
+            fixed = {"compressor": None, "filters": None, "order": "C", "fill_value": None, "zarr_format": 2}
+            (array / ".zarray").write_text(json.dumps({**shape, **fixed, "dtype": names[tensor.dtype]}))
+            tensor.view(torch.uint8).numpy().tofile(array / "0.0")
+    return folder
+
+
+def write_universal(folder: Path, dtype: torch.dtype) -> Path:
+    """Files of torch.save, whose checksums are looked at as well."""
+    values = arrays(dtype)
+    names = [f"layer{number}" for number in range(PARAMETERS)]
+    for name in names:
+        (folder / "zero" / name).mkdir(parents=True)
+        for key, file in (("fp32_param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            torch.save({"param": values[key]}, folder / "zero" / name / f"{file}.pt")
+    shapes = [{name: torch.Size([ELEMENTS]) for name in names}]
+    module = {name: values["weight"].clone() for name in names}
+    torch.save({"module": module, "param_shapes": shapes}, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        (write_zarr, torch.bfloat16),
+        (write_zarr, torch.float16),
+        (write_zarr, torch.float32),
+        (write_universal, torch.bfloat16),
+    ],
+    ids=lambda value: str(getattr(value, "__name__", value)).removeprefix("torch."),
+)
+def test_speed_and_memory(write: Callable[[Path, torch.dtype], Path], dtype: torch.dtype, tmp_path: Path) -> None:
+    found = run_json("audit_speed", write(tmp_path / "checkpoint", dtype), tree=tmp_path)
+    ratios = [cat / own for cat, own in zip(found["cat"], found["audit"], strict=True)]
+    speed = {what: found["bytes"] / statistics.median(found[what]) / 1e9 for what in ("cat", "audit")}
+    print(
+        f"\naudit, {write.__name__} {dtype}, {found['bytes'] / 1e9:.1f} GB: {statistics.median(ratios):.2f} of cat's "
+        f"speed (figure to reach: {CAT}; pairs: {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
+    )
+    cpu = statistics.median(own / cat for cat, own in zip(found["cat_cpu"], found["audit_cpu"], strict=True))
+    print(f"  processor time {cpu:.2f} times cat's, on two workers")
+    print(f"  {speed['audit']:.1f} GB/s, cat {speed['cat']:.1f} GB/s")
+    print(f"  memory {found['peak'] / 1e9:.2f} GB, workers and all (figure to reach: {MEMORY})")
+    assert np.isfinite(ratios).all()

@@ -1,0 +1,515 @@
+"""The audit's closed list of damages: for each a crafted checkpoint that has it, and its undamaged twin, which passes.
+
+The twins are checkpoints that the real megatron-core and DeepSpeed wrote.
+"""
+
+import functools
+import json
+import pickle
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, find
+from ckpt_patches.audit.records import records, update_checksum
+from ckpt_patches.cli import main
+from megatron_checkpoints import ZARR, Configuration, written
+from upstream import REPOSITORY, run, tree
+from zero_checkpoints import convert, dp768, session_folder, trained
+
+TORCH_DIST = Configuration(ranks=2, backend="torch_dist", iterations="0,3")
+TORCH = Configuration(ranks=2, backend="torch", iterations="1,3")
+WRITER = "0.16.2"
+UP, EMBEDDING = "module.up.weight", "module.embedding.weight"
+
+
+@pytest.fixture
+def zarr(tmp_path: Path) -> Path:
+    """A copy of a whole one, at step 3."""
+    return copied(written(ZARR).whole[-1], tmp_path)
+
+
+@pytest.fixture
+def torch_dist(tmp_path: Path) -> Path:
+    return copied(written(TORCH_DIST).whole[-1], tmp_path)
+
+
+@pytest.fixture
+def zero(tmp_path: Path) -> Path:
+    """Of stage 2, on 8 ranks."""
+    return copied(trained(WRITER, "stage2", "stage3")["stage2"], tmp_path)
+
+
+@functools.cache
+def converted() -> Path:
+    """Universal checkpoints of stage 2, which is whole, and of stage 3, which upstream's converter gets wrong."""
+    trainings, out = trained(WRITER, "stage2", "stage3"), Path(tempfile.mkdtemp(dir=session_folder()))
+    assert not any(convert(out, trainings["stage2"], version="0.19.2", delivery="hook").values())
+    assert not any(convert(out, trainings["stage3"], version="0.19.2", delivery="none").values())
+    return out
+
+
+@pytest.fixture
+def universal(tmp_path: Path) -> Path:
+    return copied(converted() / "stage2", tmp_path)
+
+
+def copied(path: Path, to: Path) -> Path:
+    return Path(shutil.copytree(path, to / path.name))
+
+
+def names(report: Report, *, notes: bool = False) -> set[str]:
+    return {finding.kind.name for finding in report.findings if notes or finding.kind.severity != damages.NOTE}
+
+
+def chunk(checkpoint: Path, array: str, label: str = "0.0") -> np.memmap:  # type: ignore[type-arg]
+    return np.memmap(checkpoint / array / label, np.float32, "r+")
+
+
+def state(key: str, parameter: str = UP) -> str:
+    return f"optimizer.state.{key}.{parameter}"
+
+
+# What is done to a zarr checkpoint, and what is then found
+
+
+def lose_master(path: Path) -> None:
+    chunk(path, state("fp32_param"))[100:200] = 0
+
+
+def lose_first_moment(path: Path) -> None:
+    chunk(path, state("exp_avg"))[:100] = 0
+
+
+def lose_square(path: Path) -> None:
+    chunk(path, state("exp_avg_sq"))[300:] = 0
+
+
+def lose_both_moments(path: Path) -> None:
+    for key in ("exp_avg", "exp_avg_sq"):
+        chunk(path, state(key))[100:333] = 0
+
+
+def lose_all_moments(path: Path) -> None:
+    for file in path.glob("optimizer.state.exp_avg*/[0-9]*"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+def lose_moments_of_one_parameter(path: Path) -> None:
+    for file in path.glob(f"optimizer.state.exp_avg*.{UP}/[0-9]*"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+def reload_without_the_masters(path: Path) -> None:
+    chunk(path, state("fp32_param"))[:] = np.random.default_rng(0).normal(size=576)
+
+
+def flip_one_bit_of_a_master(path: Path) -> None:
+    chunk(path, state("fp32_param")).view(np.uint32)[77] ^= np.uint32(1 << 20)
+
+
+def put_nan(path: Path) -> None:
+    chunk(path, state("exp_avg"))[5] = np.nan
+
+
+def put_infinity(path: Path) -> None:
+    chunk(path, state("exp_avg_sq"))[5] = np.inf
+
+
+def negate_a_square(path: Path) -> None:
+    chunk(path, state("exp_avg_sq"))[5] *= -1
+
+
+def put_counters(path: Path) -> None:
+    """A frozen layer has weights only."""
+    np.memmap(path / "module.frozen.weight" / "0.0", np.uint16, "r+")[10:60] = range(1, 51)
+
+
+def remove_chunk(path: Path) -> None:
+    (path / state("exp_avg") / "0.0").unlink()
+
+
+def shorten_chunk(path: Path) -> None:
+    file = path / state("exp_avg") / "0.0"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def lengthen_chunk(path: Path) -> None:
+    file = path / state("exp_avg") / "0.0"
+    file.write_bytes(file.read_bytes() + bytes(4))
+
+
+def add_chunk(path: Path) -> None:
+    (path / UP / "7.0").write_bytes(b"1234")
+
+
+def remove_array(path: Path) -> None:
+    shutil.rmtree(path / state("exp_avg_sq"))
+
+
+def remove_weights(path: Path) -> None:
+    shutil.rmtree(path / UP)
+
+
+def remove_moments(path: Path) -> None:
+    shutil.rmtree(path / state("exp_avg_sq"))
+    shutil.rmtree(path / state("exp_avg"))
+
+
+def remove_zarray(path: Path) -> None:
+    (path / UP / ".zarray").unlink()
+
+
+def break_zarray(path: Path) -> None:
+    (path / UP / ".zarray").write_text("{")
+
+
+def break_common(path: Path) -> None:
+    (path / "common.pt").write_bytes((path / "common.pt").read_bytes()[:-100])
+
+
+def remove_common(path: Path) -> None:
+    (path / "common.pt").unlink()
+
+
+Change = Callable[[Path], None]
+IN_ZARR: list[tuple[Change, set[str], str]] = [
+    (lose_master, {"lost_master"}, DAMAGED),
+    (lose_first_moment, {"lost_moment"}, DAMAGED),
+    (lose_square, {"lost_moment"}, DAMAGED),
+    (lose_both_moments, {"moment_gap"}, UNCERTAIN),
+    (lose_all_moments, {"no_moments"}, DAMAGED),
+    (lose_moments_of_one_parameter, {"parameter_without_moments"}, UNCERTAIN),
+    (reload_without_the_masters, {"unrounded_master"}, DAMAGED),
+    (flip_one_bit_of_a_master, {"unrounded_master"}, DAMAGED),
+    (put_nan, {"not_finite"}, DAMAGED),
+    (put_infinity, {"not_finite"}, DAMAGED),
+    (negate_a_square, {"negative_square"}, DAMAGED),
+    (put_counters, {"denormal_run"}, UNCERTAIN),
+    (remove_chunk, {"missing_chunk"}, DAMAGED),
+    (shorten_chunk, {"short_chunk"}, DAMAGED),
+    (lengthen_chunk, {"long_chunk"}, DAMAGED),
+    (add_chunk, {"stray_file"}, UNCERTAIN),
+    (remove_array, {"missing_array"}, DAMAGED),
+    (remove_weights, {"missing_array"}, DAMAGED),
+    (remove_moments, {"missing_moments"}, UNCERTAIN),
+    (remove_zarray, {"bad_metadata", "missing_array"}, DAMAGED),
+    (break_zarray, {"bad_metadata", "missing_array"}, DAMAGED),
+    (break_common, {"bad_metadata"}, DAMAGED),
+    (remove_common, {"bad_metadata"}, DAMAGED),
+]
+
+
+@pytest.mark.parametrize(("change", "expected", "verdict"), IN_ZARR, ids=lambda value: getattr(value, "__name__", ""))
+def test_damage_in_zarr(zarr: Path, change: Change, expected: set[str], verdict: str) -> None:
+    assert (audit(zarr).verdict, names(audit(zarr))) == (WHOLE, set())
+    change(zarr)
+    report = audit(zarr)
+    assert (report.verdict, names(report)) == (verdict, expected)
+
+
+def test_notes_on_what_is_no_damage(zarr: Path) -> None:
+    assert names(audit(zarr), notes=True) == {"no_gradient", "no_optimizer_state", "lock_directory"}
+
+
+# torch_dist
+
+
+def test_whole_torch_dist() -> None:
+    for path in written(TORCH_DIST).whole:
+        report = audit(path)
+        assert (report.verdict, report.checkpoint.format) == (WHOLE, "megatron torch_dist")
+        assert report.checkpoint.nbytes > 5000
+
+
+def distcp(path: Path) -> Path:
+    return max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def flip_in_file(file: Path, at: int = -1) -> None:
+    """A bit in the largest record of a zip of torch, or at a place."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def tensor_at(path: Path) -> tuple[Path, int]:
+    """A file, and the place of the elements of some master in it."""
+    shard = next(s for s in audit(path).checkpoint.shards if "master" in s.streams and s.numel > 50)
+    extent = shard.streams["master"].extents[0]
+    return Path(extent.path), extent.offset
+
+
+def flip_an_element(path: Path) -> None:
+    flip_in_file(*tensor_at(path))
+
+
+def remove_a_file(path: Path) -> None:
+    tensor_at(path)[0].unlink()
+
+
+def truncate_a_file(path: Path) -> None:
+    file = tensor_at(path)[0]
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def break_index(path: Path) -> None:
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:100])
+
+
+def put_code_into_the_index(path: Path) -> None:
+    class Code:
+        def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+            return Path.touch, (path / "was_run",)  # type: ignore[return-value]
+
+    (path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Code()}))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (flip_an_element, {"bad_file"}),
+        (remove_a_file, {"bad_file"}),
+        (truncate_a_file, {"bad_file"}),
+        (break_index, {"bad_metadata"}),
+        (put_code_into_the_index, {"bad_metadata"}),
+        (break_common, {"bad_metadata"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damage_in_torch_dist(torch_dist: Path, change: Change, expected: set[str]) -> None:
+    change(torch_dist)
+    report = audit(torch_dist)
+    assert (report.verdict, names(report)) == (DAMAGED, expected)
+    assert not (torch_dist / "was_run").exists()
+
+
+# ZeRO
+
+
+def test_whole_zero() -> None:
+    for path in trained(WRITER, "stage2", "stage3").values():
+        assert (audit(path).verdict, names(audit(path))) == (WHOLE, set())
+
+
+def rank_file(path: Path, rank: int = 3) -> Path:
+    (file,) = path.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return file
+
+
+def remove_rank(path: Path) -> None:
+    rank_file(path).unlink()
+
+
+def truncate_rank(path: Path) -> None:
+    file = rank_file(path)
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+def flip_in_rank(path: Path) -> None:
+    flip_in_rank_file(rank_file(path))
+
+
+def flip_in_rank_file(path: Path) -> None:
+    """A bit of the first element of the largest tensor."""
+    (found,) = records(path)
+    record = max((r for name, r in found.items() if name.startswith("data/")), key=lambda r: r.nbytes)
+    flip_in_file(path, record.offset)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (remove_rank, {"missing_rank", "fragments"}),
+        (truncate_rank, {"bad_file", "fragments"}),
+        (flip_in_rank, {"bad_file"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damage_in_the_files_of_zero(zero: Path, change: Change, expected: set[str]) -> None:
+    change(zero)
+    report = audit(zero)
+    assert report.verdict == DAMAGED
+    assert names(report) == expected
+
+
+@functools.cache
+def damaged_zero() -> Path:
+    """A folder with copies that are damaged in other ways than in their bytes."""
+    out = Path(tempfile.mkdtemp(dir=session_folder()))
+    run("damaged_zero", trained(WRITER, "stage2", "stage3")["stage2"], out, tree=tree("deepspeed", WRITER))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        ("take_rank_of_more", {"mixed_ranks"}),
+        ("take_rank_of_earlier_step", {"mixed_steps"}),
+        ("overlap_fragments", {"fragments"}),
+        ("lose_fragment", {"fragments"}),
+        ("lose_partition", {"lost_master"}),
+    ],
+)
+def test_damage_in_zero(damage: str, expected: set[str]) -> None:
+    report = audit(damaged_zero() / damage)
+    assert (report.verdict, names(report)) == (DAMAGED, expected)
+
+
+def test_a_lost_partition_names_its_rank() -> None:
+    lost = [found for found in audit(damaged_zero() / "lose_partition").findings if found.kind.name == "lost_master"]
+    assert {finding.detail for finding in lost} == {"written by rank 0"}
+
+
+def test_the_padding_of_the_report_is_a_note() -> None:
+    report = audit(dp768()["dp768"])
+    assert (report.verdict, report.checkpoint.data_parallel) == (WHOLE, 768)
+    (note,) = [
+        finding for finding in report.findings if finding.kind.name == "large_padding" and "group 0" in finding.detail
+    ]
+    assert note.detail == "group 0: padding 1024, partition 348"
+
+
+# Universal
+
+
+def test_damage_in_universal(universal: Path) -> None:
+    assert (audit(universal).verdict, names(audit(universal))) == (WHOLE, set())
+    (universal / "zero" / "w1.weight" / "exp_avg.pt").unlink()
+    assert names(audit(universal)) == {"missing_array"}
+    shutil.rmtree(universal / "zero" / "w1.weight")
+    assert names(audit(universal)) == {"interrupted"}
+
+
+def test_what_an_interrupted_conversion_leaves(universal: Path) -> None:
+    (universal / "tmp").mkdir()
+    assert names(audit(universal)) == {"interrupted"}
+
+
+def test_a_conversion_with_the_zero3_bug() -> None:
+    report = audit(converted() / "stage3")
+    assert (report.verdict, names(report)) == (DAMAGED, {"element_count"})
+    details = {finding.array: finding.detail for finding in report.findings}
+    assert details["w1.weight/fp32.pt"] == "14 elements, 9 in the model's shape (3, 3)"
+
+
+# Megatron's `torch` format
+
+
+def test_whole_torch_format() -> None:
+    for path in written(TORCH).whole:
+        report = audit(path)
+        assert (report.verdict, names(report), report.checkpoint.format) == (WHOLE, set(), "megatron torch")
+        assert {shard.numel for shard in report.checkpoint.shards if "master" in shard.streams}
+
+
+def flip_in_the_buckets(path: Path) -> None:
+    flip_in_rank_file(path / "mp_rank_00" / "distrib_optim.pt")
+
+
+def remove_the_buckets(path: Path) -> None:
+    """Of one of two tensor-parallel ranks."""
+    shutil.copytree(path / "mp_rank_00", path / "mp_rank_01")
+    (path / "mp_rank_01" / "distrib_optim.pt").unlink()
+
+
+def lose_a_slice_of_the_bucket(path: Path) -> None:
+    shard = next(s for s in audit(path).checkpoint.shards if "master" in s.streams)
+    extent = shard.streams["exp_avg"].extents[0]
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset + 4)
+        file.write(bytes(4 * 1500))
+    update_checksum(next(r for r in audit(path).checkpoint.records if r.offset == extent.offset))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (flip_in_the_buckets, {"bad_file"}),
+        (remove_the_buckets, {"bad_file"}),
+        (lose_a_slice_of_the_bucket, {"lost_moment"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damage_in_torch_format(tmp_path: Path, change: Change, expected: set[str]) -> None:
+    path = copied(written(TORCH).whole[-1], tmp_path)
+    change(path)
+    report = audit(path)
+    assert (report.verdict, names(report)) == (DAMAGED, expected)
+
+
+# The command
+
+
+def test_every_kind_is_crafted_somewhere() -> None:
+    """The tests name every kind of the list."""
+    tests = Path(__file__).read_text() + Path(__file__).with_name("test_audit_repair.py").read_text()
+    assert [name for name in damages.KINDS if not re.search(rf'"{name}"', tests)] == []
+
+
+def test_the_page_shows_the_list() -> None:
+    page = (REPOSITORY / "docs" / "audit.md").read_text()
+    rows = [f"| `{kind.name}` | {kind.severity} | {kind.meaning} | {kind.remedy} |" for kind in damages.KINDS.values()]
+    shown = [line for line in page.splitlines() if line.startswith("| `") and len(line.split(" | ")) == 4]
+    assert shown == rows
+
+
+def test_exit_status_and_json(zarr: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--json", str(zarr)]) == 0
+    lose_master(zarr)
+    assert main(["audit", "--json", str(zarr.parent)]) == 1
+    (found,) = json.loads(capsys.readouterr().out.split("\n}\n")[1] + "\n}")["checkpoints"]
+    damage = next(finding for finding in found["findings"] if finding["severity"] == "damage")
+    assert damage == {
+        "name": "lost_master",
+        "severity": "damage",
+        "array": state("fp32_param"),
+        "shard": "0.0",
+        "range": [100, 200],
+        "detail": "",
+    }
+
+
+def test_iterations_are_found_and_each_told(zarr: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(ZARR).whole[0].parent
+    assert len(list(find(run))) == 13
+    assert main(["audit", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert out.count(": WHOLE (megatron zarr") >= 3
+    assert "race_0000: DAMAGED" in out
+
+
+@pytest.mark.parametrize("path", ["", "nowhere"])
+def test_no_checkpoint_is_a_mistake_of_usage(tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path / path)]) == 2
+    assert "found no" in capsys.readouterr().err
+
+
+def test_a_gap_alone_cannot_be_told(zarr: Path) -> None:
+    lose_both_moments(zarr)
+    assert main(["audit", str(zarr)]) == 2
+
+
+def test_a_picture_of_the_holes(zarr: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lose_master(zarr)
+    picture = tmp_path / "holes.png"
+    assert main(["audit", str(zarr), "--plot", str(picture)]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_audit(
+    zarr: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["audit", str(zarr), "--plot", "x.png"]) == 2
+    said = capsys.readouterr()
+    assert "pip install matplotlib" in said.err
+    assert said.out == ""

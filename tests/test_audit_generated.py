@@ -1,0 +1,152 @@
+"""Hundreds of checkpoints made from a real one: with what whole checkpoints have, and with slices lost at random."""
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from megatron_checkpoints import ZARR, written
+from test_audit import chunk, copied, state
+from upstream import all_releases
+
+CASES = 1000 if all_releases() else 100
+ROW = 12  # elements, of the embedding and the first layer
+MATRICES = ("module.embedding.weight", "module.up.weight", "module.down.weight")
+KEYS = ("fp32_param", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copied(written(ZARR).whole[-1], tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def restored(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / whole.name))
+
+
+def findings(report: Report) -> list[damages.Finding]:
+    return [finding for finding in report.findings if finding.kind.severity != damages.NOTE]
+
+
+# What whole checkpoints have
+
+
+def unseen_tokens(path: Path, choose: random.Random) -> None:
+    rows = choose.sample(range(64), choose.randrange(1, 60))
+    for moment in KEYS[1:]:
+        chunk(path, state(moment, "module.embedding.weight")).reshape(64, ROW)[rows] = 0
+
+
+def padding_of_the_vocabulary(path: Path, choose: random.Random) -> None:
+    first = choose.randrange(1, 64) * ROW
+    for moment in KEYS[1:]:
+        chunk(path, state(moment, "module.embedding.weight"))[first:] = 0
+
+
+def dead_units(path: Path, choose: random.Random) -> None:
+    """Rows of one layer, elements of its bias, columns of the next layer."""
+    units = choose.sample(range(48), choose.randrange(1, 4))
+    for moment in KEYS[1:]:
+        chunk(path, state(moment, "module.up.weight")).reshape(48, ROW)[units] = 0
+        chunk(path, state(moment, "module.up.bias"), "0")[units] = 0
+        chunk(path, state(moment, "module.down.weight")).reshape(ROW, 48)[:, units] = 0
+
+
+def tiny_gradients(path: Path, choose: random.Random) -> None:
+    """Whose squares are zero in fp32."""
+    first = choose.randrange(500)
+    chunk(path, state("exp_avg"))[first : first + 70] *= np.float32(1e-25)
+    chunk(path, state("exp_avg_sq"))[first : first + 70] = 0
+
+
+def a_zero_by_chance(path: Path, choose: random.Random) -> None:
+    chunk(path, state("exp_avg"))[choose.randrange(1, 575)] = 0
+
+
+def negative_zeros(path: Path, choose: random.Random) -> None:
+    chunk(path, state("exp_avg", "module.down.weight"))[choose.randrange(100) :][:300] = -0.0
+
+
+def ties(path: Path, choose: random.Random) -> None:
+    """Masters in the middle of two weights, rounded up or down."""
+    weight = np.memmap(path / "module.up.weight" / "0.0", np.uint16, "r+")
+    master = chunk(path, state("fp32_param")).view(np.uint32)
+    for at in choose.sample(range(576), 100):
+        master[at] = (int(weight[at]) << 16) + choose.choice([-0x8000, 0x8000])
+
+
+def zero_initialized(path: Path, choose: random.Random) -> None:
+    """A bias that is zero with its master, and has moments."""
+    for array, label in (("module.up.bias", "0"), (state("fp32_param", "module.up.bias"), "0")):
+        file = path / array / label
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+NATURAL = (
+    unseen_tokens,
+    padding_of_the_vocabulary,
+    dead_units,
+    tiny_gradients,
+    a_zero_by_chance,
+    negative_zeros,
+    ties,
+    zero_initialized,
+)
+
+
+def test_what_whole_checkpoints_have_is_no_damage(restored: Path, whole: Path) -> None:
+    for seed in range(CASES):
+        choose = random.Random(seed)
+        changes = choose.sample(NATURAL, choose.randrange(1, 4))
+        for change in changes:
+            change(restored, choose)
+        report = audit(restored)
+        assert report.verdict == WHOLE, (seed, [change.__name__ for change in changes], findings(report))
+        restore(whole, restored)
+
+
+def test_first_moments_that_decayed_are_no_damage(restored: Path, whole: Path) -> None:
+    """Long after the last gradient exp_avg is zero, and its square is not yet."""
+    common = torch.load(restored / "common.pt", weights_only=False)
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group["step"] = 5000
+    torch.save(common, restored / "common.pt")
+    for seed in range(CASES // 10):
+        rows = random.Random(seed).sample(range(48), 5)
+        chunk(restored, state("exp_avg")).reshape(48, ROW)[rows] = 0
+        assert audit(restored).verdict != DAMAGED
+        restore(whole, restored, but="common.pt")
+
+
+def restore(whole: Path, to: Path, but: str = "") -> None:
+    for file in whole.rglob("*"):
+        if file.is_file() and file.name != but and ".sync" not in str(file):
+            shutil.copyfile(file, to / file.relative_to(whole))
+
+
+# Slices lost at random
+
+
+def test_slices_lost_at_random_are_found_to_the_element(restored: Path, whole: Path) -> None:
+    """One array loses a slice, of which no element was zero."""
+    for seed in range(CASES):
+        choose = random.Random(seed)
+        key, parameter = choose.choice(KEYS), choose.choice(MATRICES[1:])
+        data = chunk(restored, state(key, parameter))
+        begin, end = sorted(choose.sample(range(len(data) + 1), 2))
+        end = max(end, begin + 3) if begin + 3 <= len(data) else end  # shorter ones can be chance
+        length = end - begin
+        data[begin:end] = 0
+        report = audit(restored)
+        found = [(f.kind.name, f.array, f.begin, f.end) for f in findings(report)]
+        kind = "lost_master" if key == "fp32_param" else "lost_moment"
+        if length >= 3:
+            assert found == [(kind, state(key, parameter), begin, end)], (seed, found, begin, end)
+            assert report.verdict == DAMAGED
+        restore(whole, restored)

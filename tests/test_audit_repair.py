@@ -1,0 +1,151 @@
+"""Repair: the result audits clean, holds what the plan says, and the original is as it was."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.audit.repair import FROM_OLDER, FROM_WEIGHT, RESET
+from ckpt_patches.cli import main
+from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
+from test_audit import (
+    Change,
+    chunk,
+    copied,
+    lengthen_chunk,
+    lose_first_moment,
+    lose_square,
+    put_counters,
+    put_nan,
+    reload_without_the_masters,
+    remove_array,
+    remove_chunk,
+    shorten_chunk,
+    state,
+)
+from upstream import all_releases, run, tree
+
+HYBRID = Configuration(ranks=2, backend="torch_dist", iterations="0,1", reload="hybrid")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def listed(output: Path) -> list[dict[str, object]]:
+    ranges: list[dict[str, object]] = json.loads(Path(f"{output}.repaired.json").read_text())["ranges"]
+    return ranges
+
+
+@pytest.mark.parametrize("run", [ZARR, ZARR_TP], ids=str)
+@pytest.mark.parametrize("older", [False, True])
+def test_what_races_lost(run: Configuration, older: bool, tmp_path: Path) -> None:
+    options = ["--from", str(written(run).whole[-1])] if older else []
+    for path in written(run).raced:
+        if audit(path).verdict == WHOLE:
+            continue
+        before = contents(path)
+        output = tmp_path / path.name
+        assert main(["repair", str(path), "--output", str(output), *options]) == 0
+        assert contents(path) == before
+        assert audit(output).verdict == WHOLE
+        check_values(path, output, written(run).whole[-1], older)
+
+
+def check_values(path: Path, output: Path, whole: Path, older: bool) -> None:
+    """Masters are the weights; moments are the older's, which here is the truth; the rest is as it was."""
+    ranges = listed(output)
+    assert {str(entry["source"]) for entry in ranges} <= {FROM_WEIGHT, FROM_OLDER if older else RESET}
+    for file in (f for f in whole.glob("optimizer.state.*/[0-9]*") if f.parent.suffix != ".sync"):
+        name = file.relative_to(whole)
+        damaged, mended, truth = (np.fromfile(folder / name, np.float32) for folder in (path, output, whole))
+        expected = damaged.copy()
+        for entry in ranges:
+            if entry["array"] == name.parts[0] and entry["shard"] == name.parts[1]:
+                here = slice(entry["begin"], entry["end"])
+                expected[here] = (
+                    weights(path, name)[here] if "fp32_param" in name.parts[0] else truth[here] if older else 0
+                )
+        np.testing.assert_array_equal(mended, expected)
+
+
+def weights(path: Path, name: Path) -> Any:
+    array = name.parts[0].removeprefix("optimizer.state.fp32_param.")
+    bits = np.fromfile(path / array / name.parts[1], np.uint16)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@pytest.fixture
+def zarr(tmp_path: Path) -> Path:
+    return copied(written(ZARR).whole[-1], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lose_first_moment, lose_square, reload_without_the_masters, put_nan, remove_chunk, shorten_chunk, lengthen_chunk],
+)
+def test_crafted_damage(zarr: Path, tmp_path: Path, change: Change) -> None:
+    change(zarr)
+    for number, options in enumerate(([], ["--from", str(written(ZARR).whole[-1])])):
+        output = tmp_path / f"new{number}"
+        assert main(["repair", str(zarr), "--output", str(output), *options]) == 0
+        assert audit(output).verdict == WHOLE
+
+
+@pytest.mark.parametrize("change", [remove_array, put_counters])
+def test_what_cannot_be_repaired_is_said_before_anything_is_written(
+    zarr: Path, tmp_path: Path, change: Change, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(zarr)
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 2
+    assert "cannot be repaired, and nothing was written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [zarr.name]
+
+
+def test_an_older_one_with_the_same_damage_is_refused(
+    zarr: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose_square(zarr)
+    older = copied(zarr, tmp_path / "older")
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new"), "--from", str(older)]) == 2
+    assert "lost_moment in the same range" in capsys.readouterr().err
+
+
+def test_a_whole_one_and_an_output_that_exists_are_refused(zarr: Path, tmp_path: Path) -> None:
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 2
+    lose_square(zarr)
+    assert main(["repair", str(zarr), "--output", str(zarr)]) == 2
+
+
+def test_masters_that_a_reload_did_not_reach(tmp_path: Path) -> None:
+    """The real hybrid optimizer after a model-only load; torch reads what was repaired."""
+    damaged, stepped = written(HYBRID).whole
+    assert {finding.kind.name for finding in audit(damaged).findings if finding.kind.severity == "damage"} == {
+        "unrounded_master"
+    }
+    assert audit(stepped).verdict == WHOLE  # the weights are the masters' by then: it cannot be seen any more
+    assert main(["repair", str(damaged), "--output", str(tmp_path / "new")]) == 0
+    assert audit(tmp_path / "new").verdict == WHOLE
+    run("load_distcp", tmp_path / "new", tree=tree("megatron-core", "0.14.0"))
+
+
+@pytest.mark.skipif(not all_releases(), reason="a training more: with CKPT_PATCHES_TEST_ALL=1")
+def test_the_hybrid_optimizer_without_a_load_is_no_damage() -> None:
+    assert [audit(path).verdict for path in written(replace(HYBRID, reload="none")).whole] == [WHOLE, WHOLE]
+
+
+def test_the_repaired_range_is_no_damage_only_with_its_list(zarr: Path, tmp_path: Path) -> None:
+    lose_first_moment(zarr)
+    output = tmp_path / "new"
+    assert main(["repair", str(zarr), "--output", str(output)]) == 0
+    assert {finding.kind.name for finding in audit(output).findings} >= {"repaired"}
+    shutil.move(f"{output}.repaired.json", tmp_path / "elsewhere")
+    assert audit(output).verdict != WHOLE
+    assert np.all(chunk(output, state("exp_avg"))[:100] == 0)
