@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.torch_file import TRUST
-from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, Options, Summary, convert
+from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
 EPILOG = (
@@ -51,9 +51,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
     parser.add_argument("--output_folder", required=True, metavar="FOLDER", help="to be made")
-    parser.add_argument(
-        "--num_extract_workers", type=int, default=0, metavar="N", help="processes (default: one a core, up to 4)"
-    )
+    parser.add_argument("--num_extract_workers", type=int, default=WORKERS, metavar="N", help="processes (default: 4)")
     parser.add_argument("--num_merge_workers", type=int, metavar="N", help="of upstream, without a meaning here")
     parser.add_argument("--keep_temp_folder", action="store_true", help="of upstream, without a meaning here")
     parser.add_argument(

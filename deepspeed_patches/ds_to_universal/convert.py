@@ -17,6 +17,7 @@ from deepspeed_patches.ds_to_universal.sources import Access
 from deepspeed_patches.ds_to_universal.workers import Workers, shares
 from deepspeed_patches.ds_to_universal.write import Job
 
+WORKERS = 4  # upstream's number; on two cores, too, where one waits for the disk another goes on
 BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into a processor's cache
 
 
@@ -24,7 +25,7 @@ BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into 
 class Options:
     """How to convert."""
 
-    workers: int = 0  # processes; 0 is one a core, up to four
+    workers: int = WORKERS  # processes
     bytes_in_flight: int = BYTES_IN_FLIGHT  # in the buffers of all workers together
     access: Access = "read"  # to the rank files: by ranges, or mapped into memory
     strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
@@ -101,10 +102,9 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
 
 def _run(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], group: Group) -> int:
     """Move the bytes, and wait for the other processes of the group; how many workers did it."""
-    count = options.workers or min(4, len(os.sched_getaffinity(0)))
     paths = [file.path for file in planned.files]
     job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync)
-    workers = Workers(left, job, count)
+    workers = Workers(left, job, options.workers)
     error = ""
     progress = Progress(sum(output.nbytes for output in left))
     try:
