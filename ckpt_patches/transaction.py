@@ -59,7 +59,7 @@ def recover(folder: Path) -> bool:
 
 def _finish(folder: Path) -> None:
     (folder / JOURNAL).unlink()
-    _sync_folder(folder)
+    sync_folder(folder)
     _clean(folder)
 
 
@@ -76,7 +76,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     if path.exists():
         shutil.copymode(path, temporary)
     os.replace(temporary, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -111,7 +111,8 @@ def _digest(data: bytes | None) -> str | None:
     return None if data is None else hashlib.sha256(data).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
     with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -33,6 +33,7 @@ from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.scan import read_elements
 from ckpt_patches.audit.zarr import LOCKS
 from ckpt_patches.errors import UserError
+from ckpt_patches.transaction import sync_folder, write_durably
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements
@@ -177,10 +178,11 @@ def _new_folder(output: Path) -> Iterator[Path]:
     try:
         yield temporary
         for folder, _, files in os.walk(temporary):
-            for name in (*files, "."):
+            for name in files:
                 _sync(Path(folder, name))
+            sync_folder(Path(folder))
         os.replace(temporary, output)
-        _sync(output.parent)
+        sync_folder(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         repaired_list(temporary).unlink(missing_ok=True)
@@ -261,5 +263,4 @@ def _write_list(made: Plan, path: Path, older: Path | None, to: Path) -> None:
         "ranges": [{key: value for key, value in asdict(fill).items() if key != "role"} for fill in made.fills],
         "cut": [extent.path for extent in made.cuts],
     }
-    to.write_text(json.dumps(content, indent=1) + "\n")
-    _sync(to)
+    write_durably(to, (json.dumps(content, indent=1) + "\n").encode())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckpt_patches import __version__
 from ckpt_patches.errors import UserError
+from ckpt_patches.transaction import sync_folder, write_durably
 from deepspeed_patches.ds_to_universal.outputs import Output, Plan
 from deepspeed_patches.ds_to_universal.upstream import Traits
 from deepspeed_patches.ds_to_universal.write import TEMPORARY
@@ -107,23 +108,12 @@ class OutputFolder:
 
 def _write_at_once(path: Path, text: str) -> None:
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(temporary, text.encode())
     os.replace(temporary, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _sync_folders(top: Path) -> None:
     """Have the names of all files below a folder on the disk; the files are there already."""
     for folder, _, _ in os.walk(top):
-        _sync_folder(folder)
-
-
-def _sync_folder(folder: str | Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(Path(folder))
