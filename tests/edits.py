@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt_patches.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.registry import FIXES, TARGETS
+from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:
@@ -24,10 +25,25 @@ def plan(tree: Path, fix: str) -> tuple[FixResult, TreePlan]:
     return made.results[0], made
 
 
+def check_twice_changes_nothing(copy: Path, fix: str) -> None:
+    """Check that a fix, written into a copy, finds nothing more to do there."""
+    write(plan(copy, fix)[1])
+    result, made = plan(copy, fix)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+
+
+def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> str:
+    """Check that a fix changes no file of a copy once a part of one is other code; the reason that it gives."""
+    rewrite(copy, module, old, new)
+    result, made = plan(copy, fix)
+    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
+    return result.reason
+
+
 def check_not_needed(tree: Path, fix: str) -> str:
     """Check that a fix changes nothing in a tree, without a complaint; the words for the compatibility page."""
     result, made = plan(tree, fix)
-    words = {Outcome.ALREADY_THERE: "fixed upstream", Outcome.NOT_PRESENT: "not present"}
+    words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
     assert result.outcome in words, result
     assert made.files == {}
     return words[result.outcome]
