@@ -144,10 +144,9 @@ ACCEPTED = [
 @pytest.mark.parametrize("version", RELEASES)
 def test_what_is_added(version: str) -> None:
     """No line more than a person would write; what a release has already is left alone."""
-    numbers = tuple(map(int, version.split(".")))
     step = [] if knows_steps(version) else ['if state_name != "step" and torch.is_tensor(state_value):']
     expected = {"zero_checkpoint": [*step, STRIP_AT_MOST], "ds_to_universal": UNSTRIPPED}
-    if numbers < (0, 17, 3):
+    if numbers(version) < (0, 17, 3):
         expected["deepspeed_checkpoint"] = ACCEPTED
     result, plan = edits.plan(tree("deepspeed", version), FIX)
     assert result.outcome is Outcome.APPLIES
