@@ -277,7 +277,7 @@ class Source:
     def _indent(self, node: Any) -> str:
         return self._line_indent(node.lineno)
 
-    @property
+    @functools.cached_property
     def _newline(self) -> str:
         return "\r\n" if b"\r\n" in self.data else "\n"
 
