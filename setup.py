@@ -71,7 +71,7 @@ MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
 # What DeepSpeed itself asks for, less torch and the compiled parts; and what builds its source distribution.
 DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm"]
 # Of `ckpt-patches audit` and `repair`; matplotlib for pictures only.
-AUDIT = ["numpy", "matplotlib"]
+AUDIT = ["numpy", "matplotlib", "isal"]
 # NumPy 1 for the unpatched megatron-core below 0.16 (np.product), setuptools below 81 for the pkg_resources
 # of megatron-core 0.7 and 0.8.
 TEST = [

@@ -21,12 +21,11 @@ from ckpt_patches.audit.checkpoint import Checkpoint
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
 from ckpt_patches.audit.scan import scan, without
 from ckpt_patches.errors import UserError
+from ckpt_patches.progress import Progress
 
 WORKERS = 2
 WHOLE, DAMAGED, UNCERTAIN = "whole", "damaged", "could not tell"
 EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 2}
-
-Progress = Callable[[Path, int, int], None]  # the checkpoint, bytes read, bytes in all
 
 
 @dataclass(frozen=True)
@@ -87,30 +86,24 @@ def _read_repaired(found: Checkpoint) -> None:
     found.findings.append(Finding(damages.REPAIRED, file.name, detail=f"{len(ranges)} ranges"))
 
 
-def audit(path: Path, progress: Progress = lambda *_: None, workers: int = WORKERS) -> Report:
+def audit(path: Path, workers: int = WORKERS) -> Report:
     """Read one checkpoint, whole, and judge it."""
     reader = reader_of(path)
     if reader is None:
         raise UserError(f"{path}: not a checkpoint in a format that is known")
     found = reader(path)
     _read_repaired(found)
-    done = 0
-
-    def read(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(path, done, found.nbytes)
-
     shards = [*found.shards, *records.rest(found.records, found.shards)]
     pieces: list[records.Piece] = []
     checked = frozenset(record.path for record in found.records)
     findings, empty = list(found.findings), set()
     # The others are bytes that no array has; they are read for the checksums.
-    for shard, runs in zip(shards, scan(shards, workers, read, checked, pieces), strict=True):
-        own = without(runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
-        findings += judge.judge(shard, own, found)
-        if judge.has_no_moments(shard, own):
-            empty.add(id(shard))
+    with Progress(sum(shard.nbytes for shard in shards), label=f"{path.name}:") as progress:
+        for shard, runs in zip(shards, scan(shards, workers, progress.show, checked, pieces), strict=True):
+            own = without(runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
+            findings += judge.judge(shard, own, found)
+            if judge.has_no_moments(shard, own):
+                empty.add(id(shard))
     findings += judge.checksums(found, pieces)
     findings += judge.of_parameters(found, empty)
     return Report(found, tuple(findings))

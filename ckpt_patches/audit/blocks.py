@@ -5,8 +5,9 @@ every element is a normal number, the masters round to the weights, and no squar
 pass is what the slow test says nothing of (a property test compares them).
 """
 
+import functools
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,8 @@ LIMITS = {
 OTHER_FLOATS = ("float64",)
 # Half the distance of neighbouring numbers, in units of fp32's.
 HALF_STEP = {"bfloat16": np.uint32(1 << 15), "float16": np.uint32(1 << 12)}
+# What moving the bits to fp32's places leaves out: the biases of the exponents are 127 and 15.
+OFFSET = {"bfloat16": np.uint32(0), "float16": np.uint32(112 << 23)}
 
 
 def as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32] | None":
@@ -83,13 +86,24 @@ def is_clean(streams: Mapping[str, tuple[Block, str]]) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=16)
+def _scratch(kind: type[np.generic], numel: int) -> "npt.NDArray[Any]":
+    """Memory for one step of the quick test; memory that is asked for anew each time is also mapped anew each time."""
+    return np.empty(numel, kind)
+
+
 def _is_normal(data: Block, dtype: str) -> bool:
     """Whether there is no zero, no denormal number, no infinity and no NaN; true of what is no floating point."""
     if dtype not in LIMITS:
         return dtype not in OTHER_FLOATS
-    bits, smallest, exponent = LIMITS[dtype]
-    magnitude = data.view(bits) << bits(1)
-    return bool(magnitude.max() < exponent << bits(1) and magnitude.min() >= smallest << bits(1))
+    kind, smallest, exponent = LIMITS[dtype]
+    magnitude = _magnitude(data.view(kind))
+    return bool(magnitude.max() < exponent << kind(1) and magnitude.min() >= smallest << kind(1))
+
+
+def _magnitude(bits: "npt.NDArray[Any]") -> "npt.NDArray[Any]":
+    """The bits without the sign, doubled; valid until the next call."""
+    return np.left_shift(bits, bits.dtype.type(1), out=_scratch(bits.dtype.type, len(bits)))
 
 
 def _agrees(master: Block, weight: Block, dtype: str) -> bool:
@@ -99,32 +113,42 @@ def _agrees(master: Block, weight: Block, dtype: str) -> bool:
         return _is_normal(weight, dtype) and bool((bits == weight.view(np.uint32)).all())
     if dtype not in HALF_STEP:
         return False
-    difference = _bits_in_float32(weight, dtype)
+    difference = _bits_in_float32(weight, dtype, _scratch(np.uint32, len(bits)))
     np.subtract(bits, difference, out=difference)
-    difference += HALF_STEP[dtype]  # from -half a step to half a step: 0 to a step, and anything else is larger
     if dtype == "bfloat16":  # a master that rounds to a normal number needs no other test
-        return bool(difference.max() <= 2 * HALF_STEP[dtype]) and _is_normal(weight, dtype)
-    magnitude = weight.view(np.uint16) << np.uint16(1)
+        return _is_within_half_a_step(difference, dtype) and _is_normal(weight, dtype)
+    magnitude = _magnitude(weight.view(np.uint16))
     if magnitude.max() >= 0xF800:  # infinity or NaN
         return False
-    # In fp16 small weights are denormal, which is all right, and their bits are no measure.
-    others = np.flatnonzero((difference > 2 * HALF_STEP[dtype]) | (magnitude < 0x0800))
-    if not len(others):
-        return True
-    small, own = weight.view(np.float16)[others].astype(np.float32), bits[others]
-    return _is_normal(own, "float32") and bool(_is_nearest_exactly(own.view(np.float32), small, dtype).all())
+    # In fp16 small weights are denormal, which is all right, and their bits are no measure; 2^-14 has such a neighbour.
+    small = np.flatnonzero(np.less_equal(magnitude, 0x0800, out=_scratch(np.bool_, len(bits))))
+    difference[small] = OFFSET[dtype]
+    if not _is_within_half_a_step(difference, dtype):
+        return False
+    return not len(small) or _small_agree(bits[small], weight.view(np.float16)[small])
 
 
-def _bits_in_float32(weight: Block, dtype: str) -> npt.NDArray[np.uint32]:
-    """The bits of each weight, a normal number, in fp32."""
+def _is_within_half_a_step(difference: "npt.NDArray[np.uint32]", dtype: str) -> bool:
+    """Whether the bits of all masters less those of their weights are small enough; of another sign they are not."""
+    signed, offset, half = difference.view(np.int32), int(OFFSET[dtype]), int(HALF_STEP[dtype])
+    return bool(signed.max() <= offset + half and signed.min() >= offset - half)
+
+
+def _small_agree(master: "npt.NDArray[np.uint32]", weight: "npt.NDArray[np.float16]") -> bool:
+    """The same of weights in fp16 up to 2^-14, of which each is 2^-24 from the next."""
+    distance = np.abs(master.view(np.float32) - weight.astype(np.float64))
+    return bool(distance.max() <= 2.0**-25) and _is_normal(master, "float32")
+
+
+def _bits_in_float32(weight: Block, dtype: str, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The bits of each weight, a normal number, in fp32, less an offset; into `bits`."""
     if dtype == "bfloat16":
-        bits = weight.view(np.uint16).astype(np.uint32)
+        bits[:] = weight.view(np.uint16)
         bits <<= np.uint32(16)
         return bits
-    bits = weight.view(np.int16).astype(np.int32).view(np.uint32)  # the sign goes up to the highest bit
+    bits.view(np.int32)[:] = weight.view(np.int16)  # the sign goes up to the highest bit
     bits <<= np.uint32(13)
     bits &= np.uint32(0x8FFFE000)
-    bits += np.uint32(112 << 23)  # the biases of the exponents are 127 and 15
     return bits
 
 
@@ -182,7 +206,8 @@ def _is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> n
         return master == weight.view(dtype)
     if dtype not in HALF_STEP:
         return np.ones(len(master), np.bool_)
-    nearest = master.view(np.uint32) - _bits_in_float32(weight, dtype) + HALF_STEP[dtype] <= 2 * HALF_STEP[dtype]
+    bits = _bits_in_float32(weight, dtype, np.empty(len(master), np.uint32)) + OFFSET[dtype]
+    nearest = master.view(np.uint32) - bits + HALF_STEP[dtype] <= 2 * HALF_STEP[dtype]
     smallest = float(np.finfo(np.float16 if dtype == "float16" else np.float32).tiny)
     nearest &= np.abs(_half_as_float32(weight, dtype)) >= smallest  # the bits of smaller ones are no measure
     others = np.flatnonzero(~nearest)

@@ -73,6 +73,10 @@ class Shard:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for stream in self.streams.values() for extent in stream.extents)
+
 
 @dataclass
 class Checkpoint:
@@ -95,4 +99,4 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(e.nbytes for shard in self.shards for stream in shard.streams.values() for e in stream.extents)
+        return sum(shard.nbytes for shard in self.shards)

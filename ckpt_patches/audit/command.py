@@ -54,10 +54,9 @@ def _audit(options: argparse.Namespace) -> int:
         raise _missing("an audit", error) from None
     if options.plot:
         plot.require()
-    reports, progress = [], report.Progress()
+    reports = []
     for checkpoint in [found for path in options.paths for found in _found(path, list(find(path)))]:
-        reports.append(_reading(partial(audit, checkpoint, progress, options.workers)))
-        progress.clear()
+        reports.append(_reading(partial(audit, checkpoint, options.workers)))
         if not options.json:
             print(report.as_text(reports[-1], notes=options.notes), flush=True)
     if options.json:

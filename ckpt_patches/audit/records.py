@@ -4,12 +4,12 @@ import io
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from pathlib import Path
 
 from ckpt_patches.audit.checkpoint import Extent, Record, Shard, Stream
+from ckpt_patches.checksum import crc32
 
 REST = "rest"  # the role of bytes that belong to no array
 # A zip's local header: the lengths of the name and of the extra field are its last two numbers.
@@ -123,7 +123,7 @@ def update_checksum(record: Record) -> None:
         crc = 0
         for begin in range(0, record.nbytes, AT_A_TIME):
             count = min(AT_A_TIME, record.nbytes - begin)
-            crc = zlib.crc32(os.pread(file.fileno(), count, record.offset + begin), crc)
+            crc = crc32(os.pread(file.fileno(), count, record.offset + begin), crc)
         for at in _checksum_places(file.fileno(), record):
             os.pwrite(file.fileno(), struct.pack("<L", crc), at)
 
@@ -176,7 +176,7 @@ def _squared(matrix: Matrix) -> Matrix:
 
 def _after_zero_byte(crc: int) -> int:
     # zlib inverts what goes in and what comes out; without that a zero text keeps the map linear.
-    return zlib.crc32(b"\0", crc ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return crc32(b"\0", crc ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
 _ZERO_BYTE: Matrix = tuple(_after_zero_byte(1 << bit) for bit in range(32))

@@ -1,7 +1,5 @@
-"""What an audit says: a table for people, JSON for programs, and progress in bytes."""
+"""What an audit says: a table for people, JSON for programs."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import Report
@@ -83,18 +81,3 @@ def in_bytes(number: float) -> str:
             break
         number /= 1024
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-
-
-class Progress:
-    """One line on a terminal, written over and over; nothing in a log."""
-
-    def __init__(self) -> None:
-        self.shown = sys.stderr.isatty()
-
-    def __call__(self, path: Path, done: int, total: int) -> None:
-        if self.shown:
-            print(f"\r{path.name}: {in_bytes(done)} of {in_bytes(total)}\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self.shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from ckpt_patches.audit import blocks
 from ckpt_patches.audit.checkpoint import Extent, Shard, Stream, item_size
 from ckpt_patches.audit.records import Piece
+from ckpt_patches.checksum import crc32
 
 BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
 SPAN = 128 * BLOCK  # elements that a worker takes at a time
@@ -58,10 +58,10 @@ def scan(
 ) -> Iterator[Runs]:
     """The odd runs of every shard in turn, so that no more than one shard's are in memory.
 
-    `progress` is told how many bytes more have been read; the checksums of what was read of files in `checked` are
+    `progress` is told how many bytes have been read; the checksums of what was read of files in `checked` are
     added to `pieces`.
     """
-    number = 0
+    number = done = 0
     parts: list[Runs] = []
     for span, found in _look_at_all(list(_spans(shards, checked)), workers):
         while number < span.shard:
@@ -69,7 +69,8 @@ def scan(
             number, parts = number + 1, []
         parts = [longest(joined([*parts, found.runs]))]
         pieces += found.pieces
-        progress(sum((span.end - span.begin) * item_size(s.dtype) for s in span.streams.values()))
+        done += sum((span.end - span.begin) * item_size(stream.dtype) for stream in span.streams.values())
+        progress(done)
     for _ in range(number, len(shards)):
         yield joined(parts)
         parts = []
@@ -142,9 +143,9 @@ class _Reader:
     def _check(self, path: str, offset: int, data: memoryview) -> None:
         last = self.pieces[-1] if self.pieces else None
         if last and last.path == path and last.offset + last.nbytes == offset:
-            self.pieces[-1] = Piece(path, last.offset, last.nbytes + len(data), zlib.crc32(data, last.crc))
+            self.pieces[-1] = Piece(path, last.offset, last.nbytes + len(data), crc32(data, last.crc))
         else:
-            self.pieces.append(Piece(path, offset, len(data), zlib.crc32(data)))
+            self.pieces.append(Piece(path, offset, len(data), crc32(data)))
 
 
 class _File:

@@ -10,8 +10,8 @@ class Progress:
 
     INTERVAL = 0.2  # seconds
 
-    def __init__(self, total: int, file: TextIO | None = None) -> None:
-        self._total, self._file = total, file or sys.stderr
+    def __init__(self, total: int, file: TextIO | None = None, *, label: str = "") -> None:
+        self._total, self._file, self._label = total, file or sys.stderr, label
         self._shown = self._file.isatty()
         self._begin = self._last = time.monotonic()
 
@@ -20,10 +20,13 @@ class Progress:
         now = time.monotonic()
         if self._shown and now - self._last >= self.INTERVAL:
             self._last = now
-            self._file.write(f"\r{line(done, self._total, now - self._begin)}\x1b[K")
+            self._file.write(f"\r{self._label}{line(done, self._total, now - self._begin)}\x1b[K")
             self._file.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self._shown:
             self._file.write("\r\x1b[K")
             self._file.flush()
