@@ -109,7 +109,7 @@ def test_a_changed_checkpoint_is_not_taken_up_again(source: Path, tmp_path: Path
 
 
 def interrupted(source: Path, output: Path) -> None:
-    killed(source, output, 20)
+    killed(source, output, 50)
     assert whole_files(output)
 
 

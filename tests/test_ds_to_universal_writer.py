@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ckpt_patches import torch_file
+from ckpt_patches.progress import Progress, line
 from ckpt_patches.torch_file import StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import torch_writer
 from deepspeed_patches.ds_to_universal.outputs import storages
-from deepspeed_patches.ds_to_universal.progress import Progress, line
 from upstream import PROGRAMS
 
 BASE = torch.arange(24, dtype=torch.float32)
@@ -109,10 +109,9 @@ def test_progress_is_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Progress, "INTERVAL", 0)
     terminal, other = Terminal(), io.StringIO()
     for file in (terminal, other):
-        progress = Progress(4 * 10**9, file)
-        progress.show(10**9)
-        progress.close()
-    assert " 25% 1.00/4.00 GB" in terminal.getvalue()
+        with Progress(4 * 10**9, file, label="iter_0000010:") as progress:
+            progress.show(10**9)
+    assert "iter_0000010:  25% 1.00/4.00 GB" in terminal.getvalue()
     assert other.getvalue() == ""
 
 

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
         return 130
-    print(json.dumps(asdict(summary)) if options.json else text(summary))
+    # In one piece: torchrun runs Python unbuffered, and print would write the end of the line by itself.
+    sys.stdout.write(f"{json.dumps(asdict(summary)) if options.json else text(summary)}\n")
     return 0
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.progress import Progress
 from deepspeed_patches.ds_to_universal import checkpoint, upstream
 from deepspeed_patches.ds_to_universal.group import Group
 from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint
 from deepspeed_patches.ds_to_universal.outputs import Output, Plan
 from deepspeed_patches.ds_to_universal.plan import plan
-from deepspeed_patches.ds_to_universal.progress import Progress
 from deepspeed_patches.ds_to_universal.sources import Access
 from deepspeed_patches.ds_to_universal.workers import Workers, shares
 from deepspeed_patches.ds_to_universal.write import Job
@@ -104,15 +104,15 @@ def _run(planned: Plan, folder: OutputFolder, options: Options, left: list[Outpu
     """Move the bytes, and wait for the other processes of the group; how many workers did it."""
     paths = [file.path for file in planned.files]
     job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync)
-    workers = Workers(left, job, options.workers)
+    # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
+    count = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
+    workers = Workers(left, job, count)
     error = ""
-    progress = Progress(sum(output.nbytes for output in left))
     try:
-        workers.wait(progress.show, Progress.INTERVAL)
+        with Progress(sum(output.nbytes for output in left)) as progress:
+            workers.wait(progress.show, Progress.INTERVAL)
     except UserError as raised:
         error = str(raised)
-    finally:
-        progress.close()
     if not group.all_succeeded(not error):
         raise UserError(error or "another process of this conversion has failed; its own output says why")
     return workers.count

@@ -97,10 +97,13 @@ def _work(share: Sequence[Output], job: Job, moved: Callable[[int], None], sendi
     try:
         with Sources(job.paths, job.access) as sources:
             writer = Writer(job, sources, moved)
-            for output in share:
-                if os.getppid() != parent:  # killed; nobody waits for this any more
-                    return
-                writer.write(output)
+            try:
+                for output in share:
+                    if os.getppid() != parent:  # killed; nobody waits for this any more
+                        return
+                    writer.write(output)
+            finally:
+                writer.finish()  # of those that are whole, also where the next one could not be written
         sending.send("")
     except UserError as error:
         sending.send(str(error))

@@ -1,15 +1,16 @@
-"""Write one file of the output: its storages in windows of bounded size, then the file under its own name at once."""
+"""Write files of the output: their storages in windows of bounded size, then each file under its own name at once."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.torch_file import ITEM_SIZE
 from deepspeed_patches.ds_to_universal.layout import Block
+from deepspeed_patches.ds_to_universal.new_file import NewFile, pages
 from deepspeed_patches.ds_to_universal.outputs import Content, CopiedOutput, Output, Slice, TorchOutput
 from deepspeed_patches.ds_to_universal.sources import Access, Sources
 from deepspeed_patches.ds_to_universal.torch_writer import torch_file
@@ -17,7 +18,9 @@ from deepspeed_patches.ds_to_universal.torch_writer import torch_file
 TEMPORARY = ".unfinished-"  # what names of files begin with that are not whole yet
 SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place
 COMPARED = 1 << 20  # bytes at once
-PAGE = 4096  # bytes; a buffer is pages, so that it holds whole elements of every type
+# So many files are waited for together: what the disk has to do for one of them it then does for all.
+FILES_TOGETHER = 32
+BYTES_TOGETHER = 64 << 20
 
 Moved = Callable[[int], object]
 Fill = Callable[[Sources, Content, int, memoryview, memoryview], None]
@@ -35,55 +38,85 @@ class Job:
 
 
 class Writer:
-    """Writes outputs of a job one by one; `moved` is told of every window of bytes."""
+    """Writes outputs of a job one by one; `moved` is told of every window of bytes.
+
+    A file has its name when it is on the disk: at the latest after `finish`.
+    """
 
     def __init__(self, job: Job, sources: Sources, moved: Moved) -> None:
         self.job, self.sources, self.moved = job, sources, moved
         # A second buffer takes rows on their way, or the slices that are averaged or compared.
-        nbytes = max(1, job.bytes_in_flight // 2 // PAGE) * PAGE
-        self.buffer, self.rows = _pages(nbytes), _pages(nbytes)
+        self.buffer, self.rows = pages(job.bytes_in_flight // 2), pages(job.bytes_in_flight // 2)
+        self._unnamed: list[tuple[NewFile, Path, Path]] = []  # with their temporary names, and their own
 
     def write(self, output: Output) -> None:
-        """Write a file under a temporary name, and rename it when it is whole.
+        """Write a file under a temporary name.
 
         Raises:
             UserError: the disk is full, or a file cannot be read.
         """
         path = self.job.folder / output.name
         temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-        try:
+        with _reported(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb", buffering=0) as file:
-                if isinstance(output, TorchOutput):
-                    with torch_file(file, path.stem, output.value) as records:
-                        for key, content in output.contents.items():
-                            records.add_storage(key, content.nbytes, self.windows(content, output.name))
-                else:
-                    self._copy(output, file.fileno())
-                if self.job.sync:
-                    os.fsync(file.fileno())
+            file = NewFile(temporary, self.buffer, direct=self.job.sync)
+            try:
+                self._fill(file, output)
+            except BaseException:
+                temporary.unlink()
+                raise
             if isinstance(output, CopiedOutput):
                 shutil.copystat(self.job.paths[output.file], temporary)
-            os.replace(temporary, path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}") from None
+        self._unnamed.append((file, temporary, path))
+        if len(self._unnamed) >= FILES_TOGETHER or sum(file.tell() for file, *_ in self._unnamed) >= BYTES_TOGETHER:
+            self.finish()
 
-    def _copy(self, output: CopiedOutput, descriptor: int) -> None:
-        for begin in range(0, output.nbytes, len(self.buffer)):
-            piece = self.buffer[: output.nbytes - begin]
+    def _fill(self, file: NewFile, output: Output) -> None:
+        if isinstance(output, TorchOutput):
+            with torch_file(file, Path(output.name).stem, output.value) as records:
+                for key, content in output.contents.items():
+                    records.add_storage(key, content.nbytes, self.windows(file, content, output.name))
+        else:
+            self._copy(output, file)
+        file.finish()
+
+    def finish(self) -> None:
+        """Have the files that were written on the disk, and give them their names."""
+        for file, temporary, path in self._unnamed:
+            with _reported(path):
+                if self.job.sync:
+                    file.sync()
+                file.close()
+                os.replace(temporary, path)
+        self._unnamed = []
+
+    def _copy(self, output: CopiedOutput, file: NewFile) -> None:
+        begin = 0
+        while begin < output.nbytes:
+            piece = file.room(output.nbytes - begin)
             self.sources.read(output.file, begin, piece)
-            _write_all(descriptor, piece)
+            begin += file.write(piece)
             self.moved(len(piece))
 
-    def windows(self, content: Content, name: str) -> Iterator[memoryview]:
-        """A storage's bytes, in pieces that lie in the buffer until the next is asked for."""
+    def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
+        """A storage's bytes, in pieces that lie in the file's buffer."""
         fill = place if content.how == "place" else _arithmetic(content.how)
-        for begin in range(0, content.nbytes, len(self.buffer)):
-            window = self.buffer[: content.nbytes - begin]
+        begin = 0
+        while begin < content.nbytes:
+            window = file.room(content.nbytes - begin)
             fill(self.sources, content, begin, window, self.rows)
             _check_copies(self.sources, content, begin, window, self.rows, name)
             yield window
+            begin += len(window)
             self.moved(len(window))
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _arithmetic(how: str) -> Fill:
@@ -175,13 +208,3 @@ def _scatter(
     sources.read_slice(slice_, first, rows)
     for source, target, nbytes in batch:
         window[target - begin : target - begin + nbytes] = rows[source - first : source - first + nbytes]
-
-
-def _pages(nbytes: int) -> memoryview:
-    """Memory of this process alone: writing from shared memory takes the kernel twice as long."""
-    return memoryview(mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS))
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
