@@ -38,15 +38,20 @@ def findings(report: Report) -> list[damages.Finding]:
 
 
 def unseen_tokens(path: Path, choose: random.Random) -> None:
-    rows = choose.sample(range(64), choose.randrange(1, 60))
-    for moment in KEYS[1:]:
-        chunk(path, state(moment, "module.embedding.weight")).reshape(64, ROW)[rows] = 0
+    never_seen(path, set(choose.sample(range(64), choose.randrange(1, 60))))
 
 
 def padding_of_the_vocabulary(path: Path, choose: random.Random) -> None:
-    first = choose.randrange(1, 64) * ROW
-    for moment in KEYS[1:]:
-        chunk(path, state(moment, "module.embedding.weight"))[first:] = 0
+    never_seen(path, set(range(choose.randrange(1, 64), 64)))
+
+
+def never_seen(path: Path, tokens: set[int]) -> None:
+    """Zero the moments of these tokens; one that was seen keeps its own, as some token is in every batch."""
+    moments = [chunk(path, state(moment, "module.embedding.weight")).reshape(64, ROW) for moment in KEYS[1:]]
+    seen = set(np.flatnonzero(moments[1].any(axis=1)).tolist())
+    rows = sorted(tokens - {min(seen)} if seen <= tokens else tokens)
+    for moment in moments:
+        moment[rows] = 0
 
 
 def dead_units(path: Path, choose: random.Random) -> None:

@@ -21,6 +21,8 @@ RELEASES = [pytest.param(v, id=v) for v in ("0.16.2", NEWEST)]
 if all_releases():
     RELEASES = releases("deepspeed")
 
+# Releases in between write the same; in some (0.17.6) `safe_get_full_fp32_param`, the trainings' truth, finds nothing.
+WRITERS = ("0.16.2", NEWEST)
 # Of stage 1 and 2, and of stage 3, which is known since 0.14.5.
 FLAT = ["bf16_optimizer", "stage2", "stage1_fp16"] + (["stage1", "stage2_fp16"] if all_releases() else [])
 ZERO3 = ["stage3"] + (["stage3_fp16"] if all_releases() else [])
@@ -34,7 +36,7 @@ def knows(version: str, oldest: str) -> bool:
 def test_of_real_trainings(version: str, tmp_path: Path) -> None:
     """Every file, entry, type and bit, of both optimizers that write bf16, and of fp16."""
     kinds = FLAT + (ZERO3 if knows(version, "0.14.5") else [])
-    writer = version if knows(version, "0.16.0") else "0.16.2"
+    writer = version if version in WRITERS else "0.16.2"
     checkpoints = {kind: trained(writer, *FLAT, *ZERO3)[kind] for kind in kinds}
     assert both(tmp_path, *checkpoints.values(), version=version) == {kind: [] for kind in kinds}
 
@@ -42,7 +44,8 @@ def test_of_real_trainings(version: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
     """Tied, replicated, averaged, row-parallel and vocabulary parameters, sub-parameters, none of no elements."""
-    cases = ["megatron", "megatron_fp16", "fused"]
+    # Before 0.12.5 upstream's converter stops at the first, at an assertion of `_sanity_check`.
+    cases = [*(["megatron"] if knows(version, "0.12.5") else []), "megatron_fp16", "fused"]
     if upstream.of_converter((tree("deepspeed", version) / upstream.CONVERTER).read_text()) == Traits():
         cases += ["fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
     checkpoints = parallel(*cases)

@@ -63,6 +63,7 @@ class Writer:
             try:
                 self._fill(file, output)
             except BaseException:
+                file.close()
                 temporary.unlink()
                 raise
             if isinstance(output, CopiedOutput):
@@ -82,13 +83,13 @@ class Writer:
 
     def finish(self) -> None:
         """Have the files that were written on the disk, and give them their names."""
-        for file, temporary, path in self._unnamed:
+        while self._unnamed:
+            file, temporary, path = self._unnamed.pop(0)
             with _reported(path):
                 if self.job.sync:
                     file.sync()
                 file.close()
                 os.replace(temporary, path)
-        self._unnamed = []
 
     def _copy(self, output: CopiedOutput, file: NewFile) -> None:
         begin = 0

@@ -1,6 +1,7 @@
 """The audit's speed beside `cat` of the same files (warm, one run, 2 workers), and its memory. `make bench` prints."""
 
 import json
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,7 @@ def write_universal(folder: Path, dtype: torch.dtype) -> Path:
 )
 def test_speed_and_memory(write: Callable[[Path, torch.dtype], Path], dtype: torch.dtype, tmp_path: Path) -> None:
     found = run_json("audit_speed", write(tmp_path / "checkpoint", dtype), tree=tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint")  # pytest would keep it, and those of the last runs
     ratios = [cat / own for cat, own in zip(found["cat"], found["audit"], strict=True)]
     speed = {what: found["bytes"] / statistics.median(found[what]) / 1e9 for what in ("cat", "audit")}
     print(

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from upstream import environment_for, run, tree
 
 VERSION = "0.19.8"
 RUNS = 5
-WORKER_COUNTS = ((2, 2), (4, 2), (4, 4))  # of upstream: extracting, merging
+WORKER_COUNTS = ((1, 1), (2, 2), (4, 4))  # of upstream: extracting, merging
+SINGLE = (2, 2)  # the best of them where each process has one thread
 MB = 1 << 20
 
 
@@ -40,8 +42,9 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     nbytes = sum(path.stat().st_size for path in source.iterdir())
     upstream = {counts: run_upstream(source, tmp_path / "upstream", *counts) for counts in WORKER_COUNTS}
     best = min(upstream, key=lambda counts: upstream[counts]["seconds"])
-    rounds = [in_turn(source, tmp_path, best) for _ in range(RUNS)]
+    rounds = [in_turn(number, source, tmp_path, best) for number in range(RUNS)]
     theirs = median([upstream[best], *(found["upstream"] for found in rounds)])
+    single = median([found["single"] for found in rounds])
     own = {
         name: median([found[name] for found in rounds])
         for name in ("read", "no sync", "mmap", "one worker", "two workers")
@@ -57,8 +60,10 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     print(f"\n{source.parent.name}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files")
     print(f"  upstream, best of the workers {WORKER_COUNTS}, {best}: {told(theirs)}: {theirs['phases']}")
     faster = {name: theirs["seconds"] / found["seconds"] for name, found in own.items()}
+    print(f"    with OMP_NUM_THREADS=1, which it does not set, {SINGLE}: {told(single)}")
     print(f"  one pass: {told(own['read'])}, {faster['read']:.1f} times as fast (figure to reach: 10)")
     print(f"    without waiting for the disk, as upstream and cp -r: {faster['no sync']:.1f} times as fast")
+    print(f"    than upstream with OMP_NUM_THREADS=1: {single['seconds'] / own['read']['seconds']:.1f} times as fast")
     print(f"    start-up and plan {plan:.2f} s (figure to reach: 1.5), moving {moving:.2f} s; cp -r {told(cp)}: ")
     print(f"    moving / cp -r: {moving / copy:.1f}, without waiting {unsynced / copy:.1f} (figure to reach: 3)")
     print("    " + ", ".join(f"{name} {told(found)}" for name, found in own.items()))
@@ -74,16 +79,22 @@ def told(found: dict[str, Any]) -> str:
     return f"{found['seconds']:.2f} s ({found['cpu']:.2f} s of processors)"
 
 
-def in_turn(source: Path, tmp_path: Path, best: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    return {
-        "cp": timed(["cp", "-r", str(source), str(fresh(tmp_path / "copy"))], dict(os.environ)),
-        "one worker": run_ours(source, tmp_path / "ours", "--num_extract_workers", "1"),
-        "mmap": run_ours(source, tmp_path / "ours", "--access", "mmap"),
-        "two workers": run_ours(source, tmp_path / "ours", "--num_extract_workers", "2"),
-        "no sync": run_ours(source, tmp_path / "ours", "--no_sync"),
-        "read": run_ours(source, tmp_path / "ours"),
-        "upstream": run_upstream(source, tmp_path / "upstream", *best),
+def in_turn(number: int, source: Path, tmp_path: Path, best: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """One run of each; which is first changes from round to round, as a disk is slower after much was written."""
+    ours = {
+        "read": [],
+        "one worker": ["--num_extract_workers", "1"],
+        "mmap": ["--access", "mmap"],
+        "two workers": ["--num_extract_workers", "2"],
+        "no sync": ["--no_sync"],
     }
+    runs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        *((name, partial(run_ours, source, tmp_path / "ours", *options)) for name, options in ours.items()),
+        ("cp", lambda: timed(["cp", "-r", str(source), str(fresh(tmp_path / "copy"))], dict(os.environ))),
+        ("upstream", lambda: run_upstream(source, tmp_path / "upstream", *best)),
+        ("single", lambda: run_upstream(source, tmp_path / "upstream", *SINGLE, OMP_NUM_THREADS="1")),
+    ]
+    return {name: measured() for name, measured in [*runs[number:], *runs[:number]]}
 
 
 def median(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -97,16 +108,18 @@ def run_ours(source: Path, output: Path, *options: str) -> dict[str, Any]:
     return {**found, "plan_seconds": json.loads(found["lines"][-1][1])["plan_seconds"]}
 
 
-def run_upstream(source: Path, output: Path, extracting: int, merging: int) -> dict[str, Any]:
-    """Fixed, as `python -m`: the hook is active. Its temporary folder stays, which makes it half a second faster: after
-    it was removed, new files would be slow to make (see `fresh`).
+def run_upstream(source: Path, output: Path, extracting: int, merging: int, **variables: str) -> dict[str, Any]:
+    """Fixed, as `python -m`: the hook is active. Otherwise the environment is a user's, with torch's own number of
+    threads. Its temporary folder stays, which makes it half a second faster: after it was removed, new files would be
+    slow to make (see `fresh`).
     """
     fresh(output)
     folders = ["--input_folder", str(source), "--output_folder", str(output)]
     workers = ["--num_extract_workers", str(extracting), "--num_merge_workers", str(merging)]
     module = [sys.executable, "-u", "-m", "deepspeed.checkpoint.ds_to_universal"]
     env = environment_for(tree("deepspeed", VERSION), "hook")
-    found = timed([*module, *folders, *workers, "--keep_temp_folder"], env)
+    del env["OMP_NUM_THREADS"]
+    found = timed([*module, *folders, *workers, "--keep_temp_folder"], {**env, **variables})
     return {**found, "phases": phases(found["lines"], found["seconds"])}
 
 
