@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from ckpt_patches import report
@@ -37,6 +37,22 @@ class PatchedLoader(SourceFileLoader):
         return self.plan.code
 
 
+def _show_edited_lines() -> None:
+    """Have uncaught exceptions printed by `traceback`, unless the program has a hook of its own.
+
+    Up to Python 3.12 the interpreter itself prints them, with the lines of the file on disk, which are others.
+    """
+    if sys.version_info < (3, 13) and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_exception
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    import traceback
+
+    if sys.stderr is not None:
+        traceback.print_exception(kind, error, trace)
+
+
 _lock = threading.Lock()
 _plans: dict[tuple[str, str, frozenset[str]], TreePlan] = {}
 
@@ -62,6 +78,7 @@ def find_patched_spec(
     file = plan.files.get(fullname)
     if file is not None:
         spec.loader = PatchedLoader(file)
+        _show_edited_lines()
     return spec
 
 

@@ -63,6 +63,23 @@ def test_tracebacks_and_getsource_show_the_edited_source(tmp_path: Path) -> None
     assert "return np.prod(shape)" in done.stderr
 
 
+def test_an_exception_that_nobody_catches_shows_the_edited_source(tmp_path: Path) -> None:
+    """Which the interpreter prints itself."""
+    make(tmp_path)
+    done = python("-c", f"import {MODULE} as m\nm.size('x')", tree=tmp_path, check=False)
+    assert done.returncode == 1
+    assert "return np.prod(shape)" in done.stderr
+    assert "np.product" not in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+
+
+def test_a_programs_own_hook_for_exceptions_stays(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import sys\nsys.excepthook = lambda *_: print('its own')\nimport {MODULE} as m\nm.size('x')"
+    done = python("-c", code, tree=tmp_path, check=False)
+    assert (done.stdout, "Traceback" in done.stderr) == ("its own\n", False)
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_worker_processes_are_patched(tmp_path: Path, method: str) -> None:
     make(tmp_path)
