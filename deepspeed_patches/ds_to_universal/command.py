@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
     parser.add_argument("--output_folder", required=True, metavar="FOLDER", help="to be made")
-    parser.add_argument("--num_extract_workers", type=int, default=WORKERS, metavar="N", help="processes (default: 4)")
+    parser.add_argument(
+        "--num_extract_workers", type=int, default=WORKERS, metavar="N", help=f"processes (default: {WORKERS})"
+    )
     parser.add_argument("--num_merge_workers", type=int, metavar="N", help="of upstream, without a meaning here")
     parser.add_argument("--keep_temp_folder", action="store_true", help="of upstream, without a meaning here")
     parser.add_argument(

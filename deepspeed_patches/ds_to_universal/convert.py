@@ -17,7 +17,7 @@ from deepspeed_patches.ds_to_universal.sources import Access
 from deepspeed_patches.ds_to_universal.workers import Workers, shares
 from deepspeed_patches.ds_to_universal.write import Job
 
-WORKERS = 4  # upstream's number; on two cores, too, where one waits for the disk another goes on
+WORKERS = 8  # on two cores, too: where one waits for the disk another goes on
 BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into a processor's cache
 
 

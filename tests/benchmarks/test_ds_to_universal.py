@@ -25,7 +25,7 @@ from universal import command, differences, environment
 from upstream import environment_for, run, tree
 
 VERSION = "0.19.8"
-RUNS = 5
+RUNS = 3
 WORKER_COUNTS = ((1, 1), (2, 2), (4, 4))  # of upstream: extracting, merging
 SINGLE = (2, 2)  # the best of them where each process has one thread
 MB = 1 << 20
