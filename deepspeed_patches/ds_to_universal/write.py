@@ -34,7 +34,7 @@ class Job:
     paths: list[Path]  # of the checkpoint's files
     access: Access
     bytes_in_flight: int
-    sync: bool = True  # have a file on the disk before it gets its name
+    sync: bool = True  # write past the page cache, and have a file on the disk before it gets its name
 
 
 class Writer:
@@ -114,6 +114,7 @@ class Writer:
 
 @contextmanager
 def _reported(path: Path) -> Iterator[None]:
+    """Errors of the file system as one line, with the name that the file was to get."""
     try:
         yield
     except OSError as error:
