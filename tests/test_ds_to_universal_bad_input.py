@@ -116,7 +116,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a truncated rank": (truncated(RANK_1), f"{RANK_1} is truncated: it has no directory of records at its end"),
     "a truncated model file": (truncated(MODEL), f"{MODEL} is truncated"),
     "an empty rank": (lambda f: os.truncate(f / RANK_1, 0), f"{RANK_1} is empty"),
-    "a corrupt rank": (flipped, f"{RANK_1} is corrupt: the checksum of its record data.pkl is wrong"),
+    "a corrupt rank": (
+        flipped,
+        f"{RANK_1} is corrupt: the checksum of its record {RANK_1.removesuffix('.pt')}/data.pkl is wrong",
+    ),
     "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "or no torch file at all"),
     "two degrees": (optimizer(of_dp_5), f"{RANK_1} is of 5 data-parallel ranks, the folder has files of 3"),
     "another degree": (model(lambda s: s.update(dp_world_size=5)), f"{MODEL} is of 5 data-parallel ranks"),

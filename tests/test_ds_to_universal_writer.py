@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches import torch_file
+from ckpt_patches import stored_zip, torch_file
 from ckpt_patches.progress import Progress, line
 from ckpt_patches.torch_file import StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import torch_writer
@@ -68,7 +68,7 @@ def same(one: Any, other: Any) -> bool:
 def test_torch_loads_what_it_had_saved(name: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read or mapped; also with the sizes of 64 bits that records of more than 1 GiB get."""
     if large:
-        monkeypatch.setattr(torch_writer, "LARGE", 0)
+        monkeypatch.setattr(stored_zip, "LARGE", 0)
     path = rewritten(VALUES[name], tmp_path)
     for options in ({}, {"mmap": True}):
         assert same(torch.load(path, weights_only=False, **options), VALUES[name])

@@ -22,11 +22,7 @@ def pages(nbytes: int) -> memoryview:
 
 
 class NewFile:
-    """A file that is written in order. `buffer` collects what is written at once; it is of `pages`.
-
-    A file object for `zipfile`, which then writes what it knows only behind the data (checksums) behind the data, as
-    torch does.
-    """
+    """A file that is written in order. `buffer` collects what is written at once; it is of `pages`."""
 
     def __init__(self, path: Path, buffer: memoryview, *, direct: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -67,9 +63,6 @@ class NewFile:
             if self._held == len(self._buffer):
                 self._write(self._held)
         return taken
-
-    def flush(self) -> None:
-        """For `zipfile`; nothing is written before `finish` that would have to be written again."""
 
     def finish(self) -> None:
         """Write what is left: whole pages, and then the rest through the page cache."""

@@ -6,75 +6,41 @@ No class of a file is imported: what names one is written as its name.
 import copyreg
 import io
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any
 
-from ckpt_patches.checksum import crc32
+from ckpt_patches.stored_zip import File, Writer
 from ckpt_patches.torch_file import STORAGES, Global, Instance, Ordered, Size, StorageHeader, TensorHeader, stand_in
-from deepspeed_patches.ds_to_universal.new_file import NewFile
 
 PROTOCOL = 2  # torch's
-ALIGNMENT = 64  # bytes; torch's, so that a file can be mapped into memory
-LARGE = 1 << 30  # bytes: a record with sizes of 64 bits; the limit is 2 GiB, with some reserve
-CHECKSUM_BEHIND = 8  # a record's flag
-# What stands behind such a record: a signature, the checksum, and the size twice.
-BEHIND, BEHIND_LARGE = struct.Struct("<4sLLL"), struct.Struct("<4sLQQ")
 STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 
 @contextmanager
-def torch_file(file: NewFile | BinaryIO, name: str, value: Any) -> Iterator["Records"]:
+def torch_file(file: File, name: str, value: Any) -> Iterator["Records"]:
     """Write a value; the caller then adds the bytes of its storages.
 
     `name` is torch's for the records: the file's, without its suffix.
     """
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        records = Records(archive, file, name)
-        records.add("data.pkl", [pickled(value)])
-        records.add("byteorder", [b"little"])
-        records.add("version", [b"3\n"])
-        yield records
+    archive = Writer(file)
+    archive.add(f"{name}/data.pkl".encode(), [pickled(value)])
+    archive.add(f"{name}/byteorder".encode(), [b"little"])
+    archive.add(f"{name}/version".encode(), [b"3\n"])
+    yield Records(archive, name)
+    archive.finish()
 
 
 class Records:
-    """The records of a torch file that is being written."""
+    """The storages of a torch file that is being written."""
 
-    def __init__(self, archive: zipfile.ZipFile, file: NewFile | BinaryIO, name: str) -> None:
-        self._archive, self._file, self._name = archive, file, name
+    def __init__(self, archive: Writer, name: str) -> None:
+        self._archive, self._name = archive, name
 
     def add_storage(self, key: str, nbytes: int, data: Iterable[Any]) -> None:
         """A storage's bytes, in pieces."""
-        self.add(f"data/{key}", data, nbytes)
-
-    def add(self, name: str, data: Iterable[Any], nbytes: int = 0) -> None:
-        """A record; its checksum is taken on the way, and stands behind the data, as torch writes it.
-
-        `ZipFile.open` would do the same, with zlib's checksum.
-        """
-        info, large = zipfile.ZipInfo(f"{self._name}/{name}"), nbytes >= LARGE
-        info.flag_bits, info.header_offset = CHECKSUM_BEHIND, self._file.tell()
-        info.extra = _padding(info.header_offset + len(info.FileHeader(large)))
-        self._file.write(info.FileHeader(large))
-        info.CRC = info.file_size = 0
-        for piece in data:
-            info.CRC = crc32(piece, info.CRC)
-            info.file_size += len(piece)
-            self._file.write(piece)
-        info.compress_size = info.file_size
-        behind = BEHIND_LARGE if large else BEHIND
-        self._file.write(behind.pack(b"PK\7\x08", info.CRC, info.compress_size, info.file_size))
-        self._archive.filelist.append(info)
-        self._archive.start_dir = self._file.tell()
-
-
-def _padding(position: int) -> bytes:
-    """An extra field that moves the data to the next multiple of the alignment."""
-    length = -(position + 4) % ALIGNMENT
-    return b"FB" + length.to_bytes(2, "little") + bytes(length)
+        self._archive.add(f"{self._name}/data/{key}".encode(), data, nbytes)
 
 
 def pickled(value: Any) -> bytes:

@@ -1,0 +1,226 @@
+"""Zip archives as torch.save writes them: records stored as they are, one behind the other, and then a directory.
+
+Of the format only what these need; `zipfile` knows the rest of it, and takes several times as long for a small file.
+https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from ckpt_patches.checksum import crc32
+
+STORED = 0  # the method of a record that is not compressed
+# A record begins with: signature, version, flags, method, time, date, checksum, size, size, length of the name, of the
+# extra field; then come these two.
+LOCAL = struct.Struct("<4s5H3L2H")
+# Its place in the directory: signature, version, version, flags, method, time, date, checksum, size, size, lengths of
+# name, extra field and comment, disk, attributes, attributes, position of the record.
+ENTRY = struct.Struct("<4s6H3L5H2L")
+# The end: signature, disk, disk, records, records, bytes and position of the directory, length of a comment.
+END = struct.Struct("<4s4H2LH")
+# With more than 32 bits there is another end before it, and between the two a locator that says where it is.
+LOCATOR = struct.Struct("<4sLQL")
+END_64 = struct.Struct("<4sQ2H2L4Q")
+ELSEWHERE, MANY = 0xFFFFFFFF, 0xFFFF  # in place of a larger number
+# An extra field has parts: kind, length, and that many bytes. In one of this kind are then 64-bit numbers.
+PART, EXTRA_64 = struct.Struct("<2H"), 1
+PART_64 = struct.Struct("<2H2Q")
+PADDING = int.from_bytes(b"FB", "little")  # torch's kind of a part that only makes the field longer
+HEADER_AT_ONCE = 512  # bytes: a record's header with name and extra field
+AT_ONCE = 4096  # bytes at the beginning and at the end that are read at once: all of a small file's headers
+
+CHECKSUM_BEHIND = 8  # a record's flag
+# What stands behind such a record: a signature, the checksum, and the size twice.
+BEHIND, BEHIND_64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
+LARGE = 1 << 30  # bytes: a record with sizes of 64 bits; the limit is 4 GiB, with some reserve
+VERSION, VERSION_64 = 20, 45  # of the format, which a reader has to know
+FIRST_OF_1980 = 0x21  # the earliest date: files are equal whenever they were written
+ALIGNMENT = 64  # bytes; torch's, so that a file can be mapped into memory
+
+
+class Entry(NamedTuple):
+    """What the directory says of a record."""
+
+    position: int  # of its header
+    nbytes: int
+    checksum: int
+    method: int
+
+
+class BadArchiveError(ValueError):
+    """An archive that is damaged, or of a kind that torch does not write."""
+
+
+class NoDirectoryError(BadArchiveError):
+    """An archive that was cut off, or no archive."""
+
+
+class Archive:
+    """The records of an open file, by name.
+
+    Raises:
+        BadArchiveError: here and by every method: what is wrong with the file, and not its name.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+        self._head = os.pread(descriptor, AT_ONCE, 0)
+        self._tail = os.pread(descriptor, AT_ONCE, max(0, size - AT_ONCE))
+        self.entries = self._directory()
+
+    def read(self, name: bytes) -> bytes:
+        """A small record, whole, if its checksum is right."""
+        entry = self.entries[name]
+        data = self._bytes(self.position(name), entry.nbytes)
+        if zlib.crc32(data) != entry.checksum:
+            raise BadArchiveError(f"the checksum of its record {name.decode('latin1')} is wrong")
+        return data
+
+    def position(self, name: bytes) -> int:
+        """Where a record's data begins: behind its header, which is longer than the directory knows."""
+        entry = self.entries[name]
+        header = self._bytes(entry.position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - entry.position)))
+        signature, *_, name_length, extra_length = LOCAL.unpack_from(header)
+        extra = LOCAL.size + name_length
+        whole = signature == b"PK\3\4" and header[LOCAL.size : extra] == name and entry.method == STORED
+        if not whole or extra + extra_length > len(header):
+            raise BadArchiveError(f"its record {name.decode('latin1')} is not what its directory says")
+        _parts(header[extra : extra + extra_length])
+        return int(entry.position + extra + extra_length)
+
+    def _bytes(self, position: int, nbytes: int) -> bytes:
+        if not 0 <= position <= self._size - nbytes:
+            raise BadArchiveError(f"it ends before its byte {position + nbytes}")
+        if position + nbytes <= len(self._head):
+            return self._head[position : position + nbytes]
+        from_tail = position - (self._size - len(self._tail))
+        if from_tail >= 0:
+            return self._tail[from_tail : from_tail + nbytes]
+        return os.pread(self._descriptor, nbytes, position)
+
+    def _directory(self) -> dict[bytes, Entry]:
+        end = self._size - END.size
+        if end < 0:
+            raise NoDirectoryError("it is too short")
+        signature, *_, count, nbytes, position, comment = END.unpack(self._bytes(end, END.size))
+        if signature != b"PK\5\6" or comment:
+            raise NoDirectoryError("it has no directory of records at its end")
+        locator = self._bytes(end - LOCATOR.size, LOCATOR.size) if end >= LOCATOR.size else b""
+        if locator[:4] == b"PK\6\7":
+            end = LOCATOR.unpack(locator)[2]
+            signature, *_, count, nbytes, position = END_64.unpack(self._bytes(end, END_64.size))
+            if signature != b"PK\6\6":
+                raise BadArchiveError("its directory is not where it should be")
+        if position + nbytes != end:
+            raise BadArchiveError("its directory does not end where it should")
+        return _entries(self._bytes(position, nbytes), count)
+
+
+def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
+    found, at = {}, 0
+    for _ in range(count):
+        if at + ENTRY.size > len(data):
+            raise BadArchiveError("its directory is damaged")
+        fields = ENTRY.unpack_from(data, at)
+        signature, _, _, _, method, _, _, checksum, stored, nbytes, *lengths, _, _, _, position = fields
+        name_end = at + ENTRY.size + lengths[0]
+        extra_end = name_end + lengths[1]
+        if ELSEWHERE in (nbytes, stored, position):
+            nbytes, stored, position = _of_64_bits((nbytes, stored, position), data[name_end:extra_end])
+        if signature != b"PK\1\2" or (stored != nbytes and method == STORED):
+            raise BadArchiveError("its directory is damaged")
+        found[data[at + ENTRY.size : name_end]] = Entry(position, nbytes, checksum, method)
+        at = extra_end + lengths[2]
+    if at != len(data):
+        raise BadArchiveError("its directory is damaged")
+    return found
+
+
+def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
+    """The numbers, with those from the extra field that are there."""
+    part, found = _parts(extra).get(EXTRA_64, b""), []
+    for number in numbers:
+        if number == ELSEWHERE:
+            if len(part) < 8:
+                raise BadArchiveError("its directory is damaged")
+            number, part = int.from_bytes(part[:8], "little"), part[8:]
+        found.append(number)
+    return found
+
+
+def _parts(extra: bytes) -> dict[int, bytes]:
+    """An extra field's parts, by kind: two bytes of kind, two of length, and that many."""
+    found, at = {}, 0
+    while at + PART.size <= len(extra):
+        kind, length = PART.unpack_from(extra, at)
+        begin = at + PART.size
+        at = begin + length
+        found[kind] = extra[begin:at]
+    if at != len(extra):
+        raise BadArchiveError("an extra field is damaged")
+    return found
+
+
+class File(Protocol):
+    """What an archive is written to."""
+
+    def write(self, data: Any) -> int: ...
+
+    def tell(self) -> int: ...
+
+
+class Writer:
+    """Writes an archive, record by record, and in the end its directory."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._directory: list[bytes] = []
+
+    def add(self, name: bytes, data: Iterable[Any], nbytes: int = 0) -> None:
+        """A record, in pieces, of no more than so many bytes; its checksum is taken on the way, and stands behind the
+        data, as torch writes it.
+        """
+        large = nbytes >= LARGE
+        position, version, size = self._file.tell(), VERSION_64 if large else VERSION, ELSEWHERE if large else 0
+        extra = PART_64.pack(EXTRA_64, 16, 0, 0) if large else b""
+        extra += _padding(position + LOCAL.size + len(name) + len(extra))
+        numbers = (version, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980, 0, size, size, len(name), len(extra))
+        self._file.write(b"".join((LOCAL.pack(b"PK\3\4", *numbers), name, extra)))
+        checksum = written = 0
+        for piece in data:
+            checksum = crc32(piece, checksum)
+            written += len(piece)
+            self._file.write(piece)
+        behind = BEHIND_64 if large else BEHIND
+        self._file.write(behind.pack(b"PK\7\x08", checksum, written, written))
+        self._directory.append(_entry(name, position, written, checksum))
+
+    def finish(self) -> None:
+        """Write the directory."""
+        position, data, count = self._file.tell(), b"".join(self._directory), len(self._directory)
+        end = position + len(data)
+        if max(position, len(data)) >= ELSEWHERE or count >= MANY:
+            numbers = (END_64.size - 12, VERSION_64, VERSION_64, 0, 0, count, count, len(data), position)
+            data += END_64.pack(b"PK\6\6", *numbers) + LOCATOR.pack(b"PK\6\7", 0, end, 1)
+        few, nbytes, at = min(count, MANY), min(end - position, ELSEWHERE), min(position, ELSEWHERE)
+        self._file.write(data + END.pack(b"PK\5\6", 0, 0, few, few, nbytes, at, 0))
+
+
+def _entry(name: bytes, position: int, nbytes: int, checksum: int) -> bytes:
+    """A record's place in the directory."""
+    large = [number for number in (nbytes, nbytes, position) if number >= ELSEWHERE]
+    extra = PART.pack(EXTRA_64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
+    version, size = VERSION_64 if large else VERSION, min(nbytes, ELSEWHERE)
+    kind = (version, version, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980)
+    lengths = (len(name), len(extra), 0)
+    entry = ENTRY.pack(b"PK\1\2", *kind, checksum, size, size, *lengths, 0, 0, 0, min(position, ELSEWHERE))
+    return b"".join((entry, name, extra))
+
+
+def _padding(position: int) -> bytes:
+    """An extra field that moves the data to the next multiple of the alignment."""
+    length = -(position + PART.size) % ALIGNMENT
+    return PART.pack(PADDING, length) + bytes(length)

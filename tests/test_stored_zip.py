@@ -1,0 +1,152 @@
+"""ckpt_patches.stored_zip: what it reads is what zipfile reads, and what it writes zipfile and torch can read."""
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_patches import stored_zip
+from ckpt_patches.stored_zip import Archive, BadArchiveError, Writer
+from ckpt_patches.torch_file import StorageHeader, TensorHeader
+from deepspeed_patches.ds_to_universal import torch_writer
+from upstream import all_releases
+
+NAMES = st.binary(min_size=1, max_size=80).map(lambda name: re.sub(rb"[^a-z0-9./]", b"_", name))
+RECORDS = st.dictionaries(NAMES, st.lists(st.binary(max_size=300), max_size=3), max_size=80)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Archive]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield Archive(descriptor, path.stat().st_size)
+    finally:
+        os.close(descriptor)
+
+
+def written(records: dict[bytes, list[bytes]], path: Path) -> Path:
+    with open(path, "wb") as file:
+        archive = Writer(file)
+        for name, pieces in records.items():
+            archive.add(name, pieces, sum(map(len, pieces)))
+        archive.finish()
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zip")
+
+
+def same_as_zipfile(path: Path) -> None:
+    with opened(path) as archive, zipfile.ZipFile(path) as expected:
+        assert expected.testzip() is None
+        assert {name.decode(): entry for name, entry in archive.entries.items()} == {
+            info.filename: (info.header_offset, info.file_size, info.CRC, info.compress_type)
+            for info in expected.infolist()
+        }
+        for name in archive.entries:
+            assert archive.read(name) == expected.read(name.decode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECORDS, st.sampled_from([0, 200, 1 << 30]), st.sampled_from([100, 1000, 0xFFFFFFFF]), st.booleans())
+def test_what_is_written_is_what_zipfile_reads(
+    folder: Path, records: dict[bytes, list[bytes]], large: int, elsewhere: int, many: bool
+) -> None:
+    """Also with the fields of 64 bits that large records, and archives of more than 4 GiB or 65535 records have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_zip, "LARGE", large)
+        path = written(records, folder / "state.pt")
+    same_as_zipfile(path)
+    with opened(path) as archive:
+        assert {name: archive.read(name) for name in archive.entries} == {n: b"".join(p) for n, p in records.items()}
+        assert all(archive.position(name) % stored_zip.ALIGNMENT == 0 for name in archive.entries)
+
+
+def test_what_torch_writes_is_read_as_zipfile_does(folder: Path) -> None:
+    for count in (0, 3, 200):
+        torch.save([torch.arange(number) for number in range(count)], folder / "torch.pt")
+        same_as_zipfile(folder / "torch.pt")
+
+
+class Sparse:
+    """A file in which zeros are holes."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def write(self, data: Any) -> int:
+        if len(data) == len(ZEROS):
+            self.file.seek(len(ZEROS), os.SEEK_CUR)
+            return len(ZEROS)
+        return int(self.file.write(data))
+
+    def tell(self) -> int:
+        return int(self.file.tell())
+
+
+ZEROS = bytes(64 << 20)
+
+
+def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
+    """Their sizes and positions do not fit into 32 bits, in the records nor in the directory."""
+    numel = 80 * len(ZEROS)
+    keys = {"0": ("uint8", numel), "1": ("float32", 3)}
+    value = [TensorHeader(StorageHeader(k, dtype, n, 0), dtype, 0, (n,), (1,)) for k, (dtype, n) in keys.items()]
+    path, last = tmp_path / "state.pt", torch.tensor([1.0, 2.0, 3.0])
+    with open(path, "wb") as file, torch_writer.torch_file(Sparse(file), "state", value) as records:
+        records.add_storage("0", numel, [ZEROS] * 80)
+        records.add_storage("1", 12, [last.numpy().tobytes()])
+    assert path.stat().st_size > 5 << 30
+    with opened(path) as archive, zipfile.ZipFile(path) as expected:
+        for info in expected.infolist():
+            name = info.filename.encode()
+            assert archive.entries[name] == (info.header_offset, info.file_size, info.CRC, info.compress_type)
+        assert archive.read(b"state/data/1") == last.numpy().tobytes()
+    first, second = torch.load(path, mmap=True, weights_only=True)
+    assert (first.numel(), first[-1].item()) == (numel, 0)
+    assert second.equal(last)
+
+
+@pytest.mark.skipif(not all_releases(), reason="half a minute, and 5 GB on the disk: with CKPT_PATCHES_TEST_ALL=1")
+def test_a_file_of_torch_with_a_tensor_of_more_than_4_gib(tmp_path: Path) -> None:
+    torch.save([torch.zeros(5 << 30, dtype=torch.uint8), torch.ones(3)], tmp_path / "torch.pt")
+    with opened(tmp_path / "torch.pt") as archive:
+        assert archive.entries[b"torch/data/0"].nbytes == 5 << 30
+        assert archive.read(b"torch/data/1") == torch.ones(3).numpy().tobytes()
+    (tmp_path / "torch.pt").unlink()
+
+
+def test_more_than_65535_records(tmp_path: Path) -> None:
+    same_as_zipfile(written({f"data/{number}".encode(): [b"x"] for number in range(70_000)}, tmp_path / "many.zip"))
+
+
+def test_an_archive_that_was_cut_off(folder: Path) -> None:
+    whole = written({b"a": [b"1234"], b"b": [bytes(5000)]}, folder / "whole.pt").read_bytes()
+    for length in range(len(whole)):
+        (folder / "cut.pt").write_bytes(whole[:length])
+        with pytest.raises(BadArchiveError), opened(folder / "cut.pt"):
+            pass
+
+
+def test_a_flipped_bit_in_headers_is_told_or_harmless(folder: Path) -> None:
+    """The same records with the same bytes, or an error."""
+    records = {b"a": [b"1234"], b"b": [bytes(100)]}
+    whole = written(records, folder / "whole.pt").read_bytes()
+    for at in range(len(whole)):
+        for bit in range(8):
+            (folder / "flipped.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            try:
+                with opened(folder / "flipped.pt") as archive:
+                    assert {name: [archive.read(name)] for name in archive.entries} == records
+            except BadArchiveError:
+                continue
