@@ -1,17 +1,21 @@
 """The one-pass converter writes what upstream's (fixed) converter of the installed DeepSpeed writes."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt_patches import torch_file
 from ckpt_patches.cli import main
 from deepspeed_patches.ds_to_universal import Options, convert, upstream
 from deepspeed_patches.ds_to_universal.upstream import Traits
-from universal import both, environment, files, ours, parallel, summary
+from universal import both, distinct, environment, files, ours, parallel, summary
 from upstream import REPOSITORY, all_releases, numbers, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream
 from zero_checkpoints import dp768, losses, trained, with_layers
@@ -113,7 +117,7 @@ def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, caps
     assert done.returncode == 0, done.stderr
     assert "GB in" in done.stdout
     found = convert(source, folders["function"], Options(workers=1))
-    assert (found.files, found.files_before) == (len(files(folders["function"])), 0)
+    assert (found.files, found.files_before) == (distinct(folders["function"]), 0)
     assert files(folders["module"]) == files(folders["command"]) == files(folders["function"])
     for folder in folders.values():
         assert (folder.parent / "latest_universal").read_text() == "universal"
@@ -143,10 +147,35 @@ def test_an_option_without_a_meaning_says_so(source: Path, tmp_path: Path) -> No
 def test_the_summary_for_programs(source: Path, tmp_path: Path) -> None:
     found = summary(source, tmp_path / "universal")
     written = files(tmp_path / "universal")
-    assert found["files"] == len(written)
+    assert found["files"] == distinct(tmp_path / "universal")
+    assert found["files"] + found["links"] == len(written)
+    assert found["links"] > 0
     assert 0 < found["bytes"] < sum(map(len, written.values()))
     assert 0 < found["plan_seconds"] < found["seconds"]
     assert found["rate"] > 0
+
+
+def test_the_steps_of_a_group_are_one_file_under_several_names(source: Path, tmp_path: Path) -> None:
+    """Of a group alone: another one can be at another step."""
+    ours(source, tmp_path / "universal")
+    groups = torch_file.read(source / "mp_rank_00_model_states.pt").value["param_shapes"]
+    inodes = [{(tmp_path / "universal/zero" / name / "step.pt").stat().st_ino for name in group} for group in groups]
+    assert [len(found) for found in inodes] == [1, 1]
+    assert inodes[0] != inodes[1]
+
+
+def test_a_file_system_without_links_has_every_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "linked")
+
+    def link(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "as on FAT")
+
+    monkeypatch.setattr(os, "link", link)
+    convert(source, tmp_path / "universal")
+    assert files(tmp_path / "universal") == files(tmp_path / "linked")
+    assert distinct(tmp_path / "universal") == len(files(tmp_path / "universal"))
 
 
 def test_neither_torch_nor_deepspeed_is_imported(source: Path, tmp_path: Path) -> None:

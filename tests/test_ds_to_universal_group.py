@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_patches.errors import UserError
 from deepspeed_patches.ds_to_universal.group import Group
-from universal import MODULE, command, environment, files, ours, parallel
+from universal import MODULE, command, distinct, environment, files, ours, parallel
 from upstream import free_port
 
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
@@ -53,7 +53,8 @@ def test_under_torchrun(source: Path, tmp_path: Path) -> None:
     assert files(output) == files(tmp_path / "alone")
     assert (output.parent / "latest_universal").read_text() == "universal"
     summaries = [json.loads(line) for line in done.stdout.splitlines()]
-    assert sum(found["files"] for found in summaries) == len(files(output))
+    assert sum(found["files"] for found in summaries) == distinct(output)
+    assert sum(found["links"] for found in summaries) == len(files(output)) - distinct(output)
     assert len(summaries) == 3
     assert min(found["files"] for found in summaries) > 0
 

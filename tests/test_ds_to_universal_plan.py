@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.torch_file import StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import arithmetic, layout
 from deepspeed_patches.ds_to_universal.layout import Layout
-from deepspeed_patches.ds_to_universal.outputs import Content, CopiedOutput, EqualPieces, Pieces, Plan, Run, TorchOutput
+from deepspeed_patches.ds_to_universal.outputs import (
+    Content,
+    CopiedOutput,
+    EqualPieces,
+    Link,
+    Pieces,
+    Plan,
+    Run,
+    TorchOutput,
+)
 from deepspeed_patches.ds_to_universal.plan import plan
 from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Flat, Kind, ModelFile, Partition, Rank, Step
 from deepspeed_patches.ds_to_universal.rules import SubParams
@@ -194,7 +205,7 @@ def flattened(shapes: list[tuple[int, ...]], dp: int) -> tuple[Checkpoint, list[
         data.append(b"".join((part * factor).numpy().tobytes() for factor in (1, 2, 3)))
         states = {key: Flat(rank, 4 * size * i, size, Kind("float32")) for i, key in enumerate(STATES)}
         fragments = dict(_fragments(truth, size, rank))
-        ranks.append(Rank(rank, 0, 0, rank, (Partition(states, Step(7, rank, 7), fragments),)))
+        ranks.append(Rank(rank, 0, 0, rank, (Partition(states, Step(7, rank, 7, 0), fragments),)))
     model = ModelFile(dp, ({name: tuple(t.shape) for name, t in truth.items()},), {})
     paths = tuple(File(Path(f"rank_{i}.pt"), len(d), 0) for i, d in enumerate([*data, b""]))
     return Checkpoint(Path(), 1, 1, 1, dp, paths, tuple(ranks), (model,), (dp,), {}), data, truth
@@ -288,11 +299,41 @@ def test_a_fragment_that_is_moved_or_lost_is_found(shapes: list[tuple[int, ...]]
 def test_steps_of_two_checkpoints_are_refused() -> None:
     checkpoint, _, _ = flattened([(5, 5)], 3)
     partition = checkpoint.ranks[1].partitions[0]
-    changed = Rank(1, 0, 0, 1, (Partition(partition.states, Step(8, 1, 8), partition.fragments),))
+    changed = Rank(1, 0, 0, 1, (Partition(partition.states, Step(8, 1, 8, 0), partition.fragments),))
     ranks = (checkpoint.ranks[0], changed, checkpoint.ranks[2])
     mixed = Checkpoint(**{**vars(checkpoint), "ranks": ranks})
     with pytest.raises(UserError, match=r"rank_0\.pt and rank_1\.pt are at different steps"):
         plan(mixed, Traits())
+
+
+def step_tensor(file: int, storage: int = 1) -> TensorHeader:
+    return TensorHeader(StorageHeader(str(file), "float32", storage, 64 * file), "float32", 0, (), ())
+
+
+STEPS: dict[str, tuple[Step, Step, bool]] = {
+    "equal numbers": (Step(7, 0, 7, 0), Step(7, 1, 7, 0), True),
+    "equal tensors": (Step(step_tensor(0), 0, b"7", 0), Step(step_tensor(1), 1, b"7", 0), True),
+    "other numbers": (Step(7, 0, 7, 0), Step(8, 1, 8, 0), False),
+    "other tensors": (Step(step_tensor(0), 0, b"7", 0), Step(step_tensor(1), 1, b"8", 0), False),
+    "numbers of other types": (Step(7, 0, 7, 0), Step(7.0, 1, 7.0, 0), False),
+    "tensors in storages of others": (Step(step_tensor(0, 2), 0, b"7", 0), Step(step_tensor(1, 2), 1, b"7", 0), False),
+    "other groups": (Step(7, 0, 7, 0), Step(7, 1, 7, 1), False),
+    "something else": (Step([7], 0, [7], 0), Step([7], 1, [7], 0), False),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_equal_steps_of_a_group_are_names_of_one_file(case: str) -> None:
+    *steps, linked = STEPS[case]
+    checkpoint, _, _ = flattened([(4,), (4,)], 2)
+    ranks = tuple(
+        Rank(rank, 0, 0, rank, (replace(checkpoint.ranks[rank].partitions[0], step=step),))
+        for rank, step in enumerate(steps)
+    )
+    found = plan(replace(checkpoint, ranks=ranks), Traits())
+    assert found.links == ((Link("zero/p1/step.pt", "zero/p0/step.pt"),) if linked else ())
+    written = [output.name for output in found.outputs if output.name.endswith("step.pt")]
+    assert written == (["zero/p0/step.pt"] if linked else ["zero/p0/step.pt", "zero/p1/step.pt"])
 
 
 @pytest.mark.parametrize("name", ["../../home", "a/../../b", ".."])

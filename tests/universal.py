@@ -81,5 +81,11 @@ def parallel(*cases: str) -> dict[str, Path]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """All files below a folder, by every name that they have."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def distinct(folder: Path) -> int:
+    """How many files are below a folder, however many names each has; temporary ones and the fingerprint aside."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return len({path.stat().st_ino for path in found})

@@ -150,12 +150,14 @@ def _partitions(reader: _Reader, file: int, optimizer: dict[str, Any], dp_degree
             f"of {len(masters)} and fragments of {len(mappings)}"
         )
     return tuple(
-        _partition(path, file, _required(states, group, path), masters[group], mappings[group])
+        _partition(path, file, group, _required(states, group, path), masters[group], mappings[group])
         for group in range(len(states))
     )
 
 
-def _partition(path: Path, file: int, state: dict[str, Any], master: Any, mapping: Mapping[str, Any]) -> Partition:
+def _partition(
+    path: Path, file: int, group: int, state: dict[str, Any], master: Any, mapping: Mapping[str, Any]
+) -> Partition:
     tensors = {"fp32": master, **{key: _required(state, key, path) for key in STATES if key != "fp32"}}
     fragments = {}
     for name, fragment in mapping.items():
@@ -165,7 +167,7 @@ def _partition(path: Path, file: int, state: dict[str, Any], master: Any, mappin
             raise UserError(f"{path}: expected a fragment of {name} with a start and a length, found {fragment!r:.200}")
         fragments[name] = (start, numel)
     return Partition(
-        {key: _flat(path, file, key, t) for key, t in tensors.items()}, _step(path, file, state), fragments
+        {key: _flat(path, file, key, t) for key, t in tensors.items()}, _step(path, file, group, state), fragments
     )
 
 
@@ -263,7 +265,7 @@ def _partitions_3(
         state = _required(states, group, path)
         tensors = {"fp32": master, **{key: _required(state, key, path) for key in STATES if key != "fp32"}}
         flats = {key: _flat(path, file, key, tensor) for key, tensor in tensors.items()}
-        partitions.append(Partition(flats, _step(path, file, state), {}))
+        partitions.append(Partition(flats, _step(path, file, group, state), {}))
     return tuple(partitions)
 
 
@@ -304,15 +306,15 @@ def _flat(path: Path, file: int, key: str, tensor: Any) -> Flat:
     return Flat(file, tensor.offset, tensor.numel, Kind(tensor.dtype, tensor.requires_grad))
 
 
-def _step(path: Path, file: int, state: Mapping[str, Any]) -> Step | None:
+def _step(path: Path, file: int, group: int, state: Mapping[str, Any]) -> Step | None:
     value = state.get("step")
     if value is None:
         return None
     if not isinstance(value, TensorHeader):
-        return Step(value, file, value)
+        return Step(value, file, value, group)
     descriptor = os.open(path, os.O_RDONLY)  # `open` takes three times as long, and there are thousands
     try:
-        return Step(value, file, (value.dtype, os.pread(descriptor, value.nbytes, value.offset)))
+        return Step(value, file, (value.dtype, os.pread(descriptor, value.nbytes, value.offset)), group)
     finally:
         os.close(descriptor)
 

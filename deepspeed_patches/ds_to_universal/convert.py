@@ -42,6 +42,7 @@ class Summary:
     bytes: int  # written, by this process
     files: int  # written, by this process
     files_before: int  # already there, of an interrupted run
+    links: int  # further names of files, which the first process gives them
     seconds: float  # in all
     plan_seconds: float  # of it until the first byte was moved
     rate: float  # bytes a second while bytes were moved
@@ -80,8 +81,17 @@ def convert(
         folder.finish(planned, sync=options.sync)
     seconds = time.monotonic() - begin
     nbytes = sum(output.nbytes for output in left)
-    rate = nbytes / max(seconds - planning, 1e-9)
-    return Summary(str(folder.final), nbytes, len(left), len(own) - len(left), seconds, planning, rate, workers)
+    return Summary(
+        output_folder=str(folder.final),
+        bytes=nbytes,
+        files=len(left),
+        files_before=len(own) - len(left),
+        links=len(planned.links) if group.rank == 0 else 0,
+        seconds=seconds,
+        plan_seconds=planning,
+        rate=nbytes / max(seconds - planning, 1e-9),
+        workers=workers,
+    )
 
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:

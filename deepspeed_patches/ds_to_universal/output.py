@@ -58,12 +58,12 @@ class OutputFolder:
         """Make the folder; what it holds belongs to this conversion from now on."""
         if not self.final.exists() or not self._has_fingerprint(self.final):
             self.working.mkdir(parents=True, exist_ok=True)
-            _write_at_once(self.working / FINGERPRINT, json.dumps({"fingerprint": self.fingerprint}))
+            _write_at_once(self.working / FINGERPRINT, json.dumps({"fingerprint": self.fingerprint}).encode())
 
     def missing(self, outputs: Iterable[Output]) -> list[Output]:
         """What is still to be written. A file has its own name only when it is whole."""
         folder = self.final if self._has_fingerprint(self.final) else self.working
-        return [output for output in outputs if not (folder / output.name).is_file()]
+        return [output for output in outputs if not os.path.isfile(f"{folder}/{output.name}")]
 
     def remove_temporary(self) -> None:
         """What an interrupted run left in the middle of a file."""
@@ -92,10 +92,12 @@ class OutputFolder:
             raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
         if not self._has_fingerprint(self.final):
             self.remove_temporary()
+            for link in plan.links:
+                _link(self.working / link.file, self.working / link.name)
             if sync:
                 _sync_folders(self.working)
             os.rename(self.working, self.final)
-        _write_at_once(self.final.parent / LATEST, self.final.name)
+        _write_at_once(self.final.parent / LATEST, self.final.name.encode())
         (self.final / FINGERPRINT).unlink()
 
     def _has_fingerprint(self, folder: Path) -> bool:
@@ -106,9 +108,18 @@ class OutputFolder:
         return bool(found == {"fingerprint": self.fingerprint})
 
 
-def _write_at_once(path: Path, text: str) -> None:
+def _link(file: Path, name: Path) -> None:
+    """Give a small file another name; where the file system has no such links, copy it."""
+    try:
+        os.link(file, name)
+    except OSError:
+        if not name.is_file():  # it is one of an interrupted run
+            _write_at_once(name, file.read_bytes())
+
+
+def _write_at_once(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    write_durably(temporary, text.encode())
+    write_durably(temporary, data)
     os.replace(temporary, path)
     sync_folder(path.parent)
 

@@ -110,11 +110,20 @@ Output = TorchOutput | CopiedOutput
 
 
 @dataclass(frozen=True)
+class Link:
+    """Another name of a file of the output."""
+
+    name: str  # below the output folder
+    file: str  # its name as an output
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that is to be done."""
 
     files: tuple[File, ...]  # of the checkpoint
     outputs: tuple[Output, ...]
+    links: tuple[Link, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

@@ -4,17 +4,18 @@ Pure: nothing is read or written, and everything that the headers can tell to be
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import ITEM_SIZE
+from ckpt_patches.torch_file import ITEM_SIZE, TensorHeader
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
 from deepspeed_patches.ds_to_universal.merge import Merge
 from deepspeed_patches.ds_to_universal.outputs import (
     CopiedOutput,
     EqualPieces,
+    Link,
     Output,
     Plan,
     Slice,
@@ -33,24 +34,23 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     Raises:
         UserError: fragments overlap or leave a hole, ranks are at different steps, or a rule does not fit.
     """
-    if checkpoint.stage > 2:
-        outputs, warnings = _Stage3(checkpoint, traits, strict).outputs()
-    else:
-        outputs, warnings = _Stage1And2(checkpoint, traits, strict).outputs()
+    stage = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict)
+    outputs, warnings = stage.outputs()
     outputs.append(_common_state(checkpoint))
-    for output in outputs:
+    for output in (*outputs, *stage.links):
         _check_name(output.name)
     for index in checkpoint.copied:
         file = checkpoint.files[index]
         outputs.append(CopiedOutput(file.path.name, index, file.size))
-    return Plan(checkpoint.files, tuple(outputs), tuple(warnings))
+    return Plan(checkpoint.files, tuple(outputs), tuple(stage.links), tuple(warnings))
 
 
 class _Stage3:
-    """Each parameter is cut in equal parts, one a rank; upstream writes it flat."""
+    """Each parameter is cut in equal parts, one a rank; upstream writes it flat, and no step."""
 
     def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+        self.links: list[Link] = []
 
     def outputs(self) -> tuple[list[Output], list[str]]:
         groups = [self._groups(tp) for tp in range(self.checkpoint.tp_degree)]
@@ -113,6 +113,8 @@ class _Stage1And2:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
         self.merge = Merge(checkpoint, traits, strict)
         self.fragments = fragments_of(checkpoint, self.merge.rules)
+        self.links: list[Link] = []
+        self._steps: dict[Hashable, str] = {}  # the first file of each
 
     def outputs(self) -> tuple[list[Output], list[str]]:
         outputs: list[Output] = []
@@ -129,7 +131,7 @@ class _Stage1And2:
             check_fragments(self.checkpoint, name, tp, shapes[tp], fragments, self.strict)
         step = self._step(name, by_tp)
         if step:
-            yield saved(f"zero/{name}/step.pt", step.value, step.file)
+            yield from self._step_file(f"zero/{name}/step.pt", step)
         states = {}
         for key in STATES:
             flats = [fragment.partition.states[key] for fragments in by_tp for fragment in fragments]
@@ -151,6 +153,17 @@ class _Stage1And2:
                 )
         return found[0]
 
+    def _step_file(self, name: str, step: Step) -> Iterator[Output]:
+        """A file with a step; where the group has the same one already, only another name of that.
+
+        DeepSpeed demands that a group's parameters are at one step, so that a change to one would be one to all.
+        """
+        first = self._steps.setdefault(_same_file(step) or name, name)
+        if first == name:
+            yield saved(name, step.value, step.file)
+        else:
+            self.links.append(Link(name, first))
+
     def _module_weights(self, names: set[str]) -> Iterator[Output]:
         """The model's own weights of what the optimizer does not hold: frozen parameters, tied ones, buffers."""
         for model in self.checkpoint.models:
@@ -159,6 +172,16 @@ class _Stage1And2:
                 if output not in names:
                     names.add(output)
                     yield as_float32(output, model, tensor)
+
+
+def _same_file(step: Step) -> Hashable:
+    """Steps come out as the same file where this is the same; None where that cannot be told."""
+    value = step.value
+    if type(value) in (int, float):
+        return step.group, type(value), value
+    if isinstance(value, TensorHeader) and value.numel == value.storage.numel and not value.wrapping:
+        return step.group, step.known, value.shape, value.stride, value.requires_grad, value.storage.dtype
+    return None
 
 
 def _check_name(name: str) -> None:

@@ -44,6 +44,7 @@ class Step:
     value: Any
     file: int
     known: object  # to compare: the number, or the tensor's bytes
+    group: int  # of parameters
 
 
 @dataclass(frozen=True)

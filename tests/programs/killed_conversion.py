@@ -17,7 +17,7 @@ left = int(sys.argv[3])
 def kill_in_time(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook; forked workers have it too, and count on from where they began."""
     global left
-    if event in ("os.rename", "os.remove", "os.mkdir") or (event == "open" and arguments[2] & WRITING):
+    if event in ("os.rename", "os.remove", "os.mkdir", "os.link") or (event == "open" and arguments[2] & WRITING):
         left -= 1
         if left < 0:
             os.killpg(0, signal.SIGKILL)
