@@ -1,14 +1,15 @@
 """Read the headers of a checkpoint into records. The only data that is read is `step`, four bytes a parameter group."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_patches import torch_file
 from ckpt_patches.errors import UserError
 from ckpt_patches.torch_file import TensorHeader
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM, Folder, check_complete, look
+from deepspeed_patches.ds_to_universal.processes import mapped
 from deepspeed_patches.ds_to_universal.records import (
     STATES,
     Checkpoint,
@@ -23,8 +24,11 @@ from deepspeed_patches.ds_to_universal.records import (
 from deepspeed_patches.ds_to_universal.upstream import Traits
 
 INFO = "universal_checkpoint_info"
+WORTH_A_PROCESS = 128  # files; to start one and to take over what it found takes as long as to read some of these
 # What the common state leaves out at stage 1 and 2.
 SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+
+Wanted = TypeVar("Wanted")
 
 
 def read(path: Path, traits: Traits, *, trust: bool = False, inject_missing_state: bool = False) -> Checkpoint:
@@ -34,13 +38,13 @@ def read(path: Path, traits: Traits, *, trust: bool = False, inject_missing_stat
         UserError: a file is missing, damaged or of another checkpoint, or this is one that is not converted here.
     """
     reader = _Reader(look(path), traits, trust)
-    first = reader.optimizer((0, min(mp for _, mp in reader.folder.optimizer)))
+    first = reader.first_optimizer()
     stage = _stage(first)
     if stage <= 2:
-        return _stage_1_and_2(reader, stage, inject_missing_state)
+        return _stage_1_and_2(reader, stage, first, inject_missing_state)
     if not traits.zero3:
         raise UserError(f"{path} is of ZeRO stage 3, which the converter of the installed DeepSpeed does not know")
-    return _stage_3(reader, stage)
+    return _stage_3(reader, stage, first)
 
 
 class _Reader:
@@ -52,18 +56,34 @@ class _Reader:
 
     def read(self, name: str) -> tuple[int, dict[str, Any]]:
         """A file's index, and what is in it."""
+        file, value = self._read(name)
+        self.files.append(file)
+        return len(self.files) - 1, value
+
+    def read_all(self, names: Sequence[str], wanted: Callable[[int, Path, dict[str, Any]], Wanted]) -> list[Wanted]:
+        """Of each file what is wanted of its index, its path and what is in it; several processes read them."""
+        begin = len(self.files)
+
+        def read(number: int) -> tuple[File, Wanted]:
+            file, value = self._read(names[number])
+            return file, wanted(begin + number, file.path, value)
+
+        found = mapped(read, range(len(names)), WORTH_A_PROCESS)
+        self.files += [file for file, _ in found]
+        return [wanted for _, wanted in found]
+
+    def _read(self, name: str) -> tuple[File, dict[str, Any]]:
         found = torch_file.read(self.folder.path / name, trust=self.trust)
         if not isinstance(found.value, dict):
             raise UserError(f"{found.path}: expected a dict in it, found {type(found.value).__name__}")
-        self.files.append(File(found.path, found.size, found.mtime_ns))
-        return len(self.files) - 1, found.value
+        return File(found.path, found.size, found.mtime_ns), found.value
 
-    def optimizer(self, rank: tuple[int, int]) -> dict[str, Any]:
-        """The state in a rank's optimizer file, which is not remembered."""
+    def first_optimizer(self) -> dict[str, Any]:
+        """The state in the first rank's optimizer file, which is not remembered."""
+        rank = (0, min(mp for _, mp in self.folder.optimizer))
         _check_there(self.folder, rank)
         path = self.folder.path / self.folder.optimizer[rank]
-        found: dict[str, Any] = _required(torch_file.read(path, trust=self.trust).value, "optimizer_state_dict", path)
-        return found
+        return _optimizer(path, torch_file.read(path, trust=self.trust).value)
 
 
 def _check_there(folder: Folder, rank: tuple[int, int]) -> None:
@@ -81,7 +101,7 @@ def _stage(optimizer: Mapping[str, Any]) -> int:
 # Stage 1 and 2
 
 
-def _stage_1_and_2(reader: _Reader, stage: int, inject_missing_state: bool) -> Checkpoint:
+def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject_missing_state: bool) -> Checkpoint:
     folder = reader.folder
     names = folder.starting_with("mp_rank_")
     if not names:
@@ -94,16 +114,9 @@ def _stage_1_and_2(reader: _Reader, stage: int, inject_missing_state: bool) -> C
         raise UserError(f"{folder.path}: expected {mp_degree} files mp_rank_*, found {len(names)}")
     check_complete(folder, folder.optimizer, dp_degree, mp_degree, next(iter(folder.optimizer.values())))
     for index, value in read:
-        _check_model(reader, index, value, dp_degree, read[0][1])
+        _check_model(reader.files[index].path, value, dp_degree, reader.files[0].path, read[0][1])
 
-    ranks: list[Rank] = []
-    common: dict[str, Any] = {}
-    for pp in range(pp_degree):
-        for tp in range(tp_degree):
-            for dp in range(dp_degree):
-                file, optimizer = _optimizer(reader, (dp, pp * tp_degree + tp))
-                ranks.append(Rank(file, pp, tp, dp, _partitions(reader, file, optimizer, dp_degree)))
-                common = common or _common(optimizer, dp_degree, reader.traits)
+    ranks = _ranks(reader, _partitions, pp_degree, tp_degree, dp_degree)
     copied = tuple(index for index, _ in read) + tuple(
         reader.read(name)[0] for name in folder.starting_with("mp") if name not in names
     )
@@ -114,11 +127,11 @@ def _stage_1_and_2(reader: _Reader, stage: int, inject_missing_state: bool) -> C
         tp_degree,
         dp_degree,
         tuple(reader.files),
-        tuple(ranks),
+        ranks,
         tuple(_model(index, value, reader) for index, value in read),
         copied,
         _info(reader, read[0][1], inject_missing_state),
-        common,
+        _common(first, dp_degree, reader.traits),
     )
 
 
@@ -131,13 +144,7 @@ def _degrees(reader: _Reader, models: list[dict[str, Any]]) -> tuple[int, int]:
     return max(1, len(models) // tp_degree), tp_degree
 
 
-def _optimizer(reader: _Reader, rank: tuple[int, int]) -> tuple[int, dict[str, Any]]:
-    file, value = reader.read(reader.folder.optimizer[rank])
-    return file, _required(value, "optimizer_state_dict", reader.files[file].path)
-
-
-def _partitions(reader: _Reader, file: int, optimizer: dict[str, Any], dp_degree: int) -> tuple[Partition, ...]:
-    path = reader.files[file].path
+def _partitions(path: Path, file: int, optimizer: dict[str, Any], _dp: int, dp_degree: int) -> tuple[Partition, ...]:
     counts = optimizer.get("partition_count") or []
     if any(count != dp_degree for count in counts):
         raise UserError(f"{path} is of {counts[0]} data-parallel ranks, the folder has files of {dp_degree}")
@@ -171,7 +178,7 @@ def _partition(
     )
 
 
-def _common(optimizer: dict[str, Any], dp_degree: int, traits: Traits) -> dict[str, Any]:
+def _common(optimizer: Mapping[str, Any], dp_degree: int, traits: Traits) -> dict[str, Any]:
     """The common state as upstream saves it: a rank's, less what is sharded, with no paddings any more."""
     common = {key: value for key, value in optimizer.items() if key not in SHARDED}
     if common.get("partition_count"):
@@ -198,7 +205,7 @@ def _info(reader: _Reader, model: dict[str, Any], inject_missing_state: bool) ->
 # Stage 3
 
 
-def _stage_3(reader: _Reader, stage: int) -> Checkpoint:
+def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Checkpoint:
     folder = reader.folder
     models = folder.zero3_models()
     if not models:
@@ -213,24 +220,17 @@ def _stage_3(reader: _Reader, stage: int) -> Checkpoint:
     check_complete(folder, folder.optimizer, dp_degree, tp_degree, next(iter(folder.optimizer.values())))
     check_complete(folder, models, dp_degree, tp_degree, next(iter(models.values())))
 
-    first: dict[str, Any] = {}
-    found: list[ModelFile] = []
-    copied: list[int] = []
-    for tp in range(tp_degree):
-        for dp in range(dp_degree):
-            index, value = reader.read(models[dp, tp])
-            first = first or value
-            _check_model(reader, index, value, dp_degree, first)
-            copied.append(index)
-            if dp == 0:  # the others have the same shapes, and are many
-                found.append(_model(index, value, reader))
-    ranks: list[Rank] = []
-    common: dict[str, Any] = {}
-    for tp in range(tp_degree):
-        for dp in range(dp_degree):
-            file, optimizer = _optimizer(reader, (dp, tp))
-            ranks.append(Rank(file, 0, tp, dp, _partitions_3(reader, file, optimizer, dp_degree, dp)))
-            common = common or _common_3(optimizer)
+    # Of each tensor-parallel rank the first model is looked at closely; the others have the same shapes, and are many.
+    read = [reader.read(models[0, tp]) for tp in range(tp_degree)]
+    first_path, first = reader.files[read[0][0]].path, read[0][1]
+
+    def checked(file: int, path: Path, value: dict[str, Any]) -> int:
+        _check_model(path, value, dp_degree, first_path, first)
+        return file
+
+    copied = [checked(file, reader.files[file].path, value) for file, value in read]
+    copied += reader.read_all([models[dp, tp] for tp in range(tp_degree) for dp in range(1, dp_degree)], checked)
+    ranks = _ranks(reader, _partitions_3, 1, tp_degree, dp_degree)
     others = [name for name in folder.names if name.endswith("model_states.pt") and name not in models.values()]
     copied += [reader.read(name)[0] for name in others]
     return Checkpoint(
@@ -240,18 +240,15 @@ def _stage_3(reader: _Reader, stage: int) -> Checkpoint:
         tp_degree,
         dp_degree,
         tuple(reader.files),
-        tuple(ranks),
-        tuple(found),
+        ranks,
+        tuple(_model(file, value, reader) for file, value in read),
         tuple(copied),
         first.get(INFO) or {},
-        common,
+        {**optimizer, "param_groups": optimizer["optimizer_state_dict"]["param_groups"]},  # all of it, tensors too
     )
 
 
-def _partitions_3(
-    reader: _Reader, file: int, optimizer: dict[str, Any], dp_degree: int, dp: int
-) -> tuple[Partition, ...]:
-    path = reader.files[file].path
+def _partitions_3(path: Path, file: int, optimizer: dict[str, Any], dp: int, dp_degree: int) -> tuple[Partition, ...]:
     count = optimizer.get("partition_count", dp_degree)
     if count != dp_degree:
         raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {dp_degree}")
@@ -269,12 +266,30 @@ def _partitions_3(
     return tuple(partitions)
 
 
-def _common_3(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Stage 3 keeps all of the first rank's state, tensors and all."""
-    return {**optimizer, "param_groups": optimizer["optimizer_state_dict"]["param_groups"]}
-
-
 # Both
+
+
+def _ranks(
+    reader: _Reader,
+    partitions: Callable[[Path, int, dict[str, Any], int, int], tuple[Partition, ...]],
+    pp_degree: int,
+    tp_degree: int,
+    dp_degree: int,
+) -> tuple[Rank, ...]:
+    """What the ranks' optimizer files hold, in the order pp, tp, dp."""
+    places = [(pp, tp, dp) for pp in range(pp_degree) for tp in range(tp_degree) for dp in range(dp_degree)]
+    begin = len(reader.files)
+
+    def rank(file: int, path: Path, value: dict[str, Any]) -> Rank:
+        pp, tp, dp = places[file - begin]
+        return Rank(file, pp, tp, dp, partitions(path, file, _optimizer(path, value), dp, dp_degree))
+
+    return tuple(reader.read_all([reader.folder.optimizer[dp, pp * tp_degree + tp] for pp, tp, dp in places], rank))
+
+
+def _optimizer(path: Path, value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = _required(value, "optimizer_state_dict", path)
+    return found
 
 
 def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
@@ -289,15 +304,14 @@ def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
     return ModelFile(file, shapes, weights)
 
 
-def _check_model(reader: _Reader, file: int, value: dict[str, Any], dp_degree: int, first: dict[str, Any]) -> None:
+def _check_model(path: Path, value: dict[str, Any], dp_degree: int, first_path: Path, first: dict[str, Any]) -> None:
     """A file of another training, or of another step of this one."""
-    path = reader.files[file].path
     said = value.get("dp_world_size", dp_degree)
     if said != dp_degree:
         raise UserError(f"{path} is of {said} data-parallel ranks, the folder has files of {dp_degree}")
     for key in ("iteration", "global_steps"):
         if value.get(key) != first.get(key):
-            raise UserError(f"{path} is of {key} {value.get(key)}, {reader.files[0].path} of {first.get(key)}")
+            raise UserError(f"{path} is of {key} {value.get(key)}, {first_path} of {first.get(key)}")
 
 
 def _flat(path: Path, file: int, key: str, tensor: Any) -> Flat:

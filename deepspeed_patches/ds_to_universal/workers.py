@@ -1,17 +1,15 @@
 """Write the outputs of a plan with several processes, each its share by bytes."""
 
-import multiprocessing
-import multiprocessing.connection
 import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
-from multiprocessing.connection import Connection
-from typing import Any
 
 from ckpt_patches.errors import UserError
 from deepspeed_patches.ds_to_universal.outputs import Output
+from deepspeed_patches.ds_to_universal.processes import Child, wait
 from deepspeed_patches.ds_to_universal.sources import Sources
 from deepspeed_patches.ds_to_universal.write import Job, Writer
 
@@ -42,14 +40,10 @@ class Workers:
         self.count = max(1, min(count, len(outputs), nbytes // WORTH_A_PROCESS))
         self._moved = mmap(-1, COUNT.size * self.count)  # shared: bytes by worker
         job = replace(job, bytes_in_flight=job.bytes_in_flight // self.count)
-        context = multiprocessing.get_context("fork")  # the plan is there already, and torch is not
-        self._running = []
-        for index, share in enumerate(shares(outputs, self.count)):
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(share, job, self._counter(index), sending), daemon=True)
-            process.start()
-            sending.close()
-            self._running.append((process, receiving))
+        self._running = [
+            Child(partial(_work, share, job, self._counter(index)))
+            for index, share in enumerate(shares(outputs, self.count))
+        ]
 
     def _counter(self, index: int) -> Callable[[int], None]:
         def moved(nbytes: int) -> None:
@@ -70,29 +64,25 @@ class Workers:
             UserError: a worker could not do its share; the others are stopped.
         """
         try:
-            left = {receiving: process for process, receiving in self._running}
+            left = list(self._running)
             while left:
-                for ready in multiprocessing.connection.wait(left, timeout=interval):
-                    process = left.pop(ready)  # type: ignore[call-overload]
-                    _raise_error(ready, process)
+                for child in wait(left, interval):
+                    if child.receive():
+                        left.remove(child)
+                        _raise_error(child.answer())
                 show(self.moved)
         finally:
-            for process, _ in self._running:
-                process.terminate()
-                process.join()
+            for child in self._running:
+                child.stop()
 
 
-def _raise_error(receiving: Any, process: Any) -> None:
-    try:
-        error = receiving.recv()
-    except EOFError:
-        process.join()
-        error = f"a worker ended with status {process.exitcode}; run the same command again to go on from there"
-    if error:
-        raise UserError(error)
+def _raise_error(answer: bytes) -> None:
+    if answer:
+        raise UserError(answer.decode())
 
 
-def _work(share: Sequence[Output], job: Job, moved: Callable[[int], None], sending: Connection) -> None:
+def _work(share: Sequence[Output], job: Job, moved: Callable[[int], None]) -> bytes:
+    """Write outputs; what went wrong, for the user."""
     parent = os.getppid()
     try:
         with Sources(job.paths, job.access) as sources:
@@ -100,12 +90,12 @@ def _work(share: Sequence[Output], job: Job, moved: Callable[[int], None], sendi
             try:
                 for output in share:
                     if os.getppid() != parent:  # killed; nobody waits for this any more
-                        return
+                        break
                     writer.write(output)
             finally:
                 writer.finish()  # of those that are whole, also where the next one could not be written
-        sending.send("")
     except UserError as error:
-        sending.send(str(error))
+        return str(error).encode()
     except KeyboardInterrupt:
-        sending.send("interrupted")
+        return b"interrupted"
+    return b""
