@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckpt_patches import __version__
@@ -17,6 +18,7 @@ from deepspeed_patches.ds_to_universal.write import TEMPORARY
 FINGERPRINT = ".ds_to_universal.json"
 LATEST = "latest_universal"
 SPARE = 64 << 20  # bytes that stay free on the disk
+TOGETHER = 8  # folders that are waited for at once
 
 
 def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
@@ -95,7 +97,7 @@ class OutputFolder:
             for link in plan.links:
                 _link(self.working / link.file, self.working / link.name)
             if sync:
-                _sync_folders(self.working)
+                _sync_folders([folder for folder, _, _ in os.walk(self.working)])
             os.rename(self.working, self.final)
         _write_at_once(self.final.parent / LATEST, self.final.name.encode())
         (self.final / FINGERPRINT).unlink()
@@ -124,7 +126,17 @@ def _write_at_once(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def _sync_folders(top: Path) -> None:
-    """Have the names of all files below a folder on the disk; the files are there already."""
-    for folder, _, _ in os.walk(top):
-        sync_folder(Path(folder))
+def _sync_folders(folders: Sequence[str]) -> None:
+    """Have the names of all files in some folders on the disk; the files are there already."""
+
+    def sync(share: Sequence[str]) -> None:
+        for folder in share:
+            sync_folder(Path(folder))
+
+    # Each waits for the disk, and what the disk has to do for one it then does for all.
+    others = [threading.Thread(target=sync, args=(folders[index::TOGETHER],)) for index in range(1, TOGETHER)]
+    for thread in others:
+        thread.start()
+    sync(folders[::TOGETHER])
+    for thread in others:
+        thread.join()

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpt_patches.errors import UserError
 from ckpt_patches.torch_file import ITEM_SIZE
 from deepspeed_patches.ds_to_universal.layout import Block
-from deepspeed_patches.ds_to_universal.new_file import NewFile, pages
+from deepspeed_patches.ds_to_universal.new_file import PAGE, NewFile, pages
 from deepspeed_patches.ds_to_universal.outputs import Content, CopiedOutput, Output, Slice, TorchOutput
 from deepspeed_patches.ds_to_universal.sources import Access, Sources
 from deepspeed_patches.ds_to_universal.torch_writer import torch_file
@@ -46,8 +46,11 @@ class Writer:
     def __init__(self, job: Job, sources: Sources, moved: Moved) -> None:
         self.job, self.sources, self.moved = job, sources, moved
         # A second buffer takes rows on their way, or the slices that are averaged or compared.
-        self.buffer, self.rows = pages(job.bytes_in_flight // 2), pages(job.bytes_in_flight // 2)
-        self._unnamed: list[tuple[NewFile, Path, Path]] = []  # with their temporary names, and their own
+        memory = pages(max(job.bytes_in_flight, 2 * PAGE))
+        half = len(memory) // PAGE // 2 * PAGE
+        self.buffer, self.rows = memory[:half], memory[half:]
+        self._unnamed: list[tuple[NewFile, str, str]] = []  # with their temporary names, and their own
+        self._folders: set[str] = set()  # that are there
 
     def write(self, output: Output) -> None:
         """Write a file under a temporary name.
@@ -55,16 +58,19 @@ class Writer:
         Raises:
             UserError: the disk is full, or a file cannot be read.
         """
-        path = self.job.folder / output.name
-        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+        path = f"{self.job.folder}/{output.name}"  # of a `Path` this takes as long as to write a small file
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/{TEMPORARY}{os.getpid()}-{name}"
         with _reported(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if folder not in self._folders:
+                os.makedirs(folder, exist_ok=True)
+                self._folders.add(folder)
             file = NewFile(temporary, self.buffer, direct=self.job.sync)
             try:
                 self._fill(file, output)
             except BaseException:
                 file.close()
-                temporary.unlink()
+                os.unlink(temporary)
                 raise
             if isinstance(output, CopiedOutput):
                 shutil.copystat(self.job.paths[output.file], temporary)
@@ -74,7 +80,7 @@ class Writer:
 
     def _fill(self, file: NewFile, output: Output) -> None:
         if isinstance(output, TorchOutput):
-            with torch_file(file, Path(output.name).stem, output.value) as records:
+            with torch_file(file, os.path.basename(output.name).removesuffix(".pt"), output.value) as records:
                 for key, content in output.contents.items():
                     records.add_storage(key, content.nbytes, self.windows(file, content, output.name))
         else:
@@ -113,7 +119,7 @@ class Writer:
 
 
 @contextmanager
-def _reported(path: Path) -> Iterator[None]:
+def _reported(path: str) -> Iterator[None]:
     """Errors of the file system as one line, with the name that the file was to get."""
     try:
         yield
