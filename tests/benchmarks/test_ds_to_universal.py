@@ -5,6 +5,7 @@ are of a warm page cache, medians of runs in turn, and beside them the processor
 machine does not lengthen. The figures to reach are printed beside what was found, before they are asserted.
 """
 
+import compileall
 import json
 import os
 import resource
@@ -20,14 +21,21 @@ from typing import Any
 
 import pytest
 
-from universal import command, differences, environment
-from upstream import environment_for, run, tree
+from universal import command, differences, distinct, environment
+from upstream import REPOSITORY, environment_for, run, tree
 
 VERSION = "0.19.8"
 RUNS = 3
 WORKER_COUNTS = ((1, 1), (2, 2), (4, 4))  # of upstream: extracting, merging
 SINGLE = (2, 2)  # the best of them where each process has one thread
 MB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Both converters as pip leaves them, also where the environment keeps Python from writing bytecode."""
+    for package in ("ckpt_patches", "deepspeed_patches"):
+        compileall.compile_dir(REPOSITORY / package, quiet=1)
 
 
 @pytest.fixture(scope="module", params=["large_stage1", "large_stage3"])
@@ -52,7 +60,8 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     plan, moving = own["read"]["plan_seconds"], own["read"]["seconds"] - own["read"]["plan_seconds"]
     unsynced = own["no sync"]["seconds"] - own["no sync"]["plan_seconds"]
     peaks = {"upstream": theirs["peak"], "one pass": own["read"]["peak"]}
-    created = {"upstream": len(files_of(tmp_path / "upstream")), "one pass": len(files_of(tmp_path / "ours"))}
+    created = {"upstream": distinct(tmp_path / "upstream"), "one pass": distinct(tmp_path / "ours")}
+    names = len(files_of(tmp_path / "ours"))
     (tmp_path / "upstream" / "tmp").rename(tmp_path / "temporary")
     cp = median([found["cp"] for found in rounds])
 
@@ -66,13 +75,13 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     print(f"    start-up and plan {plan:.2f} s (figure to reach: 1.5), moving {moving:.2f} s; cp -r {told(cp)}: ")
     print(f"    moving / cp -r: {moving / copy:.1f}, without waiting {unsynced / copy:.1f} (figure to reach: 3)")
     print("    " + ", ".join(f"{name} {told(found)}" for name, found in own.items()))
-    print(f"  files created: {created} (figure to reach: a tenth)")
+    print(f"  files created: {created}, under {names} names (figure to reach: a tenth)")
     print(f"  peak private memory, MB: { {name: round(peak / MB) for name, peak in peaks.items()} }")
 
     assert differences([(tmp_path / "upstream", tmp_path / "ours")]) == {str(tmp_path / "ours"): []}
     assert plan <= 1.5
     assert peaks["one pass"] < 500e6
-    assert created["one pass"] < created["upstream"] / 9
+    assert created["one pass"] <= created["upstream"] / 10
     assert moving <= 3 * copy
     assert own["read"]["seconds"] <= 1.1 * own["one worker"]["seconds"]
     assert theirs["seconds"] >= 10 * own["read"]["seconds"]
