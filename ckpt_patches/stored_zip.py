@@ -15,10 +15,10 @@ from ckpt_patches.checksum import crc32
 STORED = 0  # the method of a record that is not compressed
 # A record begins with: signature, version, flags, method, time, date, checksum, size, size, length of the name, of the
 # extra field; then come these two.
-LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL, LOCAL_READ = struct.Struct("<4s5H3L2H"), struct.Struct("<4s22x2H")  # reading needs the lengths alone
 # Its place in the directory: signature, version, version, flags, method, time, date, checksum, size, size, lengths of
 # name, extra field and comment, disk, attributes, attributes, position of the record.
-ENTRY = struct.Struct("<4s6H3L5H2L")
+ENTRY, ENTRY_READ = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s6xH4x3L3H8xL")
 # The end: signature, disk, disk, records, records, bytes and position of the directory, length of a comment.
 END = struct.Struct("<4s4H2LH")
 # With more than 32 bits there is another end before it, and between the two a locator that says where it is.
@@ -83,13 +83,13 @@ class Archive:
         """Where a record's data begins: behind its header, which is longer than the directory knows."""
         entry = self.entries[name]
         header = self._bytes(entry.position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - entry.position)))
-        signature, *_, name_length, extra_length = LOCAL.unpack_from(header)
+        signature, name_length, extra_length = LOCAL_READ.unpack_from(header)
         extra = LOCAL.size + name_length
-        whole = signature == b"PK\3\4" and header[LOCAL.size : extra] == name and entry.method == STORED
-        if not whole or extra + extra_length > len(header):
+        end: int = extra + extra_length
+        agrees = signature == b"PK\3\4" and header[LOCAL.size : extra] == name and entry.method == STORED
+        if not agrees or end > len(header) or _last_part(header, extra, end) != end:
             raise BadArchiveError(f"its record {name.decode('latin1')} is not what its directory says")
-        _parts(header[extra : extra + extra_length])
-        return int(entry.position + extra + extra_length)
+        return entry.position + end
 
     def _bytes(self, position: int, nbytes: int) -> bytes:
         if not 0 <= position <= self._size - nbytes:
@@ -124,16 +124,15 @@ def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
     for _ in range(count):
         if at + ENTRY.size > len(data):
             raise BadArchiveError("its directory is damaged")
-        fields = ENTRY.unpack_from(data, at)
-        signature, _, _, _, method, _, _, checksum, stored, nbytes, *lengths, _, _, _, position = fields
-        name_end = at + ENTRY.size + lengths[0]
-        extra_end = name_end + lengths[1]
+        signature, method, checksum, stored, nbytes, name, extra, comment, position = ENTRY_READ.unpack_from(data, at)
+        name_end = at + ENTRY.size + name
+        extra_end = name_end + extra
         if ELSEWHERE in (nbytes, stored, position):
             nbytes, stored, position = _of_64_bits((nbytes, stored, position), data[name_end:extra_end])
         if signature != b"PK\1\2" or (stored != nbytes and method == STORED):
             raise BadArchiveError("its directory is damaged")
         found[data[at + ENTRY.size : name_end]] = Entry(position, nbytes, checksum, method)
-        at = extra_end + lengths[2]
+        at = extra_end + comment
     if at != len(data):
         raise BadArchiveError("its directory is damaged")
     return found
@@ -152,16 +151,22 @@ def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
 
 
 def _parts(extra: bytes) -> dict[int, bytes]:
-    """An extra field's parts, by kind: two bytes of kind, two of length, and that many."""
+    """An extra field's parts, by kind."""
     found, at = {}, 0
     while at + PART.size <= len(extra):
         kind, length = PART.unpack_from(extra, at)
         begin = at + PART.size
         at = begin + length
         found[kind] = extra[begin:at]
-    if at != len(extra):
-        raise BadArchiveError("an extra field is damaged")
     return found
+
+
+def _last_part(header: bytes, at: int, end: int) -> int:
+    """Where the last part of the extra field between two positions ends: there too, if the field is sound."""
+    while at + PART.size <= end:
+        _, length = PART.unpack_from(header, at)
+        at += PART.size + length
+    return at
 
 
 class File(Protocol):

@@ -11,6 +11,7 @@ https://pytorch.org/docs/stable/notes/serialization.html#torch-save-format
 
 import io
 import math
+import operator
 import os
 import pickle
 from collections import OrderedDict
@@ -163,7 +164,7 @@ def read(path: str | Path, *, trust: bool = False) -> TorchFile:
         UnlistedClassError: the file names a class that is not listed.
         BadFileError: the file is missing, truncated, corrupt, or in torch's format before 1.6.
     """
-    path = Path(path)
+    path = path if isinstance(path, Path) else Path(path)  # there are thousands
     with _as_bad_file(path), _opened(path) as descriptor:
         status = os.fstat(descriptor)
         archive = _Archive(descriptor, status.st_size, path)
@@ -281,11 +282,14 @@ def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
 
 def _checked(tensor: TensorHeader) -> TensorHeader:
     """Every number is in its bounds, so that nobody reads past a storage."""
-    numbers = (tensor.start, *tensor.shape, *tensor.stride)
-    if not isinstance(tensor.storage, StorageHeader) or any(type(n) is not int or n < 0 for n in numbers):
+    shape, stride = tensor.shape, tensor.stride
+    numbers = (tensor.start, *shape, *stride)
+    if not isinstance(tensor.storage, StorageHeader) or {*map(type, numbers)} != {int} or min(numbers) < 0:
         raise pickle.UnpicklingError("a tensor of something else than a storage and numbers")
-    last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True))
-    if tensor.numel and (last + 1) * tensor.item_size > tensor.storage.nbytes:
+    if len(shape) != len(stride):
+        raise pickle.UnpicklingError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
+    last = tensor.start + sum(map(operator.mul, shape, stride)) - sum(stride)
+    if math.prod(shape) and (last + 1) * tensor.item_size > tensor.storage.nbytes:
         raise pickle.UnpicklingError(f"a tensor of {last + 1} elements in a storage of {tensor.storage.nbytes} bytes")
     return tensor
 

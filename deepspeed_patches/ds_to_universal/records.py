@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_patches.torch_file import TensorHeader
 
@@ -19,16 +19,14 @@ class File:
     mtime_ns: int
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a tensor is besides its elements."""
+class Kind(NamedTuple):
+    """What a tensor is besides its elements. This and the next are tuples, as there are thousands of them."""
 
     dtype: str  # torch's name
     requires_grad: bool = False
 
 
-@dataclass(frozen=True)
-class Flat:
+class Flat(NamedTuple):
     """A flattened tensor in a file."""
 
     file: int  # index of the file
