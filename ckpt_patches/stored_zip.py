@@ -6,7 +6,6 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 import os
 import struct
-import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -75,7 +74,7 @@ class Archive:
         """A small record, whole, if its checksum is right."""
         entry = self.entries[name]
         data = self._bytes(self.position(name), entry.nbytes)
-        if zlib.crc32(data) != entry.checksum:
+        if crc32(data) != entry.checksum:
             raise BadArchiveError(f"the checksum of its record {name.decode('latin1')} is wrong")
         return data
 

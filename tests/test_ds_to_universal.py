@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) ->
     if not knows(version, "0.14.0"):
         checkpoints = {case: copied_with_layers(source, tmp_path / case) for case, source in checkpoints.items()}
     assert both(tmp_path, *checkpoints.values(), version=version) == {case: [] for case in cases}
+
+
+@pytest.mark.skipif(not all_releases(), reason="a release more: with CKPT_PATCHES_TEST_ALL=1")
+def test_before_0_12_3_a_vocabulary_keeps_its_padding_or_zeros_for_it(tmp_path: Path) -> None:
+    """With padding in the test above; here all rows are tokens."""
+    copy = copied_with_layers(parallel("megatron_fp16")["megatron_fp16"], tmp_path / "whole")
+    for path in copy.glob("mp_rank_*"):
+        change(path, lambda state: state["universal_checkpoint_info"].update(original_vocab_size=12))
+    assert both(tmp_path, copy, version="0.12.2") == {"whole": []}
+    found = torch_file.read(tmp_path / "ours/whole/zero/word_embeddings.weight/fp32.pt").value
+    assert found["vocab_divisibility_padding_tensor"].storage.key == "1"
 
 
 def copied_with_layers(source: Path, folder: Path) -> Path:
@@ -201,14 +213,18 @@ def test_a_missing_universal_info_is_injected_on_demand(tmp_path: Path) -> None:
 
 
 def without_info(source: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(source, tmp_path / "without" / source.name)
+    change(folder / "mp_rank_00_model_states.pt", lambda state: state.pop("universal_checkpoint_info"))
+    return folder
+
+
+def change(path: Path, by: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a file of torch holds."""
     import torch
 
-    folder = shutil.copytree(source, tmp_path / "without" / source.name)
-    path = folder / "mp_rank_00_model_states.pt"
     state = torch.load(path, weights_only=False)
-    del state["universal_checkpoint_info"]
+    by(state)
     torch.save(state, path)
-    return folder
 
 
 # What the installed converter does
@@ -217,6 +233,7 @@ def without_info(source: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
+        *([("0.12.2", Traits(*[False] * 11)), ("0.12.3", Traits(*[False] * 10))] if all_releases() else []),
         ("0.12.6", Traits(*[False] * 9)),
         ("0.16.2", Traits(True, True, True, True, *[False] * 5)),
         ("0.19.2", Traits(True, True, True, True, *[False] * 5)),

@@ -29,9 +29,10 @@ from deepspeed_patches.ds_to_universal.outputs import (
 from deepspeed_patches.ds_to_universal.plan import plan
 from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Flat, Kind, ModelFile, Partition, Rank, Step
 from deepspeed_patches.ds_to_universal.rules import SubParams
+from deepspeed_patches.ds_to_universal.sources import Sources
 from deepspeed_patches.ds_to_universal.upstream import Traits
 from deepspeed_patches.ds_to_universal.workers import shares
-from deepspeed_patches.ds_to_universal.write import place
+from deepspeed_patches.ds_to_universal.write import place, zeros
 
 SMALL = settings(max_examples=150, deadline=None)
 DP, STATES = st.integers(1, 9), ("fp32", "exp_avg", "exp_avg_sq")
@@ -304,6 +305,24 @@ def test_steps_of_two_checkpoints_are_refused() -> None:
     mixed = Checkpoint(**{**vars(checkpoint), "ranks": ranks})
     with pytest.raises(UserError, match=r"rank_0\.pt and rank_1\.pt are at different steps"):
         plan(mixed, Traits())
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+def test_before_0_12_3_a_vocabulary_keeps_its_padding(tokens: int) -> None:
+    """And beside it the last row of that, or zeros if there is none."""
+    checkpoint, data, truth = flattened([(4, 5)], 2)
+    info = {"vocabulary_parameter_patterns": ["p0"], "original_vocab_size": tokens}
+    found = plan(replace(checkpoint, info=info), replace(Traits(), vocab_tensor=False))
+    output = next(output for output in found.outputs if output.name == "zero/p0/fp32.pt")
+    assert isinstance(output, TorchOutput)
+    assert list(output.value) == ["cat_dim", "vocab_divisibility_padding_tensor", "param"]
+    assert placed(output.contents["0"], 64, Memory(data)) == truth["p0"].numpy().tobytes()
+    padding = output.value["vocab_divisibility_padding_tensor"]
+    assert (padding.shape, padding.storage.key, padding.start) == ((5,), *(("0", 15) if tokens == 3 else ("1", 0)))
+    if tokens == 4:
+        window = memoryview(bytearray(b"x" * output.contents["1"].nbytes))
+        zeros(Sources([]), output.contents["1"], 0, window, window)
+        assert bytes(window) == bytes(20)
 
 
 def step_tensor(file: int, storage: int = 1) -> TensorHeader:

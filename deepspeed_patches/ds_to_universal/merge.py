@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import Global, Instance, stand_in
+from ckpt_patches.torch_file import Global, Instance, TensorHeader, stand_in
 from deepspeed_patches.ds_to_universal import layout, rules
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.outputs import Content, Output, Slice, TorchOutput, tensor
@@ -28,12 +28,15 @@ class Merge:
         rule = self.rules.of(name)
         how, placed, entries = self._placed(name, rule, shapes)
         layout.check(name, placed, shapes)
-        if rule.original_vocab_size is not None:
+        vocabulary = rule.original_vocab_size is not None
+        if vocabulary and self.traits.vocab_tensor:
             placed, entries = _without_padding(name, placed, rule), {**entries, "vocab_tensor": True}
         for key, (kind, slices) in states.items():
-            content = Content(kind.dtype, placed, tuple(slices), how)
-            value = {**entries, "param": tensor("0", kind, placed.shape)}
-            yield TorchOutput(f"zero/{name}/{key}.pt", value, {"0": content})
+            contents = {"0": Content(kind.dtype, placed, tuple(slices), how)}
+            value, param = dict(entries), tensor("0", kind, placed.shape)
+            if vocabulary and not self.traits.vocab_tensor:
+                value["vocab_divisibility_padding_tensor"] = _padding(param, rule, contents)
+            yield TorchOutput(f"zero/{name}/{key}.pt", {**value, "param": param}, contents)
 
     def _placed(self, name: str, rule: Rule, shapes: Sequence[Shape]) -> tuple[str, Layout, dict[str, Any]]:
         """How the slices are read, where their elements go, and what is saved beside the parameter."""
@@ -52,7 +55,7 @@ class Merge:
 
     def check_patterns(self) -> list[str]:
         """Warnings; a pattern that no parameter has used is most likely mistyped, and its parameters came out wrong."""
-        if not self.rules.unused:
+        if not self.rules.unused or not self.traits.vocab_tensor:
             return []
         text = f"no parameter matches the patterns {', '.join(sorted(self.rules.unused))}"
         if self.strict:
@@ -64,6 +67,15 @@ def _without_padding(name: str, placed: Layout, rule: Rule) -> Layout:
     if len(placed.shape) < 2 or rule.original_vocab_size is None:
         raise UserError(f"{name} is of the vocabulary; expected rows, found the shape {placed.shape}")
     return replace(placed, shape=(min(rule.original_vocab_size, placed.shape[0]), *placed.shape[1:]))
+
+
+def _padding(param: TensorHeader, rule: Rule, contents: dict[str, Content]) -> TensorHeader:
+    """What earlier releases keep of a vocabulary's padding, which they leave where it is: its last row, or zeros."""
+    rows, columns = param.shape
+    if rows > (rule.original_vocab_size or 0):
+        return param._replace(start=(rows - 1) * columns, shape=(columns,), stride=(1,))
+    contents["1"] = Content("float32", layout.whole((columns,)), (), "zeros")
+    return tensor("1", Kind("float32"), (columns,))
 
 
 def _sub_param_shape(sub: rules.SubParams, shape: Sequence[Any]) -> Instance:

@@ -13,7 +13,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.transaction import sync_folder, write_durably
 from deepspeed_patches.ds_to_universal.outputs import Output, Plan
 from deepspeed_patches.ds_to_universal.upstream import Traits
-from deepspeed_patches.ds_to_universal.write import TEMPORARY
+from deepspeed_patches.ds_to_universal.write import TEMPORARY, reported
 
 FINGERPRINT = ".ds_to_universal.json"
 LATEST = "latest_universal"
@@ -112,11 +112,12 @@ class OutputFolder:
 
 def _link(file: Path, name: Path) -> None:
     """Give a small file another name; where the file system has no such links, copy it."""
-    try:
-        os.link(file, name)
-    except OSError:
-        if not name.is_file():  # it is one of an interrupted run
-            _write_at_once(name, file.read_bytes())
+    with reported(name):
+        try:
+            os.link(file, name)
+        except OSError:
+            if not name.is_file():  # it is one of an interrupted run
+                _write_at_once(name, file.read_bytes())
 
 
 def _write_at_once(path: Path, data: bytes) -> None:

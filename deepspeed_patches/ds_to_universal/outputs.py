@@ -76,7 +76,7 @@ class Content:
     dtype: str
     layout: Layout
     slices: tuple[Slice, ...]
-    how: str = "place"  # or "averaged", or "float32" (converted from `dtype`)
+    how: str = "place"  # or "averaged", or "float32" (converted from `dtype`), or "zeros"
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,7 @@ SUB_PARAMS = "parameter_with_sub_params"
 SHARD_WIDTHS = "sub_param_shard_widths"
 PIPELINE_REPLICATED = "pipeline_replicated_parameter_patterns"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+LISTS = (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS)
 AFFINE = "affine_map"
 AFFINE_VERSION = 1  # the latest that is known
 
@@ -54,8 +55,7 @@ class Rules:
         self.info = info
         self.traits = traits
         self.sub_params = _sub_params(info, traits)
-        lists = (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS)
-        self.unused = {pattern for key in lists for pattern in info.get(key, [])}
+        self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
             raise UserError(
@@ -91,7 +91,7 @@ class Rules:
             raise UserError(f"more than one affine map is of {name}: {', '.join(found)}")
         if not found:
             return None
-        for key in (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS):
+        for key in LISTS:
             self._matches(key, name)
         self._matching_sub_params(name)
         return dict(self.affine_maps[found[0]])
@@ -107,11 +107,15 @@ class Rules:
         return (ROW_PARALLEL if self._matches(ROW_PARALLEL, name) else ""), None
 
     def _matches(self, key: str, name: str) -> bool:
-        found = [pattern for pattern in self.info.get(key, []) if re.match(pattern, name)]
+        found = [pattern for pattern in self._patterns(key) if re.match(pattern, name)]
         if len(found) > 1:
             raise UserError(f"more than one pattern of {key} matches {name}: {', '.join(found)}")
         self.unused.difference_update(found)
         return bool(found)
+
+    def _patterns(self, key: str) -> Sequence[str]:
+        known = key != TWO_SUB_PARAMS or self.traits.two_sub_params
+        return self.info.get(key, []) if known else []
 
     def _matching_sub_params(self, name: str) -> SubParams | None:
         for sub_params in self.sub_params:

@@ -23,6 +23,8 @@ class Traits:
     parallel_dimensions: bool = True  # the degrees by what the checkpoint says, and not by counting files; after 0.19.3
     zero3_tensor_parallel: bool = True  # after 0.19.3
     affine_maps: bool = True  # after 0.19.3
+    two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`; since 0.12.4
+    vocab_tensor: bool = True  # a vocabulary without its padding, and all patterns have to be used; since 0.12.3
 
 
 def installed() -> Traits:
@@ -44,4 +46,6 @@ def of_converter(text: str) -> Traits:
         parallel_dimensions="model_state_metadata" in text,
         zero3_tensor_parallel="_build_zero3_rank_grid" in text,
         affine_maps="AFFINE_MAP" in text,
+        two_sub_params="PARAMETER_WITH_2_SUB_PARAMS" in text,
+        vocab_tensor="VOCAB_TENSOR" in text,
     )

@@ -61,7 +61,7 @@ class Writer:
         path = f"{self.job.folder}/{output.name}"  # of a `Path` this takes as long as to write a small file
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{TEMPORARY}{os.getpid()}-{name}"
-        with _reported(path):
+        with reported(path):
             if folder not in self._folders:
                 os.makedirs(folder, exist_ok=True)
                 self._folders.add(folder)
@@ -91,7 +91,7 @@ class Writer:
         """Have the files that were written on the disk, and give them their names."""
         while self._unnamed:
             file, temporary, path = self._unnamed.pop(0)
-            with _reported(path):
+            with reported(path):
                 if self.job.sync:
                     file.sync()
                 file.close()
@@ -107,7 +107,7 @@ class Writer:
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
         """A storage's bytes, in pieces that lie in the file's buffer."""
-        fill = place if content.how == "place" else _arithmetic(content.how)
+        fill = {"place": place, "zeros": zeros}.get(content.how) or _arithmetic(content.how)
         begin = 0
         while begin < content.nbytes:
             window = file.room(content.nbytes - begin)
@@ -119,7 +119,7 @@ class Writer:
 
 
 @contextmanager
-def _reported(path: str) -> Iterator[None]:
+def reported(path: str | Path) -> Iterator[None]:
     """Errors of the file system as one line, with the name that the file was to get."""
     try:
         yield
@@ -174,6 +174,11 @@ def place(sources: Sources, content: Content, begin: int, window: memoryview, ro
         else:
             for source, target, nbytes in _rows(block.scaled(size), begin, begin + len(window)):
                 sources.read_slice(slice_, source, window[target - begin : target - begin + nbytes])
+
+
+def zeros(_sources: Sources, _content: Content, _begin: int, window: memoryview, _rows: memoryview) -> None:
+    """Fill a window with zeros."""
+    window[:] = bytes(len(window))
 
 
 def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
