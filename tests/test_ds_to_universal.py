@@ -88,7 +88,8 @@ def test_of_the_dp768_report(tmp_path: Path) -> None:
 
 RESUMED = [("bf16_optimizer", 2)]
 if all_releases():
-    RESUMED += [("stage1", 4), ("stage2", 2), ("stage3", 4), ("stage1_fp16", 2), ("stage3_fp16", 2)]
+    # On 4 ranks one would own nothing of stage 1's second group, and DeepSpeed dies of that (`steps[0]`).
+    RESUMED += [("stage1", 3), ("stage2", 2), ("stage3", 4), ("stage1_fp16", 2), ("stage3_fp16", 2)]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), RESUMED)
