@@ -107,7 +107,7 @@ class Writer:
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
         """A storage's bytes, in pieces that lie in the file's buffer."""
-        fill = {"place": place, "zeros": zeros}.get(content.how) or _arithmetic(content.how)
+        fill = _fill(content.how)
         begin = 0
         while begin < content.nbytes:
             window = file.room(content.nbytes - begin)
@@ -127,7 +127,10 @@ def reported(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _arithmetic(how: str) -> Fill:
+def _fill(how: str) -> Fill:
+    """The function for what a content is made of."""
+    if how in ("place", "zeros"):
+        return place if how == "place" else zeros
     from deepspeed_patches.ds_to_universal import arithmetic
 
     fills: dict[str, Fill] = {"averaged": arithmetic.averaged, "float32": arithmetic.as_float32}
