@@ -8,6 +8,7 @@ machine does not lengthen. The figures to reach are printed beside what was foun
 import compileall
 import json
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -92,7 +93,7 @@ def told(found: dict[str, Any]) -> str:
 
 
 def in_turn(number: int, source: Path, tmp_path: Path, best: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """One run of each; which is first changes from round to round, as a disk is slower after much was written."""
+    """One run of each, in another order each round: everything is slower after much was written, as upstream does."""
     ours = {
         "read": [],
         "one worker": ["--num_extract_workers", "1"],
@@ -106,7 +107,8 @@ def in_turn(number: int, source: Path, tmp_path: Path, best: tuple[int, int]) ->
         ("upstream", lambda: run_upstream(source, tmp_path / "upstream", *best)),
         ("single", lambda: run_upstream(source, tmp_path / "upstream", *SINGLE, OMP_NUM_THREADS="1")),
     ]
-    return {name: measured() for name, measured in [*runs[number:], *runs[:number]]}
+    random.Random(number).shuffle(runs)
+    return {name: measured() for name, measured in runs}
 
 
 def median(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
