@@ -86,7 +86,7 @@ class Archive:
         extra = LOCAL.size + name_length
         end: int = extra + extra_length
         agrees = signature == b"PK\3\4" and header[LOCAL.size : extra] == name and entry.method == STORED
-        if not agrees or end > len(header) or _last_part(header, extra, end) != end:
+        if not agrees or end > len(header) or _parts(header, extra, end)[1] != end:
             raise BadArchiveError(f"its record {name.decode('latin1')} is not what its directory says")
         return entry.position + end
 
@@ -139,7 +139,7 @@ def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
 
 def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
     """The numbers, with those from the extra field that are there."""
-    part, found = _parts(extra).get(EXTRA_64, b""), []
+    part, found = _parts(extra, 0, len(extra))[0].get(EXTRA_64, b""), []
     for number in numbers:
         if number == ELSEWHERE:
             if len(part) < 8:
@@ -149,23 +149,15 @@ def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
     return found
 
 
-def _parts(extra: bytes) -> dict[int, bytes]:
-    """An extra field's parts, by kind."""
-    found, at = {}, 0
-    while at + PART.size <= len(extra):
-        kind, length = PART.unpack_from(extra, at)
+def _parts(data: bytes, at: int, end: int) -> tuple[dict[int, bytes], int]:
+    """The parts of an extra field, by kind, and where the last one ends: where the field does, if it is sound."""
+    found = {}
+    while at + PART.size <= end:
+        kind, length = PART.unpack_from(data, at)
         begin = at + PART.size
         at = begin + length
-        found[kind] = extra[begin:at]
-    return found
-
-
-def _last_part(header: bytes, at: int, end: int) -> int:
-    """Where the last part of the extra field between two positions ends: there too, if the field is sound."""
-    while at + PART.size <= end:
-        _, length = PART.unpack_from(header, at)
-        at += PART.size + length
-    return at
+        found[kind] = data[begin:at]
+    return found, at
 
 
 class File(Protocol):

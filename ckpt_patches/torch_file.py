@@ -364,8 +364,8 @@ class _Archive:
     def data_offset(self, name: str, nbytes: int) -> int:
         """Where a record's bytes begin, if it has as many as expected."""
         full = self._existing(name)
-        if self._zip.entries[full].nbytes != nbytes:
-            found = self._zip.entries[full].nbytes
+        found = self._zip.entries[full].nbytes
+        if found != nbytes:
             raise BadFileError(f"{self.path} is corrupt: expected {nbytes} bytes in its record {name}, found {found}")
         return self._zip.position(full)
 

@@ -58,11 +58,9 @@ def same_as_zipfile(path: Path) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(RECORDS, st.sampled_from([0, 200, 1 << 30]), st.sampled_from([100, 1000, 0xFFFFFFFF]), st.booleans())
-def test_what_is_written_is_what_zipfile_reads(
-    folder: Path, records: dict[bytes, list[bytes]], large: int, elsewhere: int, many: bool
-) -> None:
-    """Also with the fields of 64 bits that large records, and archives of more than 4 GiB or 65535 records have."""
+@given(RECORDS, st.sampled_from([0, 200, 1 << 30]))
+def test_what_is_written_is_what_zipfile_reads(folder: Path, records: dict[bytes, list[bytes]], large: int) -> None:
+    """Also with the sizes of 64 bits that records of `large` bytes and more have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_zip, "LARGE", large)
         path = written(records, folder / "state.pt")

@@ -67,10 +67,15 @@ class OutputFolder:
         folder = self.final if self._has_fingerprint(self.final) else self.working
         return [output for output in outputs if not os.path.isfile(f"{folder}/{output.name}")]
 
-    def remove_temporary(self) -> None:
-        """What an interrupted run left in the middle of a file."""
-        for path in self.working.rglob(f"{TEMPORARY}*"):
-            path.unlink(missing_ok=True)
+    def _clean(self) -> list[str]:
+        """Remove what an interrupted run left in the middle of a file; all folders that there are."""
+        folders = []
+        for folder, _, names in os.walk(self.working):
+            folders.append(folder)
+            for name in names:
+                if name.startswith(TEMPORARY):
+                    Path(folder, name).unlink(missing_ok=True)
+        return folders
 
     def check_space(self, outputs: Iterable[Output]) -> None:
         """That the disk has room for these.
@@ -93,11 +98,11 @@ class OutputFolder:
         if missing:
             raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
         if not self._has_fingerprint(self.final):
-            self.remove_temporary()
+            folders = self._clean()
             for link in plan.links:
                 _link(self.working / link.file, self.working / link.name)
             if sync:
-                _sync_folders([folder for folder, _, _ in os.walk(self.working)])
+                _sync_folders(folders)
             os.rename(self.working, self.final)
         _write_at_once(self.final.parent / LATEST, self.final.name.encode())
         (self.final / FINGERPRINT).unlink()

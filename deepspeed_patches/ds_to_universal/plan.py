@@ -34,15 +34,16 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     Raises:
         UserError: fragments overlap or leave a hole, ranks are at different steps, or a rule does not fit.
     """
-    stage = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict)
-    outputs, warnings = stage.outputs()
-    outputs.append(_common_state(checkpoint))
-    for output in (*outputs, *stage.links):
+    found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
+    found.append(_common_state(checkpoint))
+    for output in found:
         _check_name(output.name)
+    links = tuple(output for output in found if isinstance(output, Link))
+    outputs = [output for output in found if not isinstance(output, Link)]
     for index in checkpoint.copied:
         file = checkpoint.files[index]
         outputs.append(CopiedOutput(file.path.name, index, file.size))
-    return Plan(checkpoint.files, tuple(outputs), tuple(stage.links), tuple(warnings))
+    return Plan(checkpoint.files, tuple(outputs), links, tuple(warnings))
 
 
 class _Stage3:
@@ -50,13 +51,12 @@ class _Stage3:
 
     def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
-        self.links: list[Link] = []
 
-    def outputs(self) -> tuple[list[Output], list[str]]:
+    def outputs(self) -> tuple[list[Output | Link], list[str]]:
         groups = [self._groups(tp) for tp in range(self.checkpoint.tp_degree)]
         names = list(groups[0])
         if self.checkpoint.tp_degree == 1:
-            outputs: list[Output] = []
+            outputs: list[Output | Link] = []
             for name in names:
                 for key in STATES:
                     numel, kind, slice_ = groups[0][name](key)
@@ -93,10 +93,10 @@ class _Stage3:
                         f"the shares of its parameters, found {flat.numel}"
                     )
 
-    def _merged(self, names: Sequence[str], groups: Sequence[dict[str, Any]]) -> tuple[list[Output], list[str]]:
+    def _merged(self, names: Sequence[str], groups: Sequence[dict[str, Any]]) -> tuple[list[Output | Link], list[str]]:
         """Tensor-parallel as well: put together like the parameters of stage 1 and 2."""
         merge = Merge(self.checkpoint, self.traits, self.strict)
-        outputs: list[Output] = []
+        outputs: list[Output | Link] = []
         shapes = _shapes(self.checkpoint, self.traits)
         for name in names:
             slices = {key: [groups[tp][name](key) for tp in range(self.checkpoint.tp_degree)] for key in STATES}
@@ -113,11 +113,10 @@ class _Stage1And2:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
         self.merge = Merge(checkpoint, traits, strict)
         self.fragments = fragments_of(checkpoint, self.merge.rules)
-        self.links: list[Link] = []
         self._steps: dict[Hashable, str] = {}  # the first file of each
 
-    def outputs(self) -> tuple[list[Output], list[str]]:
-        outputs: list[Output] = []
+    def outputs(self) -> tuple[list[Output | Link], list[str]]:
+        outputs: list[Output | Link] = []
         for name, shapes in _shapes(self.checkpoint, self.traits).items():
             by_tp = [self.fragments.get((name, tp), ()) for tp in range(self.checkpoint.tp_degree)]
             if any(by_tp) or not self.traits.module_weights:
@@ -126,12 +125,14 @@ class _Stage1And2:
             outputs += self._module_weights({output.name for output in outputs})
         return outputs, self.merge.check_patterns()
 
-    def _parameter(self, name: str, shapes: Sequence[Shape], by_tp: Sequence[Sequence[Fragment]]) -> Iterator[Output]:
+    def _parameter(
+        self, name: str, shapes: Sequence[Shape], by_tp: Sequence[Sequence[Fragment]]
+    ) -> Iterator[Output | Link]:
         for tp, fragments in enumerate(by_tp):
             check_fragments(self.checkpoint, name, tp, shapes[tp], fragments, self.strict)
         step = self._step(name, by_tp)
         if step:
-            yield from self._step_file(f"zero/{name}/step.pt", step)
+            yield self._step_file(f"zero/{name}/step.pt", step)
         states = {}
         for key in STATES:
             flats = [fragment.partition.states[key] for fragments in by_tp for fragment in fragments]
@@ -153,16 +154,13 @@ class _Stage1And2:
                 )
         return found[0]
 
-    def _step_file(self, name: str, step: Step) -> Iterator[Output]:
+    def _step_file(self, name: str, step: Step) -> Output | Link:
         """A file with a step; where the group has the same one already, only another name of that.
 
         DeepSpeed demands that a group's parameters are at one step, so that a change to one would be one to all.
         """
         first = self._steps.setdefault(_same_file(step) or name, name)
-        if first == name:
-            yield saved(name, step.value, step.file)
-        else:
-            self.links.append(Link(name, first))
+        return saved(name, step.value, step.file) if first == name else Link(name, first)
 
     def _module_weights(self, names: set[str]) -> Iterator[Output]:
         """The model's own weights of what the optimizer does not hold: frozen parameters, tied ones, buffers."""

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import threading
@@ -57,14 +56,14 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
         name: median([found[name] for found in rounds])
         for name in ("read", "no sync", "mmap", "one worker", "two workers")
     }
-    copy = statistics.median(found["cp"]["seconds"] for found in rounds)
+    cp = median([found["cp"] for found in rounds])
+    copy = cp["seconds"]
     plan, moving = own["read"]["plan_seconds"], own["read"]["seconds"] - own["read"]["plan_seconds"]
     unsynced = own["no sync"]["seconds"] - own["no sync"]["plan_seconds"]
     peaks = {"upstream": theirs["peak"], "one pass": own["read"]["peak"]}
     created = {"upstream": distinct(tmp_path / "upstream"), "one pass": distinct(tmp_path / "ours")}
     names = len(files_of(tmp_path / "ours"))
     (tmp_path / "upstream" / "tmp").rename(tmp_path / "temporary")
-    cp = median([found["cp"] for found in rounds])
 
     print(f"\n{source.parent.name}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files")
     print(f"  upstream, best of the workers {WORKER_COUNTS}, {best}: {told(theirs)}: {theirs['phases']}")
