@@ -166,6 +166,19 @@ def test_a_damaged_checkpoint_is_one_clear_line(damage: str, folder: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_other_steps_at_stage_3(tmp_path: Path) -> None:
+    """No file of the output has them, and the model's files are of one checkpoint."""
+    folder = shutil.copytree(parallel("zero3_uneven")["zero3_uneven"], tmp_path / "in" / "global_step7")
+    (name,) = (path.name for path in folder.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    optimizer_state = "optimizer_state_dict"
+    changed(folder / name, lambda s: s[optimizer_state][optimizer_state]["state"][0].update(step=torch.tensor(8.0)))
+    done = ours(folder, tmp_path / "out" / "universal", check=False)
+    assert done.returncode == 2, done.stdout
+    assert f"{name} are at different steps of" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_undamaged_twin(folder: Path, tmp_path: Path) -> None:
     ours(folder, tmp_path / "out" / "universal")
 

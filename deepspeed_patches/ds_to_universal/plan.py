@@ -34,6 +34,7 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     Raises:
         UserError: fragments overlap or leave a hole, ranks are at different steps, or a rule does not fit.
     """
+    _check_steps(checkpoint)
     found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
     found.append(_common_state(checkpoint))
     for output in found:
@@ -44,6 +45,20 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
         file = checkpoint.files[index]
         outputs.append(CopiedOutput(file.path.name, index, file.size))
     return Plan(checkpoint.files, tuple(outputs), links, tuple(warnings))
+
+
+def _check_steps(checkpoint: Checkpoint) -> None:
+    """All ranks of a parameter group are at one step: DeepSpeed demands it of a group that it loads."""
+    first: dict[int, Step] = {}
+    for rank in checkpoint.ranks:
+        for step in (partition.step for partition in rank.partitions if partition.step):
+            expected = first.setdefault(step.group, step)
+            if step.known != expected.known:
+                one, other = (checkpoint.files[file].path for file in (expected.file, step.file))
+                raise UserError(
+                    f"{one} and {other} are at different steps of parameter group {step.group}: the folder has files "
+                    "of two checkpoints"
+                )
 
 
 class _Stage3:
@@ -130,8 +145,8 @@ class _Stage1And2:
     ) -> Iterator[Output | Link]:
         for tp, fragments in enumerate(by_tp):
             check_fragments(self.checkpoint, name, tp, shapes[tp], fragments, self.strict)
-        step = self._step(name, by_tp)
-        if step:
+        step = next((f.partition.step for fragments in by_tp for f in fragments if f.partition.step), None)
+        if step and self.traits.steps:
             yield self._step_file(f"zero/{name}/step.pt", step)
         states = {}
         for key in STATES:
@@ -139,20 +154,6 @@ class _Stage1And2:
             kind = one_kind(self.checkpoint, flats) if flats else Kind("float32")
             states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_tp])
         yield from self.merge.outputs(name, shapes, states)
-
-    def _step(self, name: str, by_tp: Sequence[Sequence[Fragment]]) -> Step | None:
-        """The one step at which all ranks are."""
-        steps = [fragment.partition.step for fragments in by_tp for fragment in fragments]
-        found = [step for step in steps if step]
-        if not self.traits.steps or not found:
-            return None
-        for step in found:
-            if step.known != found[0].known:
-                raise UserError(
-                    f"{self.checkpoint.files[found[0].file].path} and {self.checkpoint.files[step.file].path} are at "
-                    f"different steps of {name}: the folder has files of two checkpoints"
-                )
-        return found[0]
 
     def _step_file(self, name: str, step: Step) -> Output | Link:
         """A file with a step; where the group has the same one already, only another name of that.
