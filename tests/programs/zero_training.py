@@ -29,6 +29,23 @@ deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible
 get_accelerator()._communication_backend_name = "gloo"
 get_accelerator().is_fp16_supported = lambda: True
 
+_all_gather_into_tensor = torch.distributed.all_gather_into_tensor
+
+
+def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
+    """Up to 0.19.7 stage 3 starts many gathers, and waits for the last of them alone.
+
+    NCCL ends them in their order. Gloo has two threads: one gather in fifty was not done then, and now and then a step
+    began with parameters that were not there yet.
+    """
+    work = _all_gather_into_tensor(*args, **kwargs)
+    if work is not None:
+        work.wait()
+    return work
+
+
+torch.distributed.all_gather_into_tensor = gather_and_wait
+
 HIDDEN = 3
 SAMPLES = 16
 STEPS = 2  # before the checkpoint, and again after it
