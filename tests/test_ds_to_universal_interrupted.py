@@ -83,7 +83,7 @@ def test_killed_at_any_change_of_the_file_system(
     assert (tmp_path / LATEST).read_text() == "universal"
 
 
-def test_killed_at_any_time_with_two_workers(tmp_path: Path) -> None:
+def test_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
     """In the middle of a file as well: the parent is killed alone, and its workers end by themselves."""
     source, output = dp768()["dp768"], tmp_path / "universal"
     ours(source, tmp_path / "expected" / "universal")

@@ -107,7 +107,7 @@ class Writer:
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
         """A storage's bytes, in pieces that lie in the file's buffer."""
-        fill = _fill(content.how)
+        fill = _made_by(content.how)
         begin = 0
         while begin < content.nbytes:
             window = file.room(content.nbytes - begin)
@@ -127,10 +127,12 @@ def reported(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _fill(how: str) -> Fill:
-    """The function for what a content is made of."""
-    if how in ("place", "zeros"):
-        return place if how == "place" else zeros
+def _made_by(how: str) -> Fill:
+    """The function that makes a content; `arithmetic` is imported for those only that need it."""
+    if how == "place":
+        return place
+    if how == "zeros":
+        return zeros
     from deepspeed_patches.ds_to_universal import arithmetic
 
     fills: dict[str, Fill] = {"averaged": arithmetic.averaged, "float32": arithmetic.as_float32}
