@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,24 @@ def test_a_process_that_dies_is_told() -> None:
     with pytest.raises(UserError, match="a worker ended with status -9; run the same command again"):
         child.answer()
     child.stop()
+
+
+def test_no_process_outlives_one_that_is_killed() -> None:
+    """Both have more to send than a pipe holds; that they are gone is seen by the end of the output they share."""
+    program = """
+import signal
+from deepspeed_patches.ds_to_universal.processes import Child, wait
+children = [Child(lambda: bytes(1 << 20)) for _ in range(2)]
+for child in children:
+    wait([child], 60)
+print("full", flush=True)
+signal.pause()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    assert parent.stdout.readline() == "full\n"
+    parent.kill()
+    parent.communicate(timeout=60)
 
 
 def test_nobody_is_ready_before_it_answers() -> None:

@@ -30,6 +30,9 @@ class Child:
         self._status: int | None = None
         self._pid = os.fork()
         if not self._pid:
+            # It would itself be a reader of what it sends, and wait for ever if the other process were killed. The next
+            # children are readers as well, but the last has none, and so they all end.
+            os.close(self.receiving)
             _run(run, sending)
         os.close(sending)
 

@@ -41,7 +41,7 @@ class Workers:
         self._moved = mmap(-1, COUNT.size * self.count)  # shared: bytes by worker
         job = replace(job, bytes_in_flight=job.bytes_in_flight // self.count)
         self._running = [
-            Child(partial(_work, share, job, self._counter(index)))
+            Child(partial(_work, os.getpid(), share, job, self._counter(index)))
             for index, share in enumerate(shares(outputs, self.count))
         ]
 
@@ -81,9 +81,8 @@ def _raise_error(answer: bytes) -> None:
         raise UserError(answer.decode())
 
 
-def _work(share: Sequence[Output], job: Job, moved: Callable[[int], None]) -> bytes:
+def _work(parent: int, share: Sequence[Output], job: Job, moved: Callable[[int], None]) -> bytes:
     """Write outputs; what went wrong, for the user."""
-    parent = os.getppid()
     try:
         with Sources(job.paths, job.access) as sources:
             writer = Writer(job, sources, moved)
