@@ -21,6 +21,7 @@ class Edit:
     module: str
     function: EditFunction
     optional: bool  # the module need not exist: releases moved the code between modules
+    independent: bool  # right without the fix's other edits: some releases have it alone
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,17 @@ class Fix:
         """The upstream package that it edits: `megatron.core` or `deepspeed`."""
         return TARGETS[FIXES[self.name][0]]
 
-    def edit(self, *modules: str, optional: bool = False) -> Callable[[EditFunction], EditFunction]:
-        """Decorate a function that edits these modules, each on its own."""
+    def edit(
+        self, *modules: str, optional: bool = False, independent: bool = False
+    ) -> Callable[[EditFunction], EditFunction]:
+        """Decorate a function that edits these modules, each on its own.
+
+        Where some edits of a fix are there already, and others are not, it does not match: a part of it may be worse
+        than nothing. Those marked `independent` are right alone.
+        """
 
         def register(function: EditFunction) -> EditFunction:
-            self.edits.extend(Edit(module, function, optional) for module in modules)
+            self.edits.extend(Edit(module, function, optional, independent) for module in modules)
             return function
 
         return register

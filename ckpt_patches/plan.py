@@ -4,12 +4,14 @@ A tree is the folder that holds the package: site-packages, a `--target` folder 
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import CodeType
 
-from ckpt_patches.fix import Fix, load
+from ckpt_patches.fix import Edit, Fix, load
+from ckpt_patches.names import new_unbound_names
 from ckpt_patches.registry import FIXES, TARGETS
 from ckpt_patches.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
 
@@ -31,6 +33,7 @@ class FixResult:
     outcome: Outcome
     reason: str = ""  # for NO_MATCH: file, what was expected, what was found
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
+    modules: tuple[str, ...] = ()  # for APPLIES: those that it edits
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class FilePlan:
     original: bytes
     patched: bytes
     code: CodeType  # `patched`, compiled
+    fixes: tuple[str, ...]  # those that edit it
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class TreePlan:
     root: str
     results: tuple[FixResult, ...]
     files: dict[str, FilePlan]  # by module
+    texts: dict[str, int]  # by module, the hash of every text that was looked at
 
     def named(self, outcome: Outcome) -> list[str]:
         return [result.name for result in self.results if result.outcome is outcome]
@@ -74,11 +79,16 @@ def fixes_for(package: str, skip: Iterable[str] = ()) -> list[str]:
 
 
 class _Tree:
-    """The sources of a tree, each read once; `originals` (by path) stand in for files that were edited in place."""
+    """The sources of a tree, each read and parsed once.
 
-    def __init__(self, root: str, originals: Mapping[str, bytes]) -> None:
+    `originals` (by path) stand in for files that were edited in place; `unavailable` says why a fix must not edit a
+    module.
+    """
+
+    def __init__(self, root: str, originals: Mapping[str, bytes], unavailable: Mapping[tuple[str, str], str]) -> None:
         self.root = root
         self.originals = originals
+        self.unavailable = unavailable
         self.sources: dict[str, Source | None] = {}
 
     def source(self, module: str) -> Source | None:
@@ -100,16 +110,52 @@ class _Tree:
         with open(path, "rb") as file:
             return file.read()
 
+    def texts(self) -> dict[str, int]:
+        return {module: hash(source.data) for module, source in self.sources.items() if source}
+
+    def marks(self) -> dict[str, int]:
+        """How much has been asked for so far, by module."""
+        return {module: len(source.edits) for module, source in self.sources.items() if source}
+
+    def edited_since(self, marks: Mapping[str, int]) -> list[str]:
+        """The modules for which more was asked since."""
+        return [module for module, count in self.marks().items() if count > marks.get(module, 0)]
+
+    def take_back(self, marks: Mapping[str, int]) -> None:
+        """Forget what was asked for since."""
+        for module, source in self.sources.items():
+            if source:
+                del source.edits[marks.get(module, 0) :]
+
 
 def plan_tree(
-    root: str, package: str, names: Iterable[str] | None = None, originals: Mapping[str, bytes] | None = None
+    root: str,
+    package: str,
+    names: Iterable[str] | None = None,
+    originals: Mapping[str, bytes] | None = None,
+    unavailable: Mapping[tuple[str, str], str] | None = None,
 ) -> TreePlan:
     """Decide what these fixes (all of the package's, if None) do in a tree.
 
-    `originals` maps paths to the text to start from, for files that are edited on disk already.
+    Args:
+        root: the tree.
+        package: `megatron.core` or `deepspeed`.
+        names: the fixes, in their order.
+        originals: by path, the text to start from, for files that are edited on disk already.
+        unavailable: by fix and module, why this fix cannot edit it here; if it would, it does not match.
     """
-    tree = _Tree(root, originals or {})
-    results = [_try(load(name), tree) for name in (fixes_for(package) if names is None else names)]
+    tree = _Tree(root, originals or {}, unavailable or {})
+    names = fixes_for(package) if names is None else list(names)
+    results = [_try(name, tree) for name in names]
+    files, defect = _compile(tree, results)
+    if defect:
+        results = _one_by_one(names, tree)
+        files, _ = _compile(tree, results)
+    return TreePlan(package, root, tuple(results), files, tree.texts())
+
+
+def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FilePlan], str]:
+    """The edited files; and what is wrong with one of them, if the edits together do not make a program."""
     files: dict[str, FilePlan] = {}
     for module, source in tree.sources.items():
         if source is None or not source.edits:
@@ -118,48 +164,96 @@ def plan_tree(
         try:
             code = compile(patched, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
-            reason = f"{source.path}: the edited source does not compile: {error}"
-            return _give_up(root, package, results, reason)
-        files[module] = FilePlan(module, source.path, source.data, patched, code)
-    return TreePlan(package, root, tuple(results), files)
+            return {}, f"{source.path}: the edited source does not compile: {error}"
+        unbound = new_unbound_names(source, patched, code)
+        if unbound:
+            return {}, f"{source.path}: the edited source would use names that it does not have: {', '.join(unbound)}"
+        fixes = tuple(result.name for result in results if module in result.modules)
+        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes)
+    return files, ""
 
 
-def _give_up(root: str, package: str, results: list[FixResult], reason: str) -> TreePlan:
-    """No fix of this package applies: the edits together do not make a program."""
-    failed = [FixResult(r.name, Outcome.NO_MATCH, reason) if r.outcome is Outcome.APPLIES else r for r in results]
-    return TreePlan(package, root, tuple(failed), {})
+def _one_by_one(names: Iterable[str], tree: _Tree) -> list[FixResult]:
+    """Try each fix on top of those that were good before it: one with a bad edit takes no other one away."""
+    tree.take_back({})
+    results: list[FixResult] = []
+    for name in names:
+        before = tree.marks()
+        result = _try(name, tree)
+        defect = _compile(tree, results)[1] if result.outcome is Outcome.APPLIES else ""
+        if defect:
+            tree.take_back(before)
+            result = FixResult(name, Outcome.NO_MATCH, defect)
+        results.append(result)
+    return results
 
 
-def _try(fix: Fix, tree: _Tree) -> FixResult:
+def _try(name: str, tree: _Tree) -> FixResult:
     """Make all edits of a fix, or none."""
-    before = {module: list(source.edits) for module, source in tree.sources.items() if source}
-    present, edited, missing = False, False, ""
-    path = module_path(tree.root, fix.concerns or fix.edits[0].module)
+    before = tree.marks()
     try:
-        if fix.concerns and tree.source(fix.concerns) is None:
-            return FixResult(fix.name, Outcome.NOT_PRESENT)
-        for edit in fix.edits:
-            path = module_path(tree.root, edit.module)
-            source = tree.source(edit.module)
-            if source is None:
-                missing = missing or ("" if edit.optional else path)
-                continue
-            try:
-                edit.function(source)
-                edited = True
-            except AlreadyThere:
-                pass
-            except NotConcerned:
-                continue
-            present = True
-        if present and missing:
-            path = missing
-            raise NoMatch("there is no such file, though the fix's other files are there")
+        outcome = _make(load(name), tree)
+        return FixResult(name, outcome, modules=tuple(tree.edited_since(before)))
     except (NoMatch, UnreadableSource) as error:
-        for module, source in tree.sources.items():
-            if source:
-                source.edits = before.get(module, [])
-        return FixResult(fix.name, Outcome.NO_MATCH, f"{path}: {error}", isinstance(error, UnreadableSource))
-    if not present:
-        return FixResult(fix.name, Outcome.NOT_PRESENT)
-    return FixResult(fix.name, Outcome.APPLIES if edited else Outcome.ALREADY_THERE)
+        result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
+    except Exception as error:  # a defect of this fix is none of the others
+        result = FixResult(name, Outcome.NO_MATCH, f"the fix itself failed: {type(error).__name__}: {error}")
+    tree.take_back(before)
+    return result
+
+
+def _make(fix: Fix, tree: _Tree) -> Outcome:
+    """Ask for all edits of a fix; whoever calls takes them back if this raises NoMatch or UnreadableSource."""
+    if fix.concerns and _source(tree, fix.concerns) is None:
+        return Outcome.NOT_PRESENT
+    made: list[Edit] = []
+    there: list[Edit] = []
+    missing: list[str] = []
+    for edit in fix.edits:
+        source = _source(tree, edit.module)
+        if source is None:
+            missing += [] if edit.optional else [module_path(tree.root, edit.module)]
+            continue
+        try:
+            _make_one(fix, edit, source, tree)
+            made.append(edit)
+        except AlreadyThere:
+            there.append(edit)
+        except NotConcerned:
+            pass
+    if missing and (made or there):
+        raise NoMatch(f"{missing[0]}: there is no such file, though the fix's other files are there")
+    _check_whole(made, there)
+    if made:
+        return Outcome.APPLIES
+    return Outcome.ALREADY_THERE if there else Outcome.NOT_PRESENT
+
+
+def _source(tree: _Tree, module: str) -> Source | None:
+    with _said_of(module_path(tree.root, module)):
+        return tree.source(module)
+
+
+def _make_one(fix: Fix, edit: Edit, source: Source, tree: _Tree) -> None:
+    with _said_of(source.path):
+        before = len(source.edits)
+        edit.function(source)
+        if len(source.edits) > before and (fix.name, edit.module) in tree.unavailable:
+            raise NoMatch(tree.unavailable[fix.name, edit.module])
+
+
+@contextmanager
+def _said_of(path: str) -> Iterator[None]:
+    """Say of which file something is that does not match."""
+    try:
+        yield
+    except (NoMatch, UnreadableSource) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _check_whole(made: Sequence[Edit], there: Sequence[Edit]) -> None:
+    """Raises NoMatch for a fork that has some edits of a fix, and not those that they need."""
+    made, there = ([edit for edit in edits if not edit.independent] for edits in (made, there))
+    if made and there:
+        has, lacks = (", ".join(f"{e.function.__name__} in {e.module}" for e in edits) for edits in (there, made))
+        raise NoMatch(f"a part of this fix is there already ({has}), missing: {lacks}")

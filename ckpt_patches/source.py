@@ -11,7 +11,7 @@ import functools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
@@ -177,28 +177,72 @@ class Source:
         start, stop = self._span(node)
         return self.data[start:stop].decode()
 
+    def imports(self, name: str) -> bool:
+        """Whether a plain import statement of the module itself, not of a block or function in it, binds that name."""
+        return name in imported_names(self.tree.body)
+
+    def check_parts(self, parts: Mapping[str, bool]) -> None:
+        """Go on only where nothing of what an edit brings is there yet.
+
+        Args:
+            parts: each part of the edit, in words, and whether the source has it.
+
+        Raises:
+            AlreadyThere: it has all of them.
+            NoMatch: it has some: unknown code, of which the rest would make something that nobody has tested.
+        """
+        missing = [part for part, there in parts.items() if not there]
+        if not missing:
+            raise AlreadyThere
+        if len(missing) < len(parts):
+            there = [part for part in parts if part not in missing]
+            raise NoMatch(f"a part of this fix is there already ({', '.join(there)}), missing: {', '.join(missing)}")
+
+    def has(self, pattern: str, within: ast.AST | None = None) -> bool:
+        """Whether a node equal to the pattern is there at all."""
+        return bool(self.all(pattern, within))
+
+    def functions_there(self, prefix: str, *functions: Callable[..., Any]) -> dict[str, bool]:
+        """For `check_parts`: which of these functions of a fix's file the source has (`prefix`: "" or "Class.")."""
+        return {f"{prefix}{f.__name__}": self.has_function(f"{prefix}{f.__name__}") for f in functions}
+
     # Edits
 
     def replace(self, node: ast.AST, text: str) -> None:
         """Put `text` (one expression, or statements without indentation) in place of a node."""
         start, stop = self._span(node)
+        if isinstance(node, ast.stmt):
+            self._check_begins_line(node)
+            self._end_of_line(node)
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
     def remove(self, statement: ast.stmt) -> None:
-        """Take a statement out, with the line breaks in front of it. A comment above it stays."""
-        start, stop = self._span(statement)
-        self._edit(len(self.data[:start].rstrip()), stop, "")
+        """Take a statement out, with the line breaks in front of it and a comment behind it. One above it stays.
+
+        Raises NoMatch unless it stands on lines of its own.
+        """
+        start, _ = self._span(statement)
+        self._check_begins_line(statement)
+        self._edit(len(self.data[:start].rstrip()), self._end_of_line(statement), "")
 
     def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
-        """Insert statements, written without indentation, in front of a statement (or of an expression that is one)."""
+        """Insert statements, written without indentation, in front of a statement (or of an expression that is one).
+
+        Raises NoMatch unless it begins its line: behind `if a:` on the same line, it would no longer be under the `if`.
+        """
         start, _ = self._span(statement)
+        self._check_begins_line(statement)
         self._edit(
             start, start, self._indented(text, self._indent(statement)) + self._newline + self._indent(statement)
         )
 
-    def insert_after(self, statement: ast.stmt, text: str) -> None:
-        """Insert statements, written without indentation, behind a statement."""
-        _, stop = self._span(statement)
+    def insert_after(self, statement: ast.stmt | ast.expr, text: str) -> None:
+        """Insert statements, written without indentation, behind a statement and the comment on its last line.
+
+        Raises NoMatch unless it stands on lines of its own.
+        """
+        self._check_begins_line(statement)
+        stop = self._end_of_line(statement)
         indent = self._indent(statement)
         self._edit(stop, stop, self._newline + indent + self._indented(text, indent))
 
@@ -281,6 +325,22 @@ class Source:
     def _newline(self) -> str:
         return "\r\n" if b"\r\n" in self.data else "\n"
 
+    def _check_begins_line(self, statement: Any) -> None:
+        """Raises NoMatch if there is anything but indentation in front of a statement, on its line."""
+        line_start = self._lines[statement.lineno - 1]
+        before = self.data[line_start : self._span(statement)[0]]
+        continued = self.data[:line_start].rstrip(b"\r\n").endswith(b"\\")
+        if before.strip() or continued:
+            raise NoMatch(f"line {statement.lineno}: expected `{self.text(statement)}` to begin its line")
+
+    def _end_of_line(self, statement: Any) -> int:
+        """Where the last line of a statement ends, a comment included. Raises NoMatch if it holds another statement."""
+        stop = self._span(statement)[1]
+        line = self.data[stop : self._lines[statement.end_lineno]]
+        if line.strip() and not line.lstrip().startswith(b"#"):
+            raise NoMatch(f"line {statement.end_lineno}: expected `{self.text(statement)}` to end its line")
+        return stop + len(line.rstrip())
+
     def _indented(self, text: str, indent: str) -> str:
         """Indent every line but the first, with the file's own indentation and line endings."""
         first, *rest = textwrap.dedent(text).strip().splitlines()
@@ -293,6 +353,14 @@ class Source:
             if start < other.stop and other.start < stop:
                 raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
         self.edits.append(TextEdit(start, stop, text.encode()))
+
+
+def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The names that the import statements among these nodes bind."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0]
 
 
 def function_text(function: Callable[..., Any]) -> str:

@@ -126,16 +126,23 @@ def may_be_concerned(source: Source) -> bool:
     return any(b"weights_only" not in line and b'torch.load("saved.pth")' not in line for line in lines)  # a docstring
 
 
-def is_applied(source: Source) -> bool:
-    return bool(source.all(f"{load_checkpoint_file.__name__}(...)"))
-
-
 def plain_loads(source: Source) -> list[ast.Call]:
-    """The calls that leave the choice to torch; upstream's own repair says weights_only=False in every one."""
-    if is_applied(source):
-        raise AlreadyThere
-    calls = [c for c in source.some("torch.load(...)") if all(k.arg != "weights_only" for k in c.keywords)]
-    if not calls:
+    """The calls that leave the choice to torch; upstream's own repair says weights_only=False in every one.
+
+    Raises:
+        AlreadyThere: there is none, and the module has all of this fix, or nothing of it.
+        NoMatch: it has a part of it, or there is a call in another form.
+    """
+    name = load_checkpoint_file.__name__
+    own = source.all_of(ast.Call, source.function(name)) if source.has_function(name) else []
+    calls = [
+        c for c in source.all("torch.load(...)") if c not in own and all(k.arg != "weights_only" for k in c.keywords)
+    ]
+    there = source.imports(name) or source.has_function(name)
+    if there or source.has(f"{name}(...)"):
+        definitions = source.functions_there("", checkpoint_classes) if source.has_function(name) else {}
+        source.check_parts({name: there, **definitions, f"{name} in place of torch.load": not calls})
+    if source.some("torch.load(...)") and not calls:
         raise AlreadyThere
     for call in calls:
         if len(call.args) != 1 or any(keyword.arg != "map_location" for keyword in call.keywords):

@@ -37,7 +37,7 @@ def strip_at_most_the_partition(source: Source) -> None:
     source.insert_at(length, ")", end=True)
 
 
-@fix.edit(ZERO_CHECKPOINT)
+@fix.edit(ZERO_CHECKPOINT, independent=True)
 def never_strip_the_step(source: Source) -> None:
     """Up to 0.13 a `step` that is a tensor of no dimension is narrowed as well; later releases leave it alone."""
     strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
@@ -47,13 +47,18 @@ def never_strip_the_step(source: Source) -> None:
     source.insert_at(tensors, 'state_name != "step" and ')
 
 
-@fix.edit(DEEPSPEED_CHECKPOINT)
+@fix.edit(DEEPSPEED_CHECKPOINT, independent=True)
 def accept_the_argument(source: Source) -> None:
     """The reader of a rank's file has it; the checkpoint in front of the reader does not hand it on."""
     get = source.function("DeepSpeedCheckpoint.get_zero_checkpoint_state")
     read = source.one("self.zero_checkpoint.get_state_for_rank(...)", within=get)
-    if any(keyword.arg == "strip_tensor_paddings" for keyword in read.keywords):
-        raise AlreadyThere
+    name = "strip_tensor_paddings"
+    source.check_parts(
+        {
+            f"parameter {name}": name in [argument.arg for argument in get.args.args],
+            f"argument {name}": name in [keyword.arg for keyword in read.keywords],
+        }
+    )
     source.add_parameter(get, "strip_tensor_paddings: bool = True")
     source.add_keyword(read, "strip_tensor_paddings", "strip_tensor_paddings")
 

@@ -9,10 +9,12 @@ import pytest
 
 import edits
 from ckpt_patches import fix as fixes
+from ckpt_patches import plan
 from ckpt_patches.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, FOLDERS, TARGETS
 from ckpt_patches.source import function_text
 from ckpt_patches.startup import PREFIXES
+from ckpt_patches.upstream import DISTRIBUTIONS
 from upstream import REPOSITORY, releases, tree
 
 NAMES = list(FIXES)
@@ -112,3 +114,50 @@ def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
     modules = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}
+
+
+# Releases that need it, before upstream rewrote its code and after.
+IN_PARTS = {
+    "zarr_create_synchronizer": "0.7.0 0.14.0",
+    "zarr_range_write": "0.7.0 0.14.0",
+    "dp_zero_empty_state": "0.7.0 0.14.0 0.16.1",
+    "torch_adam_step": "0.14.0 0.16.1",
+    "reshardable_padding_flag": "0.14.0 0.16.1",
+    "hybrid_offload_reload": "0.14.0 0.16.1",
+    "hybrid_offload_resume": "0.14.0 0.16.1",
+    "dp_zero_lean_gather": "0.7.0 0.14.0 0.16.1",
+    "numpy2_product": "0.7.0 0.14.0",
+    "universal_tensor_paddings": "0.12.6 0.16.2",
+    "zero3_fragment_bounds": "0.16.2",
+    "torch_load_weights_only": "0.12.6",
+}
+
+
+def test_every_fix_is_taken_apart() -> None:
+    assert list(IN_PARTS) == NAMES
+
+
+@pytest.mark.parametrize(("name", "version"), [(n, v) for n, text in IN_PARTS.items() for v in text.split()])
+def test_a_fork_with_a_part_of_a_fix_is_completed_or_told_what_is_missing(
+    name: str, version: str, tmp_path: Path
+) -> None:
+    """Each of its edits is left out in turn. It is never taken for a release in which the bug is fixed."""
+    package = fixes.package_of(name)
+    copy = edits.copy_of(tree(DISTRIBUTIONS[package], version), name, tmp_path)
+    planned = plan._Tree(str(copy), {}, {})
+    assert plan._try(name, planned).outcome is Outcome.APPLIES
+    sources = {module: source for module, source in planned.sources.items() if source and source.edits}
+    whole = {module: source.edited() for module, source in sources.items()}
+    for source in sources.values():
+        Path(source.path).write_bytes(source.edited())
+    assert plan_tree(str(tmp_path), package, [name]).results[0].outcome is Outcome.ALREADY_THERE
+    for module, source in sources.items():
+        wanted = list(source.edits)
+        for left_out in wanted:
+            source.edits = [edit for edit in wanted if edit is not left_out]
+            Path(source.path).write_bytes(source.edited())
+            made = plan_tree(str(tmp_path), package, [name])
+            result = made.results[0]
+            completed = result.outcome is Outcome.APPLIES and made.files[module].patched == whole[module]
+            assert completed or result.outcome is Outcome.NO_MATCH, (left_out, result)
+        Path(source.path).write_bytes(whole[module])

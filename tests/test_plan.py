@@ -17,7 +17,9 @@ FIRST, SECOND = "megatron.core.first", "megatron.core.second"
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "megatron/core").mkdir(parents=True)
     for module in (FIRST, SECOND):
-        tmp_path.joinpath(*module.split(".")).with_suffix(".py").write_text("value = old(1)\n")
+        tmp_path.joinpath(*module.split(".")).with_suffix(".py").write_text(
+            "from here import new, old\nvalue = old(1)\n"
+        )
     return tmp_path
 
 
@@ -56,10 +58,20 @@ def test_one_unknown_module_leaves_both_alone(tree: Path, monkeypatch: pytest.Mo
     assert "second.py: expected `old(1)` once, found it 0 times" in reason
 
 
-def test_half_there_is_completed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream took one half of it, or an in-place change of two files was interrupted."""
+def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork took one half of it."""
     (tree / "megatron/core/first.py").write_text("value = new(1)\n")
-    assert outcome(tree, monkeypatch, make()) == (Outcome.APPLIES, "", [SECOND])
+    found, reason, files = outcome(tree, monkeypatch, make())
+    assert (found, files) == (Outcome.NO_MATCH, [])
+    assert f"a part of this fix is there already (rename in {FIRST}), missing: rename in {SECOND}" in reason
+
+
+def test_edits_that_are_right_alone_complete_each_other(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases have one of them."""
+    (tree / "megatron/core/first.py").write_text("value = new(1)\n")
+    fix = Fix("fix", upstream=(), affected="", test="")
+    fix.edit(FIRST, SECOND, independent=True)(rename)
+    assert outcome(tree, monkeypatch, fix) == (Outcome.APPLIES, "", [SECOND])
 
 
 def test_a_missing_module_is_unknown_code_unless_it_is_optional(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +102,57 @@ def test_a_release_that_does_not_have_the_code_is_not_concerned(tree: Path, monk
     assert outcome(tree, monkeypatch, fix) == (Outcome.NOT_PRESENT, "", [])
 
 
-def test_an_edit_that_does_not_compile_is_not_made(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fix = Fix("fix", upstream=(), affected="", test="")
-    fix.edit(FIRST)(lambda source: source.replace(source.one("old(1)"), "new(1"))
-    found, reason, files = outcome(tree, monkeypatch, fix)
-    assert (found, files) == (Outcome.NO_MATCH, [])
-    assert "first.py: the edited source does not compile" in reason
+def bad(text: str, name: str = "bad") -> Fix:
+    """A fix to both modules, of which the edit of the second is bad."""
+    fix = Fix(name, upstream=(), affected="", test="")
+    fix.edit(FIRST)(lambda source: source.insert_after(source.tree.body[-1], "other = 1"))
+    fix.edit(SECOND)(lambda source: source.insert_after(source.tree.body[-1], text))
+    return fix
+
+
+BAD = [
+    ("new(1", "second.py: the edited source does not compile"),
+    ("def f():\n    return math.inf", "second.py: the edited source would use names that it does not have: math"),
+    ("def f():\n    return 1 // 0\nf.x = ...\nraise_ = unknown", "names that it does not have: unknown"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD)
+def test_a_bad_edit_takes_its_own_fix_away_and_no_other(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    made = planned(tree, monkeypatch, make("one"), bad(text), bad("third = 3", "good"))
+    assert [r.outcome for r in made.results] == [Outcome.APPLIES, Outcome.NO_MATCH, Outcome.APPLIES]
+    assert said in made.results[1].reason
+    assert {m: file.fixes for m, file in made.files.items()} == {FIRST: ("one", "good"), SECOND: ("one", "good")}
+    assert made.files[SECOND].patched == b"from here import new, old\nvalue = new(1)\nthird = 3\n"
+
+
+def test_a_fix_that_fails_takes_no_other_one_away(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: Source) -> None:
+        source.replace(source.one("old(1)"), "half(1)")
+        raise IndexError("a defect")
+
+    fix = Fix("fails", upstream=(), affected="", test="")
+    fix.edit(FIRST)(fails)
+    made = planned(tree, monkeypatch, fix, make("one"))
+    assert [r.outcome for r in made.results] == [Outcome.NO_MATCH, Outcome.APPLIES]
+    assert made.results[0].reason == "the fix itself failed: IndexError: a defect"
+    assert made.files[FIRST].patched == b"from here import new, old\nvalue = new(1)\n"
+
+
+def test_a_module_that_cannot_be_edited_here_takes_the_whole_fix_away(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"one": make("one"), "two": bad("third = 3", "two")}
+    monkeypatch.setattr(plan, "load", table.__getitem__)
+    made = plan_tree(str(tree), CORE, list(table), unavailable={("one", SECOND): "another hook loads it"})
+    assert [r.outcome for r in made.results] == [Outcome.NO_MATCH, Outcome.APPLIES]
+    assert made.results[0].reason.endswith("second.py: another hook loads it")
+    assert {m: file.fixes for m, file in made.files.items()} == {FIRST: ("two",), SECOND: ("two",)}
+    (tree / "megatron/core/second.py").write_text("value = new(1)\n")
+    made = plan_tree(str(tree), CORE, ["one"], unavailable={("one", SECOND): "another hook loads it"})
+    assert made.results[0].reason.startswith("a part of this fix is there already")
 
 
 def test_of_two_fixes_to_one_place_the_first_wins(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

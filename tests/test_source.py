@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_patches.source import NoMatch, Source, UnreadableSource, function_text
+from ckpt_patches.source import AlreadyThere, NoMatch, Source, UnreadableSource, function_text
 
 TEXT = '''"""Doc."""
 # call(1) in a comment
@@ -139,6 +139,69 @@ def test_a_function_is_inserted_with_two_blank_lines() -> None:
     assert isinstance(box, ast.ClassDef)
     changed = edited(TEXT, lambda s: s.insert_function_before(box, example))
     assert '"call(1)"\n\n\ndef example(x: int) -> int:\n    return x + 1\n\n\nclass Box:' in changed
+
+
+# A statement that shares its line with another one: an insertion there could mean something else, and compile.
+SHARED = [
+    ("def f(a):\n    if a: return\n    go()\n", "return"),
+    ("def f(a):\n    if a: x = 1; return\n", "return"),
+    ("def f(a):\n    x = 1; return\n", "return"),
+    ("def f(a):\n    x = 1; return\n", "x = 1"),
+    ("def f(a): return\n", "return"),
+    ("if a: \\\n    x = 1\n", "x = 1"),
+    ("class A: x = 1\n", "x = 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "statement"), SHARED)
+def test_nothing_is_inserted_behind_a_statement_that_shares_its_line(text: str, statement: str) -> None:
+    made = source(text)
+    with pytest.raises(NoMatch, match=r"line \d: expected `.+` to (begin|end) its line"):
+        made.insert_after(made.one(statement), "inserted()")
+    with pytest.raises(NoMatch, match="its line"):
+        made.replace(made.one(statement), "if b:\n    other()")
+    with pytest.raises(NoMatch, match="its line"):
+        made.remove(made.one(statement))
+    assert made.edits == []
+
+
+@pytest.mark.parametrize(("text", "statement"), [row for row in SHARED if row != (SHARED[3])])
+def test_nothing_is_inserted_in_front_of_a_statement_that_does_not_begin_its_line(text: str, statement: str) -> None:
+    made = source(text)
+    with pytest.raises(NoMatch, match=r"line \d: expected `.+` to begin its line"):
+        made.insert_before(made.one(statement), "inserted()")
+    assert made.edits == []
+
+
+def test_a_body_on_the_line_of_its_function_gets_nothing_at_its_start() -> None:
+    made = source("def f(a): return a\n")
+    with pytest.raises(NoMatch, match="to begin its line"):
+        made.insert_at_start(made.function("f"), "inserted()")
+
+
+def test_a_comment_behind_a_statement_stays_with_it() -> None:
+    assert edited("a = 1  # one\nb = 2\n", lambda s: s.insert_after(s.one("a = 1"), "x()")) == (
+        "a = 1  # one\nx()\nb = 2\n"
+    )
+    assert edited("a = 1\nb = 2  # two\nc = 3\n", lambda s: s.remove(s.one("b = 2"))) == "a = 1\nc = 3\n"
+    assert edited("a = 1  # end", lambda s: s.insert_after(s.one("a = 1"), "x()")) == "a = 1  # end\nx()"
+
+
+def test_only_an_import_of_the_module_itself_counts() -> None:
+    made = source(
+        "import math\nimport os.path\nfrom x import replace as r\nif TYPE_CHECKING:\n    import shutil\n"
+        "def f():\n    import itertools\n"
+    )
+    assert [n for n in ("math", "os", "r", "replace", "shutil", "itertools") if made.imports(n)] == ["math", "os", "r"]
+
+
+def test_what_an_edit_brings_is_there_as_a_whole_or_not_at_all() -> None:
+    made = source()
+    made.check_parts({"one": False, "two": False})
+    with pytest.raises(AlreadyThere):
+        made.check_parts({"one": True, "two": True})
+    with pytest.raises(NoMatch, match=r"a part of this fix is there already \(two\), missing: one, three"):
+        made.check_parts({"one": False, "two": True, "three": False})
 
 
 def test_two_edits_of_one_place_are_refused() -> None:

@@ -6,7 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/602
 from typing import Any
 
 from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Function, Source
+from ckpt_patches.source import Function, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ SAVES = (
     "get_parameter_state_dp_zero",
     "sharded_param_state_fs_model_space",
 )
+
+STATE_OF_SHARD = "self.optimizer.state.get(sharded_model_param, {})"
+STEPS = """list(
+    set([s["step"].item() for s in inner_state_dict["state"].values() if "step" in s])
+) or [0.0]"""
 
 
 class DistributedOptimizer:
@@ -121,13 +126,30 @@ class DistributedOptimizer:
         )
 
 
+METHODS = (
+    DistributedOptimizer._missing_state_keys,
+    DistributedOptimizer._initial_optimizer_state,
+    DistributedOptimizer._saved_optimizer_state,
+    DistributedOptimizer._warn_about_lost_state,
+)
+
+
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def complete_saved_states(source: Source) -> None:
     """Every look-up of a state that is about to be saved gets what is missing in it."""
-    if source.has_function(f"{CLASS}._saved_optimizer_state"):
-        raise AlreadyThere
     look_ups = [LOOK_UP] if source.has_function(f"{CLASS}.{LOOK_UP}") else list(OLDER_LOOK_UPS)
     look_ups = [name for name in look_ups if source.has_function(f"{CLASS}.{name}")]
+    saves = [name for name in SAVES if source.has_function(f"{CLASS}.{name}")]
+    source.check_parts(
+        {
+            **source.functions_there(f"{CLASS}.", *METHODS),
+            **calls_there(source, "self._saved_optimizer_state(...)", look_ups),
+            **calls_there(source, "self._warn_about_lost_state()", saves),
+            **(calls_there(source, "self._initial_optimizer_state(...)", look_ups) if look_ups == [LOOK_UP] else {}),
+            **(calls_there(source, STATE_OF_SHARD, look_ups) if look_ups == [LOOK_UP] else {}),
+            **(calls_there(source, STEPS, ["state_dict"]) if needs_step(source) else {}),
+        }
+    )
     for name in look_ups:
         function = source.function(f"{CLASS}.{name}")
         for state in source.some("self.optimizer.state[main_param]", within=function):
@@ -135,16 +157,20 @@ def complete_saved_states(source: Source) -> None:
     if look_ups == [LOOK_UP]:
         complete_precision_aware_state(source, source.function(f"{CLASS}.{LOOK_UP}"))
     step_of_empty_state(source)
-    for name in SAVES:
-        if source.has_function(f"{CLASS}.{name}"):
-            source.insert_at_start(source.function(f"{CLASS}.{name}"), "self._warn_about_lost_state()")
-    for method in (
-        DistributedOptimizer._missing_state_keys,
-        DistributedOptimizer._initial_optimizer_state,
-        DistributedOptimizer._saved_optimizer_state,
-        DistributedOptimizer._warn_about_lost_state,
-    ):
+    for name in saves:
+        source.insert_at_start(source.function(f"{CLASS}.{name}"), "self._warn_about_lost_state()")
+    for method in METHODS:
         source.insert_method_before(source.function(f"{CLASS}.{look_ups[0]}"), method)
+
+
+def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool]:
+    """For `check_parts`: which of these methods have a call."""
+    return {f"{call} in {name}": source.has(call, source.function(f"{CLASS}.{name}")) for name in methods}
+
+
+def needs_step(source: Source) -> bool:
+    """Older releases need Apex or Transformer Engine, which keep the step in the param group."""
+    return "HAVE_APEX_OR_TE" in source.text(source.function(f"{CLASS}.state_dict"))
 
 
 def complete_precision_aware_state(source: Source, look_up: Function) -> None:
@@ -152,19 +178,12 @@ def complete_precision_aware_state(source: Source, look_up: Function) -> None:
     pop = source.one("tensors['param'] = tensors.pop('master_param')", within=look_up)
     source.insert_before(pop, "tensors.update(self._initial_optimizer_state(sharded_model_param, tensors))")
     keys = source.some("self.optimizer.state[sharded_model_param]", within=look_up)[0]
-    source.replace(keys, "self.optimizer.state.get(sharded_model_param, {})")
+    source.replace(keys, STATE_OF_SHARD)
 
 
 def step_of_empty_state(source: Source) -> None:
     """torch's AdamW keeps `step` in the state: none is there before the first step, which is step 0."""
-    state_dict = source.function(f"{CLASS}.state_dict")
+    if not needs_step(source):
+        return
     pattern = "list(set([s['step'].item() for s in inner_state_dict['state'].values()]))"
-    if "HAVE_APEX_OR_TE" not in source.text(state_dict):
-        return  # this release needs Apex or Transformer Engine, which keep it in the param group
-    steps = source.one(pattern, within=state_dict)
-    source.replace(
-        steps,
-        """list(
-    set([s["step"].item() for s in inner_state_dict["state"].values() if "step" in s])
-) or [0.0]""",
-    )
+    source.replace(source.one(pattern, within=source.function(f"{CLASS}.state_dict")), STEPS)

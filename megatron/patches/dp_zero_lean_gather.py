@@ -6,7 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/5255
 import ast
 
 from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Function, NoMatch, Source
+from ckpt_patches.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ for key in list(local_shards):
             use_gloo_comm,
         )
 """
+ADVANCE = "offset_in_world_tensors += gbuf_world_numel_unpadded"
 # Since 0.11 a load sets all states of a parameter at once.
 SET_STATES = """
 for model_param, tensors in recv_tensors.items():
@@ -199,27 +200,37 @@ class DistributedOptimizer:
         return shards
 
 
+# The last one where a release also gathers with NCCL, and on all ranks.
+GATHERERS = (
+    DistributedOptimizer._shard_ranges,
+    DistributedOptimizer._local_shard,
+    DistributedOptimizer._gather_shards,
+    DistributedOptimizer._broadcast_shards,
+)
+
+
 @fix.edit(DISTRIB_OPTIMIZER)
 def gather_in_place(source: Source) -> None:
     """A rank's own shard is built where it ends up, and the others' are received there."""
-    if source.has_function(f"{CLASS}._gather_shards"):
-        raise AlreadyThere
     save = source.function(SAVE)
-    build_in_place(source, save)
     with_nccl = "use_gloo_comm" in [argument.arg for argument in save.args.args]
+    methods = GATHERERS if with_nccl else GATHERERS[:3]
+    source.check_parts(
+        {
+            **source.functions_there(f"{CLASS}.", *methods),
+            **{f"{m.__name__} is called": source.has(f"self.{m.__name__}(...)", save) for m in methods},
+            "no copy on the CPU in between": not source.has("tensors[key].detach().cpu()", save),
+            "no data_parallel_global_ranks": not source.has("data_parallel_global_ranks", save),
+        }
+    )
+    build_in_place(source, save)
     if with_nccl:
         source.replace(source.one(GATHER_OR_ALL_GATHER, within=save), GATHER_OR_BROADCAST_IN_PLACE)
     else:
         source.replace(source.one(GATHER, within=save), GATHER_IN_PLACE)
     source.remove(source.one("data_parallel_global_ranks = ...", within=save))
-    for method in (
-        DistributedOptimizer._shard_ranges,
-        DistributedOptimizer._local_shard,
-        DistributedOptimizer._gather_shards,
-    ):
+    for method in methods:
         source.insert_method_before(save, method)
-    if with_nccl:
-        source.insert_method_before(save, DistributedOptimizer._broadcast_shards)
 
 
 def build_in_place(source: Source, save: Function) -> None:
@@ -247,17 +258,29 @@ def build_in_place(source: Source, save: Function) -> None:
     )
 
 
+# A padded copy of each bucket, which is then cut into shards.
+PADDING = (
+    "world_tensor = torch.nn.functional.pad(world_tensor, ...)",
+    "assert world_tensor.numel() == gbuf_world_numel",
+    "gbuf_start_idxs = ...",
+)
+
+
 @fix.edit(DISTRIB_OPTIMIZER)
 def scatter_in_place(source: Source) -> None:
     """Shards are sent from where they are, but for those that have to be padded."""
-    if source.has_function(f"{CLASS}._padded_shards"):
-        raise AlreadyThere
     load = source.function(LOAD)
-    for statement in (
-        "world_tensor = torch.nn.functional.pad(world_tensor, ...)",
-        "assert world_tensor.numel() == gbuf_world_numel",
-        "gbuf_start_idxs = ...",
-    ):
+    padded = DistributedOptimizer._padded_shards
+    by_bucket = source.has("recv_tensors", within=load)
+    source.check_parts(
+        {
+            **source.functions_there(f"{CLASS}.", padded),
+            "_padded_shards is called": source.has("self._padded_shards(...)", within=load),
+            **{f"no {pattern}": not source.has(pattern, within=load) for pattern in PADDING},
+            **({"a load bucket by bucket": loads_bucket_by_bucket(source, load)} if by_bucket else {}),
+        }
+    )
+    for statement in PADDING:
         source.remove(source.one(statement, within=load))
     pattern = "send_tensors = [world_tensor[i : (i + gbuf_local_numel)] for i in gbuf_start_idxs]"
     source.replace(
@@ -266,9 +289,31 @@ def scatter_in_place(source: Source) -> None:
     world_tensor, gbuf_world_numel, gbuf_local_numel
 )""",
     )
-    source.insert_method_before(load, DistributedOptimizer._padded_shards)
-    if source.all("recv_tensors = {}", within=load):
+    source.insert_method_before(load, padded)
+    if by_bucket:
         load_bucket_by_bucket(source, load)
+
+
+def loads_bucket_by_bucket(source: Source, load: Function) -> bool:
+    """Whether the loop over the states is in that over the buckets, which begins, goes on and ends as it has to."""
+    buffer = loop(source, "dtype, gbuf_range_map_for_all_buckets", load)
+    outer = [node for node in buffer.body if isinstance(node, ast.For)]
+    if not outer or source.text(outer[0].target) != "bucket_idx, gbuf_range_map":
+        return False
+    texts = [source.text(node) for node in (*buffer.body, *outer[0].body)]
+    inner = [node for node in outer[0].body if isinstance(node, ast.For)]
+    return (
+        "enumerate" in source.text(outer[0].iter)
+        and bool(inner)
+        and source.text(inner[0].target) == "key"
+        and "enumerate" not in source.text(inner[0].iter)
+        and "offset_in_world_tensors = 0" in texts
+        and texts.count(ADVANCE) == 1
+        and source.text(inner[0]).count(ADVANCE) == 0
+        and any(source.text(node) == "recv_tensors = {}" for node in outer[0].body)
+        and source.has("recv_tensors.pop(model_param)", within=outer[0])
+        and not source.has("recv_tensors.items()", within=load)
+    )
 
 
 def load_bucket_by_bucket(source: Source, load: Function) -> None:
@@ -278,15 +323,14 @@ def load_bucket_by_bucket(source: Source, load: Function) -> None:
     buckets = loop(source, "bucket_idx, gbuf_range_map", states)
     received, set_states = source.one("recv_tensors = {}", within=load), source.one(SET_STATES, within=load)
     start = source.one("offset_in_world_tensors = 0", within=load)
-    advance = "offset_in_world_tensors += gbuf_world_numel_unpadded"
     if buffer.body[-3:] != [received, states, set_states] or states.body != [start, buckets]:
         raise NoMatch(f"expected nothing but the buckets in the loop over the states in {load.name}")
     for one, other in ((received, start), (states.target, buckets.target), (states.iter, buckets.iter)):
         source.replace(one, source.text(other))
         source.replace(other, source.text(one))
-    source.remove(source.one(advance, within=buckets))
+    source.remove(source.one(ADVANCE, within=buckets))
     source.remove(set_states)
-    source.insert_after(buckets, advance + SET_STATES_OF_BUCKET)
+    source.insert_after(buckets, ADVANCE + SET_STATES_OF_BUCKET)
 
 
 def loop(source: Source, target: str, within: ast.AST) -> ast.For:

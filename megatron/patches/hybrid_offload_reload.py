@@ -97,11 +97,12 @@ def add_reload_param(source: Source) -> None:
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def reload_hybrid_optimizer(source: Source) -> None:
     """Upstream leaves the method early for the hybrid optimizer, before any main parameter is copied."""
-    if source.has_function("DistributedOptimizer._copy_model_params_to_hybrid_optimizer"):
-        raise AlreadyThere
+    method = DistributedOptimizer._copy_model_params_to_hybrid_optimizer
     reload = source.function("DistributedOptimizer._copy_model_params_to_main_params")
+    called = source.has(f"self.{method.__name__}", within=reload)
+    source.check_parts({**source.functions_there("DistributedOptimizer.", method), f"a call in {reload.name}": called})
     branch = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=reload)
     has_state_dict = any(argument.arg == "state_dict" for argument in reload.args.args)
-    call = f"self._copy_model_params_to_hybrid_optimizer({'state_dict' if has_state_dict else ''})"
+    call = f"self.{method.__name__}({'state_dict' if has_state_dict else ''})"
     source.insert_before(source.one("return", within=branch), call)
-    source.insert_method_before(reload, DistributedOptimizer._copy_model_params_to_hybrid_optimizer)
+    source.insert_method_before(reload, method)

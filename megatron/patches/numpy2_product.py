@@ -22,6 +22,7 @@ fix = Fix(
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.validation",
     optional=True,
+    independent=True,
 )
 def call_prod(source: Source) -> None:
     """The two names were the same function, in NumPy 1 as well."""

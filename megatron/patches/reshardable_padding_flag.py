@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/2576
 """
 
 from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.source import NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -29,7 +29,6 @@ def drop_padding_flag(source: Source) -> None:
     if not affected:
         raise NotConcerned  # up to 0.10 the keys are the optimizer's own
     drop = 'src_tensors.pop("padding", None)'
-    if any(source.all(drop, within=function) for function in affected):
-        raise AlreadyThere
+    source.check_parts({f"{drop} in {function.name}": source.has(drop, function) for function in affected})
     for function in affected:
         source.insert_before(source.one(pattern, within=function), drop)

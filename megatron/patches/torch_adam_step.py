@@ -55,8 +55,7 @@ def load_without_step(source: Source) -> None:
     loops = [loop for loop in loops if source.text(loop.iter) == "dst_tensors"]
     if not loops:
         raise NoMatch("expected `for key in dst_tensors`, found none")
-    if all(source.all("key == 'step'", within=loop) for loop in loops):
-        raise AlreadyThere
+    source.check_parts({f"the step, line {loop.lineno}": source.has("key == 'step'", loop) for loop in loops})
     for loop in loops:
         skip_step = """if key == "step":
     continue  # loaded with the param groups"""
@@ -73,7 +72,7 @@ def one_step_each(source: Source) -> None:
     source.replace(source.one("s['step'] = step", within=load).value, "step.clone()")
 
 
-@fix.edit(DISTRIB_OPTIMIZER)
+@fix.edit(DISTRIB_OPTIMIZER, independent=True)
 def save_without_step(source: Source) -> None:
     """These sharded formats take every key of the state for a tensor of the parameter's size."""
     check_concerned(source)

@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/1053
 """
 
 from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Source
+from ckpt_patches.source import AlreadyThere, NoMatch, Source
 
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 
@@ -20,8 +20,11 @@ fix = Fix(
 def synchronize_creation(source: Source) -> None:
     """Without it, the creator's read-modify-write of chunk 0,…,0 overwrites what other ranks write meanwhile."""
     create = source.one("zarr.create(...)", within=source.function("_create_zarr_array"))
-    if any(keyword.arg == "synchronizer" for keyword in create.keywords):
+    given = [keyword.value for keyword in create.keywords if keyword.arg == "synchronizer"]
+    if any(source.text(value) != "None" for value in given):
         raise AlreadyThere
+    if given:
+        raise NoMatch("expected zarr.create to get a synchronizer or none at all, found synchronizer=None")
     synchronizer = """(
     zarr.ProcessSynchronizer(str(checkpoint_dir / f"{sharded_tensor.key}.sync"))
     if sharded_tensor.flattened_range is not None

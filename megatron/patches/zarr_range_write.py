@@ -174,14 +174,35 @@ def _remove_lock_directories(checkpoint_dir: "Path") -> None:
             shutil.rmtree(locks, ignore_errors=True)
 
 
+RANGE_WRITERS = (
+    _why_not_byte_ranges,
+    _chunk_path,
+    _chunk_nbytes,
+    _create_flattened_array,
+    _open_flattened_array,
+    _write_byte_range,
+)
+FAILURE_HELPERS = (_attempt, _raise_failures, _remove_lock_directories)
+
+
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
 def write_byte_ranges(source: Source) -> None:
     """The coordinates of every element, and a read-modify-write of the whole chunk, become one write."""
-    if source.has_function("_write_byte_range"):
-        raise AlreadyThere
     create_or_open = source.function("_create_or_open_zarr_arrays")
     save = source.function("_save_to_existing_array")
     create = source.function("_create_zarr_array")
+    open_flattened = "_attempt(failures, _open_flattened_array, ten, checkpoint_dir)"
+    open_other = "_attempt(failures, _open_zarr_array_verbose, checkpoint_dir / ten.key, 'r+')"
+    source.check_parts(
+        {
+            **source.functions_there("", *RANGE_WRITERS),
+            "_create_flattened_array is called": source.has("_create_flattened_array(...)", create),
+            "_write_byte_range is called": source.has("_write_byte_range(...)", save),
+            open_flattened: source.has(open_flattened, create_or_open),
+            open_other: source.has(open_other, create_or_open),
+            "no open_kwargs": not source.has("open_kwargs", create_or_open),
+        }
+    )
     source.insert_at_start(
         create,
         """if sharded_tensor.flattened_range is not None:
@@ -205,28 +226,35 @@ def write_byte_ranges(source: Source) -> None:
     _write_byte_range(sharded_tensor, arr)
     return""",
     )
-    for function in (
-        _why_not_byte_ranges,
-        _chunk_path,
-        _chunk_nbytes,
-        _create_flattened_array,
-        _open_flattened_array,
-        _write_byte_range,
-    ):
+    for function in RANGE_WRITERS:
         source.insert_function_before(create_or_open, function)
 
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
 def fail_on_all_ranks(source: Source) -> None:
     """A rank that failed left the others waiting in a barrier."""
-    if source.has_function("_raise_failures"):
-        raise AlreadyThere
     create_or_open = source.function("_create_or_open_zarr_arrays")
     save = source.function("ZarrSaveShardedStrategy.save")
+    calls = source.all("_create_or_open_zarr_arrays(...)", within=save)
+    create_attempt = "_attempt(failures, _create_zarr_array, ten, checkpoint_dir)"
+    save_attempt = "_attempt(failures, _save_to_existing_array, ten, arr)"
+    source.check_parts(
+        {
+            **source.functions_there("", *FAILURE_HELPERS),
+            create_attempt: source.has(create_attempt, create_or_open),
+            save_attempt: source.has(save_attempt, save),
+            "_raise_failures after creating": source.has("_raise_failures(failures)", create_or_open),
+            "_raise_failures after saving": source.has("_raise_failures(failures)", save),
+            "parameter failures": "failures" in [argument.arg for argument in create_or_open.args.args],
+            "failures": source.has("failures: List[Exception] = []", save),
+            "failures is passed": any(source.text(call.args[-1]) == "failures" for call in calls),
+            "_remove_lock_directories is called": source.has("_remove_lock_directories(checkpoint_dir)", save),
+        }
+    )
     create_array = source.one("_create_zarr_array(ten, checkpoint_dir)", within=create_or_open)
-    source.replace(create_array, "_attempt(failures, _create_zarr_array, ten, checkpoint_dir)")
+    source.replace(create_array, create_attempt)
     save_array = source.one("_save_to_existing_array(ten, arr)", within=save)
-    source.replace(save_array, "_attempt(failures, _save_to_existing_array, ten, arr)")
+    source.replace(save_array, save_attempt)
     for function in (create_or_open, save):
         source.replace(source.one("torch.distributed.barrier()", within=function), "_raise_failures(failures)")
     # An array that could not be opened fails the save of its tensor, so the list is looked at there.
@@ -235,16 +263,20 @@ def fail_on_all_ranks(source: Source) -> None:
     source.insert_before(create_arrays, "failures: List[Exception] = []")
     source.insert_at(create_arrays.value.args[-1], ", failures", end=True)
     source.insert_after(save.body[-1], "_remove_lock_directories(checkpoint_dir)")
-    for helper in (_attempt, _raise_failures, _remove_lock_directories):
+    for helper in FAILURE_HELPERS:
         source.insert_function_before(create_or_open, helper)
 
 
-@fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
+@fix.edit("megatron.core.dist_checkpointing.strategies.zarr", independent=True)
 def import_modules(source: Source) -> None:
-    """What the inserted functions need."""
-    if source.all("import itertools"):
+    """What the inserted functions need, as far as the module does not import it."""
+    if all(source.imports(name) for name in ("itertools", "math", "shutil", "replace")):
         raise AlreadyThere
-    source.insert_before(source.one("import logging"), "import itertools")
-    source.insert_after(source.one("import logging"), "import math")
-    source.insert_after(source.one("import os"), "import shutil")
-    source.insert_before(source.one("from functools import partial"), "from dataclasses import replace")
+    if not source.imports("itertools"):
+        source.insert_before(source.one("import logging"), "import itertools")
+    if not source.imports("math"):
+        source.insert_after(source.one("import logging"), "import math")
+    if not source.imports("shutil"):
+        source.insert_after(source.one("import os"), "import shutil")
+    if not source.imports("replace"):
+        source.insert_before(source.one("from functools import partial"), "from dataclasses import replace")

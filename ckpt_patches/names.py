@@ -1,0 +1,108 @@
+"""Which global names a compiled module loads without binding them: what an edit must not bring.
+
+Read from the bytecode, where Python itself has decided what is local: a walk of the syntax tree would take as long as
+parsing it. The instructions are those of https://docs.python.org/3/library/dis.html; a test compares with `dis`.
+"""
+
+import ast
+import builtins
+import opcode
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import CodeType
+
+from ckpt_patches.source import Source, imported_names
+
+_EXTENDED_ARG = opcode.opmap["EXTENDED_ARG"]
+_LOAD_GLOBAL = opcode.opmap["LOAD_GLOBAL"]
+# Since 3.11 its lowest bit says whether a null is pushed as well.
+_GLOBAL_SHIFT = 1 if sys.version_info >= (3, 11) else 0
+_NAMES = {
+    opcode.opmap[name]: name
+    for name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "STORE_NAME", "DELETE_NAME")
+    if name in opcode.opmap
+}
+# Python gives every module these.
+_OF_EVERY_MODULE = {*dir(builtins), "__file__", "__cached__", "__path__", "__annotations__"}
+
+
+def new_unbound_names(source: Source, patched: bytes, code: CodeType) -> list[str]:
+    """Global names that an edited module loads and does not bind, and that were no such names before the edits.
+
+    Args:
+        source: the module with its edits.
+        patched: the edited text.
+        code: `patched`, compiled.
+    """
+    touched = {name for text in _touched(source) for name in re.findall(r"[^\W\d]\w*", text)}
+    unbound = _unbound(patched, code) & touched
+    if unbound:  # as upstream's own, from `import *` or by a mistake
+        unbound -= _unbound(source.data, compile(source.data, source.path, "exec", dont_inherit=True))
+    return sorted(unbound)
+
+
+def _unbound(text: bytes, code: CodeType) -> set[str]:
+    """Names that a module looks up and does not bind. One that an `except … as` of the module binds counts as bound."""
+    loaded, bound = _loaded_and_bound(code)
+    if b"TYPE_CHECKING" in text:
+        bound.subtract(_bound_for_type_checkers(ast.parse(text)))
+    return {name for name in loaded if bound[name] <= 0} - _OF_EVERY_MODULE
+
+
+def _touched(source: Source) -> Iterator[str]:
+    """What is inserted, and what is taken out: all that can change what a name is bound to."""
+    for edit in source.edits:
+        yield edit.text.decode()
+        yield source.data[edit.start : edit.stop].decode()
+
+
+def _loaded_and_bound(module: CodeType) -> tuple[set[str], Counter[str]]:
+    """Names that a module's code, functions and classes look up outside of themselves; and how often it binds each."""
+    loaded: set[str] = set()
+    bound: Counter[str] = Counter()
+    for code in _codes(module):
+        own: set[str] = set()  # what a class body binds for itself
+        for instruction, name in _name_instructions(code):
+            if instruction == "STORE_GLOBAL" or (code is module and instruction == "STORE_NAME"):
+                bound[name] += 1
+            elif code is module and instruction == "DELETE_NAME":
+                bound[name] -= 1
+            elif instruction == "STORE_NAME":
+                own.add(name)
+            elif instruction.startswith("LOAD") and name not in own:
+                loaded.add(name)
+    return loaded, bound
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _name_instructions(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Each instruction about a name that is no local of a function, and the name."""
+    high = 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        if operation == _EXTENDED_ARG:
+            high = (high | low) << 8
+            continue
+        if operation in _NAMES:
+            index = (high | low) >> (_GLOBAL_SHIFT if operation == _LOAD_GLOBAL else 0)
+            yield _NAMES[operation], code.co_names[index]
+        high = 0
+
+
+def _bound_for_type_checkers(tree: ast.Module) -> Counter[str]:
+    """How often a module binds each name by an import under `if TYPE_CHECKING:`, which never runs."""
+    blocks = (node for node in tree.body if isinstance(node, ast.If) and _is_type_checking(node.test))
+    imports = (node for block in blocks for statement in block.body for node in ast.walk(statement))
+    return Counter(imported_names(imports))
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
