@@ -80,9 +80,16 @@ class DistributedOptimizer:
 def copy_loaded_main_params(source: Source) -> None:
     """Upstream looks for an fp32 copy of every parameter; only 16-bit ones have it, others have a CPU clone."""
     update = source.function("HybridDeviceOptimizer._update_fp32_params_by_new_state")
-    if source.all("self.param_to_inner_param[param]", within=update):
-        raise AlreadyThere
-    source.replace(source.one("self.param_to_fp32_param[param]", within=update), "self.param_to_inner_param[param]")
+    source.check_parts(
+        {
+            "self.param_to_inner_param[param]": source.has("self.param_to_inner_param[param]", within=update),
+            "param.data.copy_(fp32_param)": source.has("param.data.copy_(fp32_param)", within=update),
+        }
+    )
+    # Newer code asks with `get`, and leaves out the parameters that are fp32 themselves. They have a CPU clone as well.
+    asked = source.all("self.param_to_fp32_param.get(param)", within=update)
+    asked = asked or [source.one("self.param_to_fp32_param[param]", within=update)]
+    source.replace(asked[0], "self.param_to_inner_param[param]")
     copy = source.one("fp32_param.data.copy_(v['master_param'])", within=update)
     # Initialising the state takes a step with random gradients, which moved the model's own weights.
     source.insert_after(copy, "param.data.copy_(fp32_param)")
@@ -102,15 +109,19 @@ def keep_sub_optimizers_steps(source: Source) -> None:
 @fix.edit(HYBRID_OPTIMIZER)
 def allow_optimizer_classes(source: Source) -> None:
     """Since 0.14 the common state of a checkpoint is loaded with `weights_only`."""
-    if source.has_function("HybridDeviceOptimizer._allow_optimizer_classes_in_checkpoints"):
-        raise AlreadyThere
     init = source.function("HybridDeviceOptimizer.__init__")
-    source.insert_before(
-        source.one("self._init_sub_optimizers()", within=init), "self._allow_optimizer_classes_in_checkpoints()"
+    call = "self._allow_optimizer_classes_in_checkpoints()"
+    methods = (
+        HybridDeviceOptimizer._allow_optimizer_classes_in_checkpoints,
+        HybridDeviceOptimizer._step_of_param_groups,
     )
+    source.check_parts(
+        {**source.functions_there("HybridDeviceOptimizer.", *methods), f"{call} in __init__": source.has(call, init)}
+    )
+    source.insert_before(source.one("self._init_sub_optimizers()", within=init), call)
     zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
-    source.insert_method_before(zero_grad, HybridDeviceOptimizer._allow_optimizer_classes_in_checkpoints)
-    source.insert_method_before(zero_grad, HybridDeviceOptimizer._step_of_param_groups)
+    for method in methods:
+        source.insert_method_before(zero_grad, method)
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
@@ -132,16 +143,17 @@ def sync_after_every_load(source: Source) -> None:
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def load_into_state(source: Source) -> None:
     """Every load ends here; upstream looks for the state's own keys in the checkpoint."""
-    if source.has_function("DistributedOptimizer._state_of_hybrid_optimizer"):
-        raise AlreadyThere
     load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
+    method = DistributedOptimizer._state_of_hybrid_optimizer
+    called = source.has("self._state_of_hybrid_optimizer(tensors)", within=load)
+    source.check_parts({**source.functions_there("DistributedOptimizer.", method), "it is called": called})
     look_up = source.one("group_index, group_order = self.model_param_group_index_map[model_param]", within=load)
     source.insert_before(
         look_up,
         """if isinstance(self.optimizer, HybridDeviceOptimizer):
     tensors = self._state_of_hybrid_optimizer(tensors)""",
     )
-    source.insert_method_before(load, DistributedOptimizer._state_of_hybrid_optimizer)
+    source.insert_method_before(load, method)
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
@@ -149,9 +161,8 @@ def save_and_load_step(source: Source) -> None:
     """FusedAdam's step was not saved with nothing offloaded; a checkpoint of step 0 was loaded as one of step 1."""
     save, load = (source.function(f"DistributedOptimizer.{name}") for name in ("state_dict", "load_state_dict"))
     step = "self.optimizer._step_of_param_groups()"
-    if source.all(step, within=save):
-        raise AlreadyThere
+    steps = 'list(set([g["step"] for g in state_dict["optimizer"]["param_groups"] if "step" in g]))'
+    source.check_parts({step: source.has(step, save), f"{steps} or [0]": source.has(f"{steps} or [0]", load)})
     of_hybrid = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=save)
     source.replace(source.one("step = None", within=of_hybrid).value, step)
-    steps = 'list(set([g["step"] for g in state_dict["optimizer"]["param_groups"] if "step" in g]))'
     source.insert_at(source.one(steps, within=load), " or [0]", end=True)

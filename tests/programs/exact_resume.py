@@ -8,8 +8,8 @@ sharded state dict is made, the model's weights are loaded, then the optimizer's
     exact_resume.py OUT --formats torch,dp_reshardable,… [--inner fused|torch] [--optimizers NAME,…]
         [--resume-ranks 2,4]
 
-An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload fraction F, then `-precision-aware` and
-`-overlap` where they apply.
+An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload fraction F, then `-precision-aware`,
+`-overlap` and `-fp32` (for a model of which one parameter is in fp32) where they apply.
 """
 
 import argparse
@@ -41,6 +41,7 @@ class Optimizer:
             offload_fraction=float(words[1]) if words[0] == "hybrid" else None,
             precision_aware="precision" in words,
             overlap="overlap" in words,
+            native_fp32="fp32" in words,
         )
 
 
