@@ -73,7 +73,7 @@ DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psuti
 # Of `ckpt-patches audit` and `repair`; matplotlib for pictures only.
 AUDIT = ["numpy", "matplotlib", "isal"]
 # NumPy 1 for the unpatched megatron-core below 0.16 (np.product), setuptools below 81 for the pkg_resources
-# of megatron-core 0.7 and 0.8.
+# of megatron-core 0.7 and 0.8. typeguard, beartype and wrapt bring import hooks of their own.
 TEST = [
     "torch==2.13.0",
     "numpy<2",
@@ -82,6 +82,9 @@ TEST = [
     "pytest>=8",
     "pytest-xdist>=3",
     "hypothesis>=6",
+    "typeguard>=4",
+    "beartype",
+    "wrapt",
     "ruff==0.17.5",
     "mypy==2.4.1",
 ]

@@ -1,9 +1,11 @@
 """What the .pth file runs at every start of the interpreter: read the switches, put the finder in front.
 
-Held under a millisecond: only `os` and `sys`, which are there already. Everything else is imported when the first
-target module is met. It never imports `megatron`: a script beside a regular package of that name has to get its own.
+Held under a millisecond: only `os` and `sys`, which are there already, and `atexit`, which is part of the interpreter.
+Everything else is imported when the first target module is met. It never imports `megatron`: a script beside a regular
+package of that name has to get its own.
 """
 
+import atexit
 import os
 import sys
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 MODES = ("off", "warn", "strict")
 # What every target module's name begins with. The registry itself is read when the first such name is met.
 PREFIXES = ("megatron.", "deepspeed.")
+# Without one of these in sys.modules no target has been loaded.
+PACKAGES = ("megatron.core", "deepspeed")
 # Set by the launchers in use: torchrun, Slurm, Open MPI.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -54,6 +58,13 @@ def is_rank_zero(environ: "os._Environ[str] | dict[str, str]") -> bool:
     return True
 
 
+class StrictModeError(RuntimeError):
+    """With `CKPT_PATCHES=strict`, a program in which a fix that is needed does not run is stopped.
+
+    Not an ImportError: `try: import megatron.core … except ImportError` is how others ask whether Megatron is there.
+    """
+
+
 class PatchFinder:
     """A meta path finder that answers for the target modules only, with the ordinary finders' spec and our loader."""
 
@@ -63,15 +74,29 @@ class PatchFinder:
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if not fullname.startswith(PREFIXES):
-            return None
-        from ckpt_patches.registry import TARGETS
+        """Called with the lock of the import system held, for every import of the process."""
+        if fullname.startswith(PREFIXES):
+            from ckpt_patches.registry import TARGETS
 
-        if fullname not in TARGETS:
-            return None
-        from ckpt_patches.loader import find_patched_spec
+            if fullname in TARGETS:
+                from ckpt_patches.hook.finder import patched_spec
 
-        return find_patched_spec(self, fullname, path, target)
+                return patched_spec(self, fullname, path, target)
+        if sys.meta_path[:1] == [self] or not _any_loaded() or _is_needed_here(fullname):
+            return None
+        from ckpt_patches.hook.finder import checked_spec
+
+        return checked_spec(self, fullname, path, target)
+
+
+def _is_needed_here(fullname: str) -> bool:
+    """Whether a look at what runs may need that module, which is about to be imported."""
+    top = fullname.partition(".")[0]
+    return top == "ckpt_patches" or top in sys.stdlib_module_names
+
+
+def _any_loaded() -> bool:
+    return any(package in sys.modules for package in PACKAGES)
 
 
 def installed_finder() -> "PatchFinder | None":
@@ -89,6 +114,7 @@ class Handle:
         self.finder = finder
 
     def uninstall(self) -> None:
+        atexit.unregister(_examine_at_exit)
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
 
@@ -97,7 +123,11 @@ def install() -> "Handle | None":
     """Put the finder in front of the meta path, once; None where `CKPT_PATCHES=off`.
 
     For environments that read no .pth file (`pip install --target`, `python -S`): call it before the first import
-    of megatron or deepspeed. A target that is imported already cannot be patched any more; that is said on stderr.
+    of megatron or deepspeed. A fix to a target that is imported already is not active in any of its modules; that is
+    said.
+
+    Raises:
+        StrictModeError: there is such a fix, in strict mode. The finder is in place.
     """
     switches = Switches(os.environ)
     if switches.errors and is_rank_zero(os.environ):
@@ -107,29 +137,41 @@ def install() -> "Handle | None":
         return None
     finder = installed_finder()
     if finder is None:
-        _warn_about_imported_targets()
         finder = PatchFinder(switches)
         sys.meta_path.insert(0, finder)
+        atexit.register(_examine_at_exit, finder)
+        verify()
     return Handle(finder)
 
 
-def _warn_about_imported_targets() -> None:
-    if "megatron.core" not in sys.modules and "deepspeed" not in sys.modules:
-        return
-    from ckpt_patches.registry import TARGETS
+def verify() -> None:
+    """Look at what is loaded, and say which fixes do not run though they are needed.
 
-    late = [module for module in TARGETS if module in sys.modules]
-    if late:
-        print(
-            f"ckpt-patches: WARNING: {', '.join(late)} was imported before the hook was installed and stays "
-            "unpatched; install the hook first",
-            file=sys.stderr,
-        )
+    For a program that wants to know before it trains: call it after the imports. Without it, the same is looked at
+    when a target is imported, when any module is imported while another hook stands in front of ours, and at exit.
+
+    Raises:
+        StrictModeError: there is one, in strict mode.
+    """
+    finder = installed_finder()
+    if finder is not None and _any_loaded():
+        from ckpt_patches.hook.running import examine
+
+        examine(finder.switches)
+
+
+def _examine_at_exit(finder: PatchFinder) -> None:
+    if _any_loaded():
+        from ckpt_patches.hook.running import examine_at_exit
+
+        examine_at_exit(finder.switches)
 
 
 def run() -> None:
     """Install the hook from the .pth file. Never raises: whatever goes wrong, Python starts."""
     try:
         install()
+    except StrictModeError as error:
+        print(f"ckpt-patches: {error}", file=sys.stderr)
     except Exception as error:
         print(f"ckpt-patches: the import hook is not active: {type(error).__name__}: {error}", file=sys.stderr)

@@ -47,7 +47,8 @@ def _deepspeed_version(root: Path) -> str:
 def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
     """What an import would find first; asks the finders, imports nothing (not even a parent package)."""
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
+        find_spec = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find_spec(name, path) if find_spec else None
         if spec is not None:
             return spec
     return None

@@ -1,6 +1,6 @@
-"""A tree with a small module of a target's name: for tests of the engine, where a real package would say no more.
+"""A tree with small modules of targets' names: for tests of the engine, where a real package would say no more.
 
-The module calls `np.product`, which the fix numpy2_product turns into `np.prod`.
+They call `np.product`, which the fix numpy2_product turns into `np.prod`.
 """
 
 import os
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MODULE = "megatron.core.dist_checkpointing.exchange_utils"
+SECOND = "megatron.core.dist_checkpointing.mapping"
 UPSTREAM = """import numpy as np
 
 
@@ -34,6 +35,14 @@ def make(root: Path, text: str | bytes = UPSTREAM) -> Path:
     return path
 
 
+def make_two(root: Path) -> tuple[Path, Path]:
+    """Write the tree with two modules that one fix edits; their paths."""
+    first = make(root)
+    second = root.joinpath(*SECOND.split(".")).with_suffix(".py")
+    second.write_text(UPSTREAM)
+    return first, second
+
+
 def python(
     *arguments: str, tree: Path, env: Mapping[str, str] | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
@@ -51,3 +60,4 @@ def python(
 
 # Prints whether the function that runs is the edited one.
 IS_PATCHED = f"import {MODULE} as m; print('prod' in m.size.__code__.co_names)"
+IS_PATCHED_SECOND = IS_PATCHED.replace(MODULE, SECOND)

@@ -1,0 +1,103 @@
+"""What the import hook says in a job's log: one line on what is active, a warning for each fix that is not."""
+
+import logging
+import os
+import sys
+
+from ckpt_patches import __version__
+from ckpt_patches.plan import FixResult, Outcome, TreePlan, fixes_for
+from ckpt_patches.registry import FIXES, TARGETS
+from ckpt_patches.startup import RANK_VARIABLES, StrictModeError, Switches, is_rank_zero
+from ckpt_patches.upstream import DISTRIBUTIONS, version_in
+
+logger = logging.getLogger("ckpt_patches")
+# Processes that rank 0 starts (data loader workers, converters) inherit it, and do not repeat the line.
+ANNOUNCED = "CKPT_PATCHES_ANNOUNCED"
+# What this process has warned of.
+_warned: set[str] = set()
+
+
+def tell(plan: TreePlan, switches: Switches) -> None:
+    """Say on rank 0 what is active in a tree, once a process group, and warn of what is not.
+
+    Raises:
+        StrictModeError: something is not, in strict mode; on every rank.
+    """
+    _announce(plan)
+    messages = [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
+    for message in messages:
+        _warn(message)
+    if messages and switches.mode == "strict":
+        raise StrictModeError(messages[0])
+
+
+def tell_unpatched(module: str, path: str, error: Exception, switches: Switches) -> None:
+    """Warn that a module is loaded without its fixes, whichever they are; in strict mode raise StrictModeError."""
+    fixes = [name for name in fixes_for(TARGETS[module], switches.skip) if module in FIXES[name]]
+    if not fixes:
+        return
+    message = (
+        f"{', '.join(fixes)} NOT active: {module} ({path}): {error}. The bug may be there: install "
+        f"{module.split('.')[0]} with its source files, or set CKPT_PATCHES_SKIP={','.join(fixes)} to go on without"
+    )
+    _warn(message)
+    if switches.mode == "strict":
+        raise StrictModeError(message) from error
+
+
+def mismatch(plan: TreePlan, result: FixResult) -> str:
+    """The message for a fix that does not run."""
+    return (
+        f"the fix {result.name} is NOT active on {_upstream(plan)}: {result.reason}. The bug may be there: see "
+        f"docs/{result.name}.md; report a release that it does not match, or set CKPT_PATCHES_SKIP={result.name} to "
+        "go on without it"
+    )
+
+
+def _announce(plan: TreePlan) -> None:
+    """Log what is active, and mark it as logged for the processes that this one starts.
+
+    The mark holds the rank's variables as well: what a launcher has logged, its rank 0 logs again.
+    """
+    if not is_rank_zero(os.environ) or not _enabled(logging.INFO):
+        return
+    upstream = _upstream(plan)
+    ranks = ",".join(f"{name}={os.environ[name]}" for name in RANK_VARIABLES if name in os.environ)
+    mark = f"{upstream} {ranks}".replace(";", ",").strip()
+    announced = os.environ.get(ANNOUNCED, "").split(";")
+    if mark in announced:
+        return
+    os.environ[ANNOUNCED] = ";".join([*filter(None, announced), mark])
+    none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
+    active = ", ".join(plan.named(Outcome.APPLIES)) or none
+    _say(logging.INFO, f"training-checkpoint-patches {__version__} on {upstream}: {active}")
+
+
+def _warn(message: str) -> None:
+    """One warning, on rank 0 alone, once a process."""
+    if is_rank_zero(os.environ) and message not in _warned:
+        _warned.add(message)
+        _say(logging.WARNING, message)
+
+
+def _upstream(plan: TreePlan) -> str:
+    return f"{DISTRIBUTIONS[plan.package]} {version_in(plan.root, plan.package)} ({plan.root})"
+
+
+def _enabled(level: int) -> bool:
+    return not logger.hasHandlers() or logger.isEnabledFor(level)
+
+
+def _say(level: int, message: str) -> None:
+    """Log it; where nobody has set up logging yet, which is so while modules are imported, on stderr."""
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(name)s] %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        logger.log(level, message)
+    except Exception as error:  # of a handler of the program's: an import must not fail for it
+        if sys.stderr is not None:
+            print(f"ckpt-patches: {message} ({type(error).__name__} in a logging handler: {error})", file=sys.stderr)

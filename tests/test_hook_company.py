@@ -1,0 +1,528 @@
+"""The import hook beside other hooks, late, in threads: never half a fix, never in the way, and what it says runs."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import upstream
+from small_tree import IS_PATCHED, IS_PATCHED_SECOND, MODULE, SECOND, make, make_two, python
+
+# Imported by the command line, so that it is the last thing that is looked for in sys.meta_path.
+LATER = "later"
+STRICT = {"CKPT_PATCHES": "strict"}
+
+
+def program(tree: Path, text: str, **env: str) -> tuple[int, str, str]:
+    """Run a program with the tree on its path: exit status, output, and what was said on stderr."""
+    (tree / f"{LATER}.py").write_text("")
+    done = python("-c", textwrap.dedent(text), tree=tree, env=env, check=False)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def warnings(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if "WARNING" in line]
+
+
+def about(stderr: str, *words: str) -> None:
+    """Check that the fix is said not to be active, in one line with these words."""
+    (line,) = warnings(stderr)
+    for word in ("numpy2_product is NOT active", *words):
+        assert word in line
+
+
+# Another hook's loader, and the ways in which hooks bring theirs in.
+OTHER = """
+import importlib.machinery as im, importlib.util, sys
+class Other(im.SourceFileLoader): pass
+def others(spec):
+    if spec is not None: spec.loader = Other(spec.name, spec.origin)
+    return spec
+"""
+
+
+def takes(name: str, at: str) -> str:
+    """A hook that answers for one module, without asking anybody else."""
+    return f"""{OTHER}
+class Takes:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return others(im.PathFinder.find_spec(name, path)) if name == {name!r} else None
+sys.meta_path.insert({at}, Takes)
+"""
+
+
+ASKS = """
+import sys
+class Asks:
+    def find_spec(self, name, path=None, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+"""
+
+
+# All or none
+
+
+def test_a_module_that_was_imported_before_takes_the_whole_fix_away(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    late = f"""
+    import os, sys, {MODULE}
+    os.environ["CKPT_PATCHES"] = sys.argv[1] if len(sys.argv) > 1 else "warn"
+    from ckpt_patches.startup import install
+    install()
+    """
+    text = textwrap.dedent(late) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}"
+    status, output, stderr = program(tmp_path, text, CKPT_PATCHES="off")
+    assert (status, output) == (0, "False\nFalse")
+    about(stderr, MODULE.rpartition(".")[2], "imported before the hook was installed")
+    strict = textwrap.dedent(late).replace('"warn"', '"strict"')
+    status, _, stderr = program(tmp_path, strict, CKPT_PATCHES="off")
+    assert status == 1
+    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+
+
+LATE_DEEPSPEED = """
+import os, sys
+import deepspeed
+import deepspeed.checkpoint
+os.environ["CKPT_PATCHES"] = sys.argv[1]
+from ckpt_patches.startup import install
+try:
+    install()
+except RuntimeError as error:
+    print(type(error).__name__)
+import deepspeed.checkpoint.ds_to_universal as converter
+print("load_checkpoint_file" in vars(converter), "max(" in open(converter.__file__).read())
+"""
+
+
+def test_a_late_install_breaks_no_program_that_ran_without_us(tmp_path: Path) -> None:
+    """The converter would import a function from a module that was loaded without it."""
+    (tmp_path / "late.py").write_text(LATE_DEEPSPEED)
+    tree = upstream.tree("deepspeed", "0.12.6")
+    done = upstream.run(tmp_path / "late.py", "warn", tree=tree)
+    assert done.stdout.splitlines()[-1].split()[0] == "False"
+    said = [line for line in warnings(done.stderr) if "torch_load_weights_only is NOT active" in line]
+    assert len(said) == 1
+    assert "imported before the hook was installed" in said[0]
+    strict = upstream.run(tmp_path / "late.py", "strict", tree=tree, check=False)
+    assert "StrictModeError" in strict.stdout
+    assert "ImportError" not in strict.stderr
+
+
+@pytest.mark.parametrize("at", ["0", "1", "len(sys.meta_path)"])
+@pytest.mark.parametrize("first", [MODULE, SECOND])
+def test_a_module_that_another_hook_loads_takes_the_whole_fix_away(tmp_path: Path, at: str, first: str) -> None:
+    """Wherever that hook stands, and whichever module is met first. Behind the ordinary finder it is never asked."""
+    make_two(tmp_path)
+    order = [IS_PATCHED, IS_PATCHED_SECOND] if first == MODULE else [IS_PATCHED_SECOND, IS_PATCHED]
+    text = takes(SECOND, at) + "\n".join([*order, f"import {LATER}"])
+    status, output, stderr = program(tmp_path, text)
+    assert status == 0
+    if at.startswith("len"):
+        assert (output, warnings(stderr)) == ("True\nTrue", [])
+        return
+    assert output == "False\nFalse"
+    about(stderr, "mapping.py", "Other")
+    status, _, stderr = program(tmp_path, text, **STRICT)
+    assert status == 1
+    assert "StrictModeError" in stderr
+
+
+def test_a_module_without_source_takes_the_whole_fix_away(tmp_path: Path) -> None:
+    import py_compile
+
+    _, second = make_two(tmp_path)
+    py_compile.compile(str(second), cfile=str(second) + "c", doraise=True)
+    second.unlink()
+    status, output, stderr = program(tmp_path, f"{IS_PATCHED}\n{IS_PATCHED_SECOND}")
+    assert (status, output) == (0, "False\nFalse")
+    about(stderr, "no source, only bytecode")
+
+
+def test_a_part_that_is_loaded_already_is_named_when_another_hook_takes_the_rest(tmp_path: Path) -> None:
+    """Between two imports nothing can be taken back any more."""
+    make_two(tmp_path)
+    text = IS_PATCHED + takes(SECOND, "0") + f"{IS_PATCHED_SECOND}\nimport {LATER}"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "True\nFalse")
+    about(stderr, "mapping.py", f"Its part in {MODULE} is loaded already")
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output.splitlines()[0]) == (1, "True")
+    assert "StrictModeError" in stderr
+
+
+def test_a_module_of_another_tree_takes_the_whole_fix_away(tmp_path: Path) -> None:
+    """A namespace package may have portions in several folders."""
+    make_two(tmp_path / "one")
+    _, other = make_two(tmp_path / "two")
+    text = f"""
+    import importlib.util, sys
+    class Portions:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == {SECOND!r}:
+                return importlib.util.spec_from_file_location(name, {str(other)!r})
+    sys.meta_path.insert(1, Portions)
+    """
+    status, output, stderr = program(tmp_path / "one", textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}")
+    assert status == 0
+    assert output.splitlines()[0] == "False"
+    assert f"would be loaded from {other}, of another tree" in stderr
+
+
+# The real hooks of others
+
+
+def test_typeguard_in_front_is_said_and_refused_in_strict_mode(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"from typeguard import install_import_hook\ninstall_import_hook('megatron.core')\n{IS_PATCHED}"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "False")
+    about(stderr, "TypeguardLoader")
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (1, "")
+    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+
+
+def test_beartype_behind_is_said_and_refused_in_strict_mode(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"from beartype.claw import beartype_package\nbeartype_package('megatron.core')\n{IS_PATCHED}"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "False")
+    about(stderr, "BeartypeSourceFileLoader")
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (1, "")
+    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+
+
+def test_wrapt_which_asks_the_others_hands_the_module_to_our_loader(tmp_path: Path) -> None:
+    """Tracing tools watch for imports with it: its loader is a proxy of ours."""
+    make(tmp_path)
+    text = f"import wrapt\nwrapt.when_imported({MODULE!r})(lambda m: print('seen', m.__name__))\n{IS_PATCHED}"
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (0, f"seen {MODULE}\nTrue"), stderr
+
+
+# Asking, and being asked
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_hook_that_asks_the_others_comes_to_an_end(tmp_path: Path, at: int) -> None:
+    make(tmp_path)
+    status, output, stderr = program(tmp_path, f"{ASKS}\nsys.meta_path.insert({at}, Asks())\n{IS_PATCHED}", **STRICT)
+    assert (status, output) == (0, "True"), stderr
+
+
+def test_two_hooks_that_ask_the_others_come_to_an_end(tmp_path: Path) -> None:
+    """Each of them asks the other: they need a way out themselves, which real ones have."""
+    make(tmp_path)
+    asks = ASKS.replace(
+        "        for finder", "        if self.asking: return None\n        self.asking = True\n        for finder"
+    )
+    asks = asks.replace("class Asks:", "class Asks:\n    asking = False")
+    text = f"{asks}\nsys.meta_path.insert(0, Asks())\nsys.meta_path.insert(2, Asks())\n{IS_PATCHED}"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "True"), stderr
+
+
+def test_what_another_finder_raises_is_raised(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import sys
+    class Raises:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == {MODULE!r}: raise OSError("its own")
+    sys.meta_path.insert(1, Raises)
+    try:
+        import {MODULE}
+    except OSError as error:
+        print(error)
+    """
+    for env in ({}, STRICT):
+        status, output, stderr = program(tmp_path, text, **env)
+        assert (status, output, stderr) == (0, "its own", "")
+
+
+def test_finders_in_front_are_not_asked_again(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import sys
+    asked = []
+    class Counts:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            asked.append(name)
+    sys.meta_path.insert(0, Counts)
+    import {MODULE}
+    """
+    # One question of the import itself, one of ours: who would load the modules that the plan edits.
+    status, output, stderr = program(tmp_path, textwrap.dedent(text) + f"print(asked.count({MODULE!r}))", RANK="1")
+    assert (status, output, stderr) == (0, "2", "")
+
+
+def test_a_hook_that_compiles_what_our_loader_has_gets_upstreams_code(tmp_path: Path) -> None:
+    """Half of a fix would be in it, and nobody could say which."""
+    make(tmp_path)
+    text = f"""{OTHER}
+class Compiles:
+    def __init__(self, inner): self.inner = inner
+    def create_module(self, spec): return self.inner.create_module(spec)
+    def exec_module(self, module): exec(self.inner.get_code(module.__name__), module.__dict__)
+class Wraps:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {MODULE!r}:
+            spec = next(f for f in sys.meta_path if type(f).__name__ == "PatchFinder").find_spec(name, path)
+            spec.loader = Compiles(spec.loader)
+            return spec
+sys.meta_path.insert(0, Wraps)
+{IS_PATCHED}
+"""
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "False")
+    about(stderr, "Compiles")
+
+
+# What is said is what runs
+
+
+def test_strict_mode_is_not_swallowed_by_the_idiom_for_a_missing_package(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = takes(MODULE, "1") + f"try:\n    import {MODULE}\nexcept ImportError:\n    print('swallowed')"
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (1, "")
+    assert "ckpt_patches.startup.StrictModeError" in stderr
+
+
+def test_to_ask_for_a_module_raises_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = takes(MODULE, "1") + f"import importlib.util; print(importlib.util.find_spec({MODULE!r}) is not None)"
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output, stderr) == (0, "True", "")
+
+
+def test_a_wiped_meta_path_is_said_at_exit(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = """
+    import sys, importlib.machinery as im
+    sys.meta_path[:] = [im.BuiltinImporter, im.FrozenImporter, im.PathFinder]
+    """
+    text = textwrap.dedent(text) + f"{IS_PATCHED}; print('end')"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "False\nend")
+    about(stderr, "by a finder in front of it")
+    assert program(tmp_path, text, RANK="1")[2] == ""
+    assert program(tmp_path, text, CKPT_PATCHES_SKIP="numpy2_product")[2].count("NOT active") == 0
+    assert "ckpt-patches: the fix numpy2_product is NOT active" in program(tmp_path, text, **STRICT)[2]
+
+
+def test_a_program_can_ask_before_it_trains(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    text = f"""
+    import importlib.util, sys, megatron.core
+    spec = importlib.util.spec_from_file_location({MODULE!r}, {str(path)!r})
+    sys.modules[{MODULE!r}] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    from ckpt_patches.startup import verify
+    verify()
+    print('trains')
+    """
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "trains")
+    about(stderr, "imported before")
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (1, "")
+    assert "StrictModeError" in stderr
+    assert program(tmp_path, f"import {MODULE}\nfrom ckpt_patches.startup import verify\nverify()", **STRICT)[0] == 0
+
+
+def test_what_no_fix_needs_is_no_reason_to_say_anything(tmp_path: Path) -> None:
+    make(tmp_path, "import numpy as np\n\n\ndef size(shape):\n    return np.prod(shape)\n")
+    for at in ("0", "1"):
+        status, output, stderr = program(tmp_path, takes(MODULE, at) + f"import {MODULE}, {LATER}", **STRICT)
+        assert (status, output, warnings(stderr)) == (0, "", [])
+
+
+@pytest.mark.parametrize("rank", ["1", "7"])
+def test_only_rank_zero_says_it_and_every_rank_refuses(tmp_path: Path, rank: str) -> None:
+    make(tmp_path)
+    text = takes(MODULE, "0") + f"import {MODULE}, {LATER}; print('end')"
+    assert program(tmp_path, text, RANK=rank) == (0, "end", "")
+    status, output, stderr = program(tmp_path, text, RANK=rank, **STRICT)
+    assert (status, output) == (1, "")
+    assert "StrictModeError" in stderr
+
+
+def test_a_reload_plans_anew_also_for_a_module_that_had_no_edit(tmp_path: Path) -> None:
+    path = make(tmp_path, "import numpy as np\n\n\ndef size(shape):\n    return np.prod(shape)\n")
+    text = f"""
+    import importlib, pathlib, {MODULE} as m
+    print(type(m.__loader__).__name__)
+    path = pathlib.Path({str(path)!r})
+    path.write_text("import numpy as np\\n\\n\\ndef size(shape):\\n    return [np.product(shape)]\\n")
+    importlib.reload(m)
+    print(type(m.__loader__).__name__, 'prod' in m.size.__code__.co_names)
+    path.write_text("def size(shape):\\n    return 1\\n")
+    importlib.reload(m)
+    print(type(m.__loader__).__name__, m.size(2))
+    """
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output.splitlines()) == (0, ["SourceFileLoader", "PatchedLoader True", "SourceFileLoader 1"]), (
+        stderr
+    )
+
+
+# Threads, forks, locks
+
+
+def test_to_find_a_module_is_all_that_happens_under_the_import_systems_lock(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import sys
+    before = set(sys.modules)
+    finder = sys.meta_path[0]
+    opened = []
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
+    import megatron.core.dist_checkpointing as package
+    del opened[:]
+    spec = finder.find_spec({MODULE!r}, package.__path__)
+    ours = [path for path in opened if "ckpt_patches" not in str(path) and "/lib/python" not in str(path)]
+    print(type(spec.loader).__name__, ours)
+    print([m for m in ("ast", "logging", "ckpt_patches.plan", "ckpt_patches.source") if m in set(sys.modules) - before])
+    """
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output.splitlines(), stderr) == (0, ["PatchedLoader []", "[]"], "")
+
+
+FORK = f"""
+import logging, os, sys, threading, time
+import ckpt_patches.plan
+ready, real = threading.Event(), ckpt_patches.plan.plan_tree
+def slow(*arguments, **keywords):
+    ready.set()
+    time.sleep(0.5)
+    return real(*arguments, **keywords)
+ckpt_patches.plan.plan_tree = slow
+def fork():
+    ready.wait()
+    child = os.fork()
+    if child == 0: os._exit(0)
+    print("forked", os.waitpid(child, 0)[1], flush=True)
+thread = threading.Thread(target=fork)
+thread.start()
+{IS_PATCHED}
+thread.join()
+"""
+
+
+def test_a_fork_in_another_thread_while_a_tree_is_planned_does_not_wait_for_it(tmp_path: Path) -> None:
+    """It takes logging's lock and then that of the import system; a deadlock is a test that takes a minute."""
+    make(tmp_path)
+    status, output, stderr = program(tmp_path, FORK)
+    assert (status, output.splitlines()) == (0, ["forked 0", "True"]), stderr
+
+
+def test_an_import_in_another_thread_does_not_wait_for_a_plan(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = FORK.replace("    child = os.fork()\n    if child == 0: os._exit(0)\n", f"    import {LATER}\n")
+    text = text.replace('print("forked", os.waitpid(child, 0)[1], flush=True)', 'print("imported", flush=True)')
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output.splitlines()) == (0, ["imported", "True"]), stderr
+
+
+def test_a_logging_handler_may_import_a_target(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = f"""
+    import logging
+    class Imports(logging.Handler):
+        def emit(self, record):
+            import {SECOND}, {MODULE}
+            print(record.levelname)
+    logging.basicConfig(level="INFO", handlers=[Imports()])
+    """
+    status, output, stderr = program(tmp_path, textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}")
+    assert (status, output.splitlines()) == (0, ["INFO", "True", "True"]), stderr
+
+
+def test_a_logging_handler_that_fails_stops_no_import_and_hides_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = """
+    import logging
+    class Fails(logging.Handler):
+        def emit(self, record): raise KeyError("its own")
+    logging.basicConfig(level="INFO", handlers=[Fails()])
+    """
+    status, output, stderr = program(tmp_path, textwrap.dedent(text) + IS_PATCHED)
+    assert (status, output) == (0, "True")
+    assert "training-checkpoint-patches" in stderr
+    assert "KeyError in a logging handler" in stderr
+
+
+def test_threads_that_meet_the_first_targets_at_once_are_all_served(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = f"""
+    import importlib, threading
+    gate = threading.Barrier(2)
+    def load(name):
+        gate.wait()
+        importlib.import_module(name)
+    threads = [threading.Thread(target=load, args=(name,)) for name in ({MODULE!r}, {SECOND!r})]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    """
+    status, output, stderr = program(tmp_path, textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}", **STRICT)
+    assert (status, output) == (0, "True\nTrue")
+    assert len(stderr.splitlines()) == 1
+
+
+# What is left behind in a process
+
+
+LEFT = f"""
+import gc, os, sys
+before = dict(os.environ), gc.isenabled(), sys.excepthook
+import {MODULE}
+print(sorted(os.environ.keys() - before[0].keys()), gc.isenabled() == before[1], sys.excepthook is before[2])
+"""
+
+
+def test_what_is_left_behind_in_a_process(tmp_path: Path) -> None:
+    """docs/hook.md lists it."""
+    import sys
+
+    make(tmp_path)
+    kept = str(sys.version_info >= (3, 13))
+    assert program(tmp_path, LEFT)[1] == f"['CKPT_PATCHES_ANNOUNCED'] True {kept}"
+    assert program(tmp_path, LEFT, RANK="3")[1] == f"[] True {kept}"
+    assert program(tmp_path, "import gc; gc.disable()\n" + LEFT, RANK="3")[1] == f"[] True {kept}"
+    assert program(tmp_path, LEFT, CKPT_PATCHES_SKIP="numpy2_product", RANK="3")[1] == "[] True True"
+
+
+def test_rank_zero_says_its_line_though_its_launcher_has_imported_a_target(tmp_path: Path) -> None:
+    """What rank 0 itself starts does not say it again."""
+    make(tmp_path)
+    (tmp_path / "launch.py").write_text(
+        f"import os, subprocess, sys, {MODULE}\n"
+        "if (depth := int(sys.argv[1])) < 3:\n"
+        "    env = {**os.environ, 'RANK': '0'}\n"
+        "    subprocess.run([sys.executable, __file__, str(depth + 1)], env=env, check=True)\n"
+    )
+    done = python(str(tmp_path / "launch.py"), "1", tree=tmp_path)
+    assert len([line for line in done.stderr.splitlines() if "INFO" in line]) == 2
+
+
+def test_a_line_that_nobody_saw_is_said_by_the_next_process(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "quiet.py").write_text(
+        "import logging, os, subprocess, sys\n"
+        "if len(sys.argv) == 1: logging.basicConfig()\n"
+        f"import {MODULE}\n"
+        "if len(sys.argv) == 1: subprocess.run([sys.executable, __file__, 'again'], check=True)\n"
+    )
+    assert "INFO" in python(str(tmp_path / "quiet.py"), tree=tmp_path).stderr
