@@ -41,4 +41,4 @@ $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	touch $@
 
 clean:
-	rm -rf $(VENV) .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .editable .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

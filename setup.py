@@ -5,7 +5,9 @@ Metadata stands here and not in pyproject.toml because setuptools 65 and current
 
 import base64
 import hashlib
+import os
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -13,50 +15,78 @@ from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
-# Python runs a line of a .pth file at start-up only if it lies in site-packages itself. It sorts behind the
-# __editable__*.pth of an editable install, which has put the packages on sys.path by then. It must never stop Python
+# Python runs a line of a .pth file at start-up only if it lies in site-packages itself. It must never stop Python
 # from starting, and acts once although Python runs the .pth files of a virtual environment twice.
 PTH = "training_checkpoint_patches.pth"
-# What goes beside the packages; the text file says why it is there.
-FILES = (PTH, "megatron/patches.txt")
+# What is imported under this name: its folder here. A folder megatron/ in site-packages would be a package `megatron`
+# to all who ask whether Megatron is installed, so the fixes in ours are installed under another name.
+PACKAGES = {
+    "ckpt_patches": "ckpt_patches",
+    "deepspeed_patches": "deepspeed_patches",
+    "megatron_patches": "megatron/patches",
+}
+# In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
+EDITABLE = ".editable"
 
 
 class BuildPy(build_py):
-    """Add the files that are not in a package to a wheel, and to a source distribution."""
+    """Add the start-up file to a wheel, and to a source distribution."""
 
     def run(self) -> None:
+        shutil.rmtree("build/lib", ignore_errors=True)  # what another version left there would be installed as well
         super().run()
         if not self.editable_mode:
-            for name in FILES:
-                self.copy_file(name, str(Path(self.build_lib, name)), preserve_mode=False)
+            self.copy_file(PTH, str(Path(self.build_lib, PTH)), preserve_mode=False)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), *(str(Path(self.build_lib, name)) for name in FILES)]
+        added = [] if self.editable_mode else [str(Path(self.build_lib, PTH))]
+        return [*super().get_outputs(include_bytecode), *added]
 
     def get_source_files(self) -> list[str]:
-        return [*super().get_source_files(), *FILES]
+        return [*super().get_source_files(), PTH]
 
 
 class EditableWheel(editable_wheel):
-    """Add the start-up file to the wheel of an editable install, which takes no files from the build."""
+    """Install one .pth file: the path of the folder with links to the packages, and behind it the start-up line.
+
+    For packages that lie elsewhere than their names say, setuptools brings an import hook of its own, which takes
+    milliseconds at every start.
+    """
 
     def run(self) -> None:
         super().run()
         (wheel,) = Path(self.dist_dir).glob("*editable*.whl")
-        _add_to_wheel(wheel, Path(PTH))
+        folder = Path.cwd() / EDITABLE
+        _link_packages(folder)
+        _replace_files(wheel, PTH, os.fsencode(folder) + b"\n" + Path(PTH).read_bytes())
 
 
-def _add_to_wheel(wheel: Path, file: Path) -> None:
-    """Add a file to the root of a finished wheel, and its row to RECORD (a zip's entry cannot be changed in place)."""
+def _link_packages(folder: Path) -> None:
+    """Lay links to the packages beside each other; a process that imports through them always finds them."""
+    folder.mkdir(exist_ok=True)
+    for name, source in PACKAGES.items():
+        temporary = folder / f".{name}.{os.getpid()}"
+        temporary.symlink_to(Path("..", source))
+        os.replace(temporary, folder / name)
+
+
+def _replace_files(wheel: Path, name: str, data: bytes) -> None:
+    """Put one file in place of all that a finished wheel installs, and into its RECORD; its metadata stays."""
     with zipfile.ZipFile(wheel) as archive:
-        entries = [(info, archive.read(info)) for info in archive.infolist()]
-    data = file.read_bytes()
+        metadata = {entry: archive.read(entry) for entry in archive.namelist() if ".dist-info/" in entry}
+    (record,) = (entry for entry in metadata if entry.endswith("/RECORD"))
+    rows = [row for row in metadata.pop(record).splitlines() if b".dist-info/" in row.split(b",")[0]]
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    row = f"{file.name},sha256={digest},{len(data)}\n".encode()
+    rows.insert(0, f"{name},sha256={digest},{len(data)}".encode())
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(file.name, data)
-        for info, content in entries:
-            archive.writestr(info, row + content if info.filename.endswith(".dist-info/RECORD") else content)
+        for entry, content in {name: data, **metadata, record: b"\n".join(rows) + b"\n"}.items():
+            archive.writestr(entry, content)
+
+
+def _packages(name: str) -> list[str]:
+    """A package and those in it; a folder needs no __init__.py."""
+    inner = find_namespace_packages(PACKAGES[name], exclude=["*__pycache__*"])
+    return [name, *(f"{name}.{below}" for below in inner)]
 
 
 def _version() -> str:
@@ -99,11 +129,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    package_dir={"": "."},  # setuptools answers an editable install with a plain path in a .pth, not an import hook
-    # No __init__.py in megatron/: upstream's `megatron` is a namespace package, ours is one more portion of it.
-    packages=find_namespace_packages(
-        include=["ckpt_patches*", "deepspeed_patches*", "megatron.patches*"], exclude=["*__pycache__*"]
-    ),
+    package_dir=PACKAGES,
+    packages=[package for name in PACKAGES for package in _packages(name)],
     entry_points={"console_scripts": ["ckpt-patches = ckpt_patches.cli:main"]},
     install_requires=[],  # never pulls another torch into a container whose torch was built by hand
     extras_require={

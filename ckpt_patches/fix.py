@@ -62,8 +62,9 @@ class Fix:
 
 def folder(package: str) -> str:
     """The folder with an upstream package's fixes."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    return os.path.join(os.path.dirname(here), *FOLDERS[package].split("/"))
+    beside = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    folders = [os.path.join(beside, name) for name in FOLDERS[package]]
+    return next(filter(os.path.isdir, folders), folders[0])
 
 
 def package_of(name: str) -> str:
@@ -72,10 +73,7 @@ def package_of(name: str) -> str:
 
 
 def load(name: str) -> Fix:
-    """Load a fix from its file, by path: `megatron` is never imported for it.
-
-    Beside a regular package `megatron` of the user's, `megatron.patches` could not be imported at all.
-    """
+    """Load a fix from its file, by path: the same in an install and in a checkout, and `megatron` is never imported."""
     path = os.path.join(folder(package_of(name)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{name}", path)
     if spec is None or spec.loader is None:

@@ -7,8 +7,8 @@ lives in the file of its name and repeats its modules; a test holds the two toge
 CORE = "megatron.core"
 DEEPSPEED = "deepspeed"
 
-# Folder of the fixes of an upstream package, beside this package.
-FOLDERS = {CORE: "megatron/patches", DEEPSPEED: "deepspeed_patches"}
+# Folder of the fixes of an upstream package, beside this package: as it is installed, or as it is in a checkout.
+FOLDERS = {CORE: ("megatron_patches", "megatron/patches"), DEEPSPEED: ("deepspeed_patches",)}
 
 # Fix: the modules it edits, all of one upstream package.
 FIXES = {

@@ -125,7 +125,7 @@ def test_the_edited_look_ups(version: str) -> None:
 
 def test_the_keys_are_upstreams_own_where_upstream_names_them() -> None:
     """Releases after those on the index have a property for them, because an optimizer may have one moment alone."""
-    methods = vars(importlib.import_module(f"megatron.patches.{FIX}"))["DistributedOptimizer"]
+    methods = vars(importlib.import_module(f"megatron_patches.{FIX}"))["DistributedOptimizer"]
     optimizer = methods.__new__(methods)
     optimizer.optimizer_state_keys = ("exp_avg",)
     assert optimizer._missing_state_keys({}) == ["exp_avg"]

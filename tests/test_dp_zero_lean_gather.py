@@ -197,7 +197,7 @@ def test_the_lines_that_it_brings(version: str) -> None:
     """Beside its methods."""
     _, made = edits.plan(tree("megatron-core", version), FIX)
     added = edits.added_lines(made)["distrib_optimizer"]
-    methods = vars(vars(importlib.import_module(f"megatron.patches.{FIX}"))["DistributedOptimizer"])
+    methods = vars(vars(importlib.import_module(f"megatron_patches.{FIX}"))["DistributedOptimizer"])
     texts = {name: function_text(method) for name, method in methods.items() if callable(method)}
     brought = [name for name, text in texts.items() if set(map(str.strip, text.splitlines())) <= set(added)]
     assert brought == [name for name in texts if name != "_broadcast_shards" or with_nccl(version)]

@@ -11,7 +11,7 @@ import edits
 from ckpt_patches import fix as fixes
 from ckpt_patches import plan
 from ckpt_patches.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, FOLDERS, TARGETS
+from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, TARGETS
 from ckpt_patches.source import function_text
 from ckpt_patches.startup import PREFIXES
 from ckpt_patches.upstream import DISTRIBUTIONS
@@ -32,7 +32,7 @@ def test_the_registry_and_the_fix_name_the_same_modules(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_has_its_file_page_tests_and_change_log_line(name: str) -> None:
     fix = fixes.load(name)
-    folder = REPOSITORY / FOLDERS[fix.package]
+    folder = Path(fixes.folder(fix.package))
     assert (folder / f"{name}.py").exists()
     assert (folder / "upstream_tests" / Path(fix.test).name).exists()
     assert (REPOSITORY / "docs" / f"{name}.md").exists()
@@ -52,7 +52,7 @@ def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
 
 
 def test_every_file_of_a_fix_is_in_the_registry() -> None:
-    files = {path.stem for folder in FOLDERS.values() for path in (REPOSITORY / folder).glob("*.py")}
+    files = {path.stem for package in (CORE, DEEPSPEED) for path in Path(fixes.folder(package)).glob("*.py")}
     assert files - {"__init__"} == set(FIXES)
 
 
@@ -92,7 +92,7 @@ def apply_twice(root: Path, package: str, copy: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
     """What gets inserted is found by its indentation; here by the parser."""
-    module = importlib.import_module(f"{FOLDERS[fixes.package_of(name)].replace('/', '.')}.{name}")
+    module = importlib.import_module(f"{Path(fixes.folder(fixes.package_of(name))).name}.{name}")
     text = Path(str(module.__file__)).read_text()
     lines = text.splitlines()
     module_node = ast.parse(text)

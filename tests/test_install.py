@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import upstream
+from ckpt_patches.registry import FIXES
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
@@ -19,10 +20,12 @@ import importlib, pkgutil, ckpt_patches, ckpt_patches.fix, ckpt_patches.registry
 for module in pkgutil.iter_modules(ckpt_patches.__path__):
     if module.name != "__main__":
         importlib.import_module(f"ckpt_patches.{module.name}")
-for name in ckpt_patches.registry.FIXES:
-    folder = ckpt_patches.registry.FOLDERS[ckpt_patches.fix.package_of(name)]
-    importlib.import_module(f"{folder.replace('/', '.')}.{name}")
+for name, modules in ckpt_patches.registry.FIXES.items():
+    top = modules[0].partition(".")[0]
+    importlib.import_module(f"{top}_patches.{name}")
 """
+# Others ask this to learn whether Megatron is installed.
+IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
 
 
 class Environment:
@@ -54,6 +57,12 @@ class Environment:
 
     def install(self, *args: str) -> None:
         self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *args)
+
+    def finds_megatron(self, path: str = "") -> bool:
+        """Whether `importlib.util.find_spec("megatron")` finds something."""
+        done = self.python("-c", IS_MEGATRON_THERE, PYTHONPATH=path)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout != "None\n"
 
     def files(self) -> list[str]:
         """Every file and folder of site-packages and bin."""
@@ -99,6 +108,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def as_folder(environment: Environment, source: Path) -> list[str]:
+    """With what the build of an earlier version has left there."""
+    left = source / "build" / "lib" / "megatron" / "patches" / "earlier.py"
+    left.parent.mkdir(parents=True)
+    left.write_text("")
     return [str(source)]
 
 
@@ -144,6 +157,7 @@ def test_install_activates_the_hook_and_uninstall_leaves_nothing(
     assert environment.hook().startswith("['PatchFinder',")
     done = environment.python("-c", IMPORT_US)
     assert done.returncode == 0, done.stderr
+    assert not environment.finds_megatron()
     for command in (
         [str(environment.folder / "bin" / "ckpt-patches")],
         [str(environment.executable), "-m", "ckpt_patches"],
@@ -155,44 +169,62 @@ def test_install_activates_the_hook_and_uninstall_leaves_nothing(
     assert "PatchFinder" not in environment.hook()
 
 
+def test_a_checkout_needs_no_install(environment: Environment, source: Path) -> None:
+    program = "from ckpt_patches import fix, registry; print(*(fix.load(name).name for name in registry.FIXES))"
+    assert environment.python("-c", program, cwd=source).stdout.split() == list(FIXES)
+    assert environment.python("-m", "ckpt_patches", "--help", cwd=source).returncode == 0
+
+
+def only_start_up_file(environment: Environment) -> list[str]:
+    """The lines of the start-up file, beside which there is no other, and no module of a package's installer."""
+    assert [path.name for path in environment.site_packages.iterdir() if path.suffix in (".pth", ".py")] == [
+        "training_checkpoint_patches.pth"
+    ]
+    return (environment.site_packages / "training_checkpoint_patches.pth").read_text().splitlines()
+
+
 def test_reinstall_replaces(environment: Environment, source: Path, wheel: Path) -> None:
     """From editable to wheel and again the wheel: one start-up file, and nothing of the editable install."""
     before = environment.files()
     environment.install("-e", str(source))
     environment.install("--force-reinstall", str(wheel))
     environment.install("--force-reinstall", str(wheel))
-    assert [path.name for path in environment.site_packages.glob("*.pth")] == ["training_checkpoint_patches.pth"]
+    assert len(only_start_up_file(environment)) == 1
     assert "PatchFinder" in environment.hook()
     environment.pip("uninstall", "--quiet", "--yes", "training-checkpoint-patches")
     assert environment.files() == before
 
 
-def test_uninstall_leaves_the_other_packages_of_megatron(environment: Environment, wheel: Path) -> None:
-    other = environment.site_packages / "megatron" / "core" / "__init__.py"
-    other.parent.mkdir(parents=True)
-    other.write_text("")
+@pytest.mark.parametrize("init", [(), ("megatron/__init__.py",)], ids=["namespace", "regular package"])
+def test_the_package_megatron_is_left_alone(init: tuple[str, ...], environment: Environment, wheel: Path) -> None:
+    """Megatron-core's portion of a namespace, or a regular package of the user's."""
+    files = ["megatron/core/__init__.py", *init]
+    for name in files:
+        other = environment.site_packages / name
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("")
     environment.install(str(wheel))
-    assert environment.python("-c", "import megatron.core, megatron.patches.numpy2_product").returncode == 0
-    shutil.rmtree(other.parent / "__pycache__")
+    program = "import megatron.core, megatron_patches.numpy2_product; print(list(megatron.__path__))"
+    done = environment.python("-B", "-c", program)
+    assert (done.stdout, done.stderr) == (f"{[str(environment.site_packages / 'megatron')]}\n", "")
     environment.pip("uninstall", "--quiet", "--yes", "training-checkpoint-patches")
-    assert [str(path.relative_to(environment.site_packages)) for path in environment.site_packages.rglob("*")] == [
-        "megatron",
-        "megatron/core",
-        "megatron/core/__init__.py",
-    ]
+    left = {str(path.relative_to(environment.site_packages)) for path in environment.site_packages.rglob("*")}
+    assert left == {"megatron", "megatron/core", *files}
 
 
-def test_record_names_every_file_and_megatron_stays_a_namespace(environment: Environment, wheel: Path) -> None:
+def test_record_names_every_file_and_none_of_another_package(environment: Environment, wheel: Path) -> None:
     environment.install("--no-compile", str(wheel))
     (record,) = environment.site_packages.glob("training_checkpoint_patches-*.dist-info/RECORD")
     recorded = {line.split(",")[0] for line in record.read_text().splitlines()}
     ours = {str(p.relative_to(environment.site_packages)) for p in environment.site_packages.rglob("*") if p.is_file()}
     assert recorded == ours | {"../../../bin/ckpt-patches"}
-    assert "megatron/__init__.py" not in recorded
-    assert not [name for name in recorded if name.startswith(("tests/", "megatron/core/"))]
-    for name in ("ckpt_patches", "deepspeed_patches", "megatron/patches"):
+    sources = {"ckpt_patches": "ckpt_patches", "deepspeed_patches": "deepspeed_patches"}
+    sources["megatron_patches"] = "megatron/patches"
+    assert {name.split("/")[0] for name in recorded if name.endswith(".py")} == sources.keys()
+    for name, source in sources.items():
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
-        assert shipped == {str(p.relative_to(upstream.REPOSITORY)) for p in (upstream.REPOSITORY / name).rglob("*.py")}
+        folder = upstream.REPOSITORY / source
+        assert shipped == {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
 
 
 def test_nothing_is_required(environment: Environment, wheel: Path) -> None:
@@ -204,12 +236,43 @@ def test_nothing_is_required(environment: Environment, wheel: Path) -> None:
     assert not [line for line in required if "extra ==" not in line]
 
 
-def test_start_up_file_sorts_behind_that_of_an_editable_install(environment: Environment, source: Path) -> None:
+def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environment: Environment, source: Path) -> None:
+    """No import hook of setuptools: that would cost more at every start than all that we do there."""
     environment.install("-e", str(source))
-    names = sorted(path.name for path in environment.site_packages.glob("*.pth"))
-    assert names[-1] == "training_checkpoint_patches.pth"
-    (editable,) = [name for name in names if name.startswith("__editable__")]
-    assert (environment.site_packages / editable).read_text().strip() == str(source)
+    environment.install("--config-settings", "editable_mode=strict", "-e", str(source))  # over what is there already
+    folder, start_up = only_start_up_file(environment)
+    assert folder == str(source / ".editable")
+    assert [start_up] == (upstream.REPOSITORY / "training_checkpoint_patches.pth").read_text().splitlines()
+    assert sorted(os.listdir(folder)) == ["ckpt_patches", "deepspeed_patches", "megatron_patches"]
+
+
+def test_editable_install_runs_the_files_of_the_checkout(environment: Environment, source: Path) -> None:
+    environment.install("-e", str(source))
+    fixes = source / "megatron" / "patches"
+    (fixes / "numpy2_product.py").write_text((fixes / "numpy2_product.py").read_text() + "\nfix = 'edited'\n")
+    (fixes / "new.py").write_text("text = 'new'\n")
+    program = "from megatron_patches import new, numpy2_product; print(numpy2_product.fix, new.text)"
+    assert environment.python("-c", program).stdout == "edited new\n"
+    status = environment.python("-c", "from ckpt_patches.fix import folder; print(folder('megatron.core'))").stdout
+    assert Path(status.strip()).samefile(fixes)
+
+
+# The oldest that pyproject.toml allows (none before 66.1 runs on Python 3.12), and the newest.
+OLDEST = "setuptools==65.0.0" if sys.version_info < (3, 12) else "setuptools==66.1.0"
+
+
+@pytest.mark.parametrize("setuptools", [OLDEST, "setuptools"], ids=["oldest", "newest"])
+def test_editable_install_by_other_releases_of_setuptools(
+    setuptools: str, environment: Environment, source: Path
+) -> None:
+    for path in environment.tools.iterdir():
+        if path.name != "pip":
+            path.unlink()
+    environment.pip("install", "--quiet", "--target", str(environment.tools), setuptools, "wheel")
+    environment.install("-e", str(source))
+    assert len(only_start_up_file(environment)) == 2
+    assert environment.hook().startswith("['PatchFinder',")
+    assert not environment.finds_megatron()
 
 
 def test_target_folder(environment: Environment, wheel: Path) -> None:
@@ -217,6 +280,7 @@ def test_target_folder(environment: Environment, wheel: Path) -> None:
     target = environment.folder / "target"
     environment.install("--target", str(target), str(wheel))
     assert (target / "training_checkpoint_patches.pth").exists()
+    assert not environment.finds_megatron(path=str(target))
     done = environment.python("-c", SHOW_HOOK, PYTHONPATH=str(target))
     assert (done.returncode, done.stderr) == (0, "")
     assert "PatchFinder" not in done.stdout

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.diffs import upstream_test
-from ckpt_patches.fix import load, package_of
+from ckpt_patches.fix import folder, load, package_of
 from ckpt_patches.plan import Outcome, plan_tree
-from ckpt_patches.registry import CORE, FIXES, FOLDERS
+from ckpt_patches.registry import CORE, FIXES
 from ckpt_patches.upstream import DISTRIBUTIONS
-from upstream import REPOSITORY, environment_for, newest_by_default, releases, run, tree
+from upstream import environment_for, newest_by_default, releases, run, tree
 
 PYTEST = Path(pytest.__file__).parent / "__main__.py"
 OPTIONS = ("-q", "-rA", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=line", "-W", "ignore")
@@ -26,7 +26,7 @@ MEGATRON = releases("megatron-core")
 
 def file_of(name: str) -> Path:
     """A fix's upstream test in our repository."""
-    return REPOSITORY / FOLDERS[package_of(name)] / "upstream_tests" / Path(load(name).test).name
+    return Path(folder(package_of(name))) / "upstream_tests" / Path(load(name).test).name
 
 
 def by_fix(stdout: str) -> dict[str, set[str]]:
