@@ -129,6 +129,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+    ],
     package_dir=PACKAGES,
     packages=[package for name in PACKAGES for package in _packages(name)],
     entry_points={"console_scripts": ["ckpt-patches = ckpt_patches.cli:main"]},

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 import upstream
 from ckpt_patches.registry import FIXES
+from installs import SHOW_HOOK, Environment, build_wheel, copy_working_tree
 
-SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """
 import importlib, pkgutil, ckpt_patches, ckpt_patches.fix, ckpt_patches.registry
@@ -24,72 +23,11 @@ for name, modules in ckpt_patches.registry.FIXES.items():
     top = modules[0].partition(".")[0]
     importlib.import_module(f"{top}_patches.{name}")
 """
-# Others ask this to learn whether Megatron is installed.
-IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
-
-
-class Environment:
-    """A virtual environment with nothing in it; pip, setuptools and wheel are lent to it while pip runs."""
-
-    def __init__(self, folder: Path) -> None:
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-        self.folder = folder
-        self.executable = folder / "bin" / "python"
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        self.site_packages = folder / "lib" / version / "site-packages"
-        self.tools = folder / "tools"
-        self.tools.mkdir()
-        installed = Path(sysconfig.get_path("purelib"))
-        for pattern in ("pip", "setuptools*", "wheel*", "packaging", "pkg_resources", "_distutils_hack"):
-            for path in installed.glob(pattern):
-                (self.tools / path.name).symlink_to(path)
-
-    def python(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run its Python, with nothing of ours in the environment but `env`."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES"))}
-        return subprocess.run(
-            [str(self.executable), *args], cwd=cwd or self.folder, env=kept | env, text=True, capture_output=True
-        )
-
-    def pip(self, *args: str) -> None:
-        done = self.python("-m", "pip", *args, PYTHONPATH=str(self.tools), CKPT_PATCHES="off")
-        assert done.returncode == 0, f"pip {' '.join(args)}:\n{done.stdout}\n{done.stderr}"
-
-    def install(self, *args: str) -> None:
-        self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *args)
-
-    def finds_megatron(self, path: str = "") -> bool:
-        """Whether `importlib.util.find_spec("megatron")` finds something."""
-        done = self.python("-c", IS_MEGATRON_THERE, PYTHONPATH=path)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout != "None\n"
-
-    def files(self) -> list[str]:
-        """Every file and folder of site-packages and bin."""
-        tops = (self.site_packages, self.folder / "bin")
-        return sorted(str(path.relative_to(self.folder)) for top in tops for path in top.rglob("*"))
-
-    def hook(self) -> str:
-        """What a plain `python -c` has in sys.meta_path; nothing may be said on stderr."""
-        done = self.python("-c", SHOW_HOOK)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
     return Environment(tmp_path / "venv")
-
-
-def copy_working_tree(folder: Path) -> Path:
-    """What git would commit now: tracked files and new ones, without the ignored."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=upstream.REPOSITORY, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (upstream.REPOSITORY / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(upstream.REPOSITORY / name, folder / name)
-    return folder
 
 
 @pytest.fixture
@@ -99,12 +37,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    builder = Environment(folder / "venv")
-    source = copy_working_tree(folder / "source")
-    builder.pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source))
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def as_folder(environment: Environment, source: Path) -> list[str]:

@@ -64,6 +64,29 @@ def ask(folder: Path, *release: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+def test_a_torch_for_another_python_is_installed_once_by_that_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_TREES", str(tmp_path / "trees"))
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{FAKE_PIP}")
+    python.chmod(0o755)
+    for _ in range(2):
+        upstream.install_torch("3.9", str(python))
+    assert [path.name for path in upstream.torch_folder("3.9").iterdir()] == ["package.py"]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+
+
+def test_a_torch_that_cannot_be_had_is_named_with_pips_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_TREES", str(tmp_path / "trees"))
+    monkeypatch.setattr(upstream, "TORCH", "0.0.1")
+    with pytest.raises(
+        RuntimeError, match=r"torch==0\.0\.1 .* could not be installed into .*python-3\.9-torch-0\.0\.1"
+    ):
+        upstream.install_torch("3.9", sys.executable)
+    assert not upstream.torch_folder("3.9").exists()
+
+
 def test_a_tree_is_installed_once_by_many(tmp_path: Path) -> None:
     askers = [ask(tmp_path, "megatron-core", "0.7.0") for _ in range(3)]
     tree = tmp_path / "trees" / "megatron-core-0.7.0"
@@ -75,7 +98,7 @@ def test_a_tree_is_installed_once_by_many(tmp_path: Path) -> None:
 
 def test_a_failed_install_leaves_no_tree_and_repeats_pip(tmp_path: Path) -> None:
     error = ask(tmp_path, "megatron-core", "0.8.0").communicate()[1]
-    assert "megatron-core 0.8.0 could not be installed into" in error
+    assert "megatron-core==0.8.0 could not be installed into" in error
     assert "no such release" in error
     assert [path.name for path in (tmp_path / "trees").iterdir()] == [".megatron-core-0.8.0.lock"]
 

@@ -10,6 +10,7 @@ import fcntl
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -162,35 +164,53 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _install(distribution: str, version: str, folder: Path) -> None:
-    """Install a release into a temporary folder beside the tree, and rename that when it is whole."""
+    options = ["--no-deps"]
+    if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
+        options.append("--no-build-isolation")
+    environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
+    if stand_in := STAND_INS.get((distribution, version)):
+        inherited = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stand_in)])
+    _pip_install(sys.executable, [*options, f"{distribution}=={version}"], folder, environment)
+
+
+def _pip_install(python: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Install with a Python's pip into a temporary folder beside this one, and rename that when it is whole."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         target = Path(temporary, "tree")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-compile",
-            "--target",
-            str(target),
-        ]
-        if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
-            command.append("--no-build-isolation")
-        environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
-        if stand_in := STAND_INS.get((distribution, version)):
-            inherited = os.environ.get("PYTHONPATH")
-            environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stand_in)])
-        command.append(f"{distribution}=={version}")
+        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target), *arguments]
         done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode != 0:
+            what = " ".join(argument for argument in arguments if not argument.startswith("-"))
             raise RuntimeError(
-                f"{distribution} {version} could not be installed into {folder} (pip's exit status {done.returncode}); "
+                f"{what} could not be installed into {folder} (pip's exit status {done.returncode}); "
                 f"install it there by hand, or give its reason in {__file__}. pip said:\n{_tail(done.stdout)}"
             )
         os.chmod(target, 0o755)
         os.rename(target, folder)
+
+
+TORCH = metadata.version("torch").partition("+")[0]
+
+
+def torch_folder(version: str) -> Path:
+    """Where the torch for another Python ("3.12") lies, with all that the upstream packages import."""
+    return _trees() / f"python-{version}-torch-{TORCH}"
+
+
+def install_torch(version: str, python: str) -> None:
+    """Install that folder with the Python it is for, unless it is there: gigabytes, and minutes.
+
+    Raises:
+        RuntimeError: pip could not install it; its last lines are in the message.
+    """
+    asked = [line.partition(";") for line in metadata.requires("training-checkpoint-patches") or []]
+    needs = [name.strip() for name, _, marker in asked if re.fullmatch(r"""\s*extra == ['"]deepspeed['"]""", marker)]
+    folder = torch_folder(version)
+    with _locked(folder):
+        if not folder.is_dir():
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+            _pip_install(python, [f"torch=={TORCH}", *needs], folder, environment)
 
 
 def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:

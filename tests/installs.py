@@ -1,0 +1,81 @@
+"""Environments into which the project is installed: by its own tests, and those of other Pythons."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from upstream import REPOSITORY
+
+SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
+# Others ask this to learn whether Megatron is installed.
+IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
+
+
+class Environment:
+    """A virtual environment with nothing in it; pip, setuptools and wheel are lent to it while pip runs."""
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
+        self.folder = folder
+        self.executable = folder / "bin" / "python"
+        (self.site_packages,) = folder.glob("lib/python*/site-packages")
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        installed = Path(sysconfig.get_path("purelib"))
+        for pattern in ("pip", "setuptools*", "wheel*", "packaging", "pkg_resources", "_distutils_hack"):
+            for path in installed.glob(pattern):
+                (self.tools / path.name).symlink_to(path)
+
+    def python(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run its Python, with nothing of ours in the environment but `env`."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES"))}
+        return subprocess.run(
+            [str(self.executable), *args], cwd=cwd or self.folder, env=kept | env, text=True, capture_output=True
+        )
+
+    def pip(self, *args: str) -> None:
+        done = self.python("-m", "pip", *args, PYTHONPATH=str(self.tools), CKPT_PATCHES="off")
+        assert done.returncode == 0, f"pip {' '.join(args)}:\n{done.stdout}\n{done.stderr}"
+
+    def install(self, *args: str) -> None:
+        self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *args)
+
+    def finds_megatron(self, path: str = "") -> bool:
+        """Whether `importlib.util.find_spec("megatron")` finds something."""
+        done = self.python("-c", IS_MEGATRON_THERE, PYTHONPATH=path)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout != "None\n"
+
+    def files(self) -> list[str]:
+        """Every file and folder of site-packages and bin."""
+        tops = (self.site_packages, self.folder / "bin")
+        return sorted(str(path.relative_to(self.folder)) for top in tops for path in top.rglob("*"))
+
+    def hook(self) -> str:
+        """What a plain `python -c` has in sys.meta_path; nothing may be said on stderr."""
+        done = self.python("-c", SHOW_HOOK)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+
+def copy_working_tree(folder: Path) -> Path:
+    """What git would commit now: tracked files and new ones, without the ignored."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (REPOSITORY / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of the working tree, built in an empty folder."""
+    builder = Environment(folder / "venv")
+    source = copy_working_tree(folder / "source")
+    builder.pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source))
+    (built,) = folder.glob("*.whl")
+    return built

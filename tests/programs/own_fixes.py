@@ -1,0 +1,53 @@
+"""What the command does to trees on this Python, in one process: diff, status, apply and revert.
+
+Prints one line of JSON: for each tree what was printed, the files that `apply` changed, and whether `revert` left every
+byte as it was before.
+
+    own_fixes.py TREE…    copies, which are edited
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.cli import main as command
+
+
+def main() -> None:
+    print(json.dumps({Path(tree).name: results_on(tree) for tree in sys.argv[1:]}))
+
+
+def results_on(tree: str) -> dict[str, Any]:
+    sys.path.insert(0, tree)
+    before = digests(tree)
+    found: dict[str, Any] = {"diff": output("diff", "--tree", tree), "fixes": json.loads(output("status", "--json")[0])}
+    found["fixes"] = found["fixes"]["fixes"]
+    found["apply"] = output("apply", "--tree", tree)
+    applied = digests(tree)
+    found["applied"] = {path: digest for path, digest in applied.items() if before.get(path) != digest}
+    found["revert"] = output("revert", "--tree", tree)
+    found["as before"] = digests(tree) == before
+    sys.path.remove(tree)
+    return found
+
+
+def output(*arguments: str) -> tuple[str, str, int]:
+    """Standard output and error of the command, and its exit status."""
+    out, said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        status = command(arguments)
+    out.flush()
+    return out.buffer.getvalue().decode(), said.getvalue(), status
+
+
+def digests(tree: str) -> dict[str, str]:
+    """SHA-256 of every file, by its path."""
+    files = sorted(path for path in Path(tree).rglob("*") if path.is_file())
+    return {str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+main()

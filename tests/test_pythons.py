@@ -1,0 +1,198 @@
+"""The same on every Python that setup.py allows: the edits, what apply and revert write, and what the hook runs."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import upstream
+from ckpt_patches.plan import module_path
+from installs import Environment, build_wheel
+
+VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+TREES = {
+    f"{distribution}-{version}": (distribution, version)
+    for distribution, versions in (("megatron-core", "0.7.0 0.14.0 0.16.1"), ("deepspeed", "0.12.6 0.16.2 0.19.8"))
+    for version in versions.split()
+}
+MEGATRON, DEEPSPEED = "megatron-core-0.16.1", "deepspeed-0.19.8"
+
+
+def tree(name: str) -> Path:
+    return upstream.tree(*TREES[name])
+
+
+@functools.cache
+def find_python(version: str) -> str | None:
+    """The one that runs, one on PATH, or one of pyenv (whose shims on PATH may not run)."""
+    if version == RUNNING:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
+    candidates = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"{version}.*/bin/python"))]
+    return next((candidate for candidate in candidates if candidate and is_python(candidate, version)), None)
+
+
+def is_python(candidate: str, version: str) -> bool:
+    """Whether this is an interpreter of that version, with which a virtual environment can be made."""
+    program = "import sys, venv; print(*sys.version_info[:2], sep='.')"
+    done = subprocess.run([candidate, "-I", "-c", program], capture_output=True, text=True)
+    return (done.returncode, done.stdout.strip()) == (0, version)
+
+
+def test_a_python_that_is_not_here_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that answers to the name alone."""
+    (tmp_path / "python3.99").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_python("3.99") is None
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The project's wheel in a fresh environment of a Python."""
+
+    version: str
+    python: str  # the interpreter that the environment was made with
+    environment: Environment
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installed:
+    version = request.param
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"no Python {version} on this machine")
+    environment = Environment(tmp_path_factory.mktemp(f"python-{version}") / "venv", python)
+    # Not by the environment's own Python, as the pip at hand may be older than that.
+    options = ("--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(environment.site_packages))
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    return Installed(version, python, environment)
+
+
+def check_succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"{done.args}\n--- stdout\n{done.stdout}\n--- stderr\n{done.stderr}"
+    return done.stdout
+
+
+def copies(to: Path) -> list[str]:
+    """A copy of every tree."""
+    for name in TREES:
+        shutil.copytree(tree(name), to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return [str(to / name) for name in TREES]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the Python that runs the tests does to the trees, from the checkout."""
+    folder = tmp_path_factory.mktemp("trees")
+    program = upstream.PROGRAMS / "own_fixes.py"
+    done = subprocess.run([sys.executable, str(program), *copies(folder)], capture_output=True, text=True)
+    found: dict[str, Any] = without_paths(check_succeeded(done), folder)
+    return found
+
+
+def without_paths(text: str, folder: Path) -> Any:
+    return json.loads(text.replace(str(folder), "FOLDER"))
+
+
+def test_every_module_of_ours_compiles_without_a_warning(installed: Installed) -> None:
+    packages = [str(path) for path in installed.environment.site_packages.glob("*_patches")]
+    assert len(packages) == 3
+    check_succeeded(installed.environment.python("-W", "error", "-m", "compileall", "-q", "-f", *packages))
+
+
+def test_the_trees_are_edited_alike(installed: Installed, expected: dict[str, Any], tmp_path: Path) -> None:
+    """Byte for byte, with the same words, and no warning of the interpreter's; and revert takes all of it out."""
+    program = str(upstream.PROGRAMS / "own_fixes.py")
+    done = installed.environment.python("-W", "error", program, *copies(tmp_path))
+    assert done.stderr == ""
+    found = without_paths(check_succeeded(done), tmp_path)
+    assert found.keys() == TREES.keys()
+    for name, results in found.items():
+        assert results == expected[name]
+        assert results["as before"]
+        edited = {path for path in results["applied"] if path.startswith(("megatron/", "deepspeed/"))}
+        assert edited == set(re.findall(r"^\+\+\+ b/(.*)$", results["diff"][0], re.MULTILINE))
+        assert "active" in {fix["state"] for fix in results["fixes"]}
+
+
+def torch_for(installed: Installed) -> Path:
+    """The folder with a torch for this Python. The default run does not install it, which takes minutes."""
+    if installed.version == RUNNING:
+        return Path(sysconfig.get_path("purelib"))
+    torch = upstream.torch_folder(installed.version)
+    if not torch.is_dir() and not upstream.all_releases():
+        pytest.skip(f"no torch for Python {installed.version} in {torch}; CKPT_PATCHES_TEST_ALL=1 installs it (5 GB)")
+    try:
+        upstream.install_torch(installed.version, installed.python)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return torch
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the program what_runs found, and what was printed of its uncaught error."""
+
+    found: dict[str, Any]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def runs(installed: Installed) -> dict[str, Run]:
+    """By the mode of the hook; both at once, as they mostly wait for imports."""
+    path = os.pathsep.join(map(str, (tree(MEGATRON), tree(DEEPSPEED), torch_for(installed))))
+    modes = ("strict", "off")
+    with ThreadPoolExecutor(len(modes)) as pool:
+        return dict(zip(modes, pool.map(lambda mode: what_runs(installed, path, mode), modes), strict=True))
+
+
+def what_runs(installed: Installed, path: str, mode: str) -> Run:
+    program = str(upstream.PROGRAMS / "what_runs.py")
+    done = installed.environment.python(
+        program, PYTHONPATH=path, CKPT_PATCHES=mode, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"
+    )
+    assert done.stdout, done.stderr
+    return Run(json.loads(done.stdout.splitlines()[-1]), done.stderr)
+
+
+EDITED = {
+    "megatron": (MEGATRON, "megatron.core.optimizer.distrib_optimizer"),
+    "deepspeed": (DEEPSPEED, "deepspeed.checkpoint.ds_to_universal"),
+}
+
+
+def test_the_hook_runs_what_apply_writes_and_shows_it(runs: dict[str, Run]) -> None:
+    """In the real packages, in strict mode: in the source that Python shows, in what happens, and in a traceback."""
+    found, said = runs["strict"].found, runs["strict"].said
+    for package, (name, module) in EDITED.items():
+        assert found["shown"][package] == Path(module_path(str(upstream.in_place(tree(name))), module)).read_text()
+    assert found["asked"] == {"pp_index": 1, "tp_index": 2, "dp_index": 3, "strip_tensor_paddings": False}
+    assert found["method"] is not None
+    failed = next(line for line in found["method"].splitlines() if "self.optimizer." in line)
+    assert f"in _missing_state_keys\n    {failed.strip()}\n" in said
+    assert said.splitlines()[-1].startswith("AttributeError: 'NoneType' object has no attribute 'optimizer'")
+
+
+def test_without_the_hook_upstreams_own_code_runs(runs: dict[str, Run]) -> None:
+    found, said = runs["off"].found, runs["off"].said
+    for package, (name, module) in EDITED.items():
+        assert found["shown"][package] == Path(module_path(str(tree(name)), module)).read_text()
+    assert found["asked"] == {"pp_index": 1, "tp_index": 2, "dp_index": 3}
+    assert found["method"] is None
+    assert "has no attribute '_missing_state_keys'" in said.splitlines()[-1]
