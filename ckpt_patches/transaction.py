@@ -4,7 +4,7 @@ The new texts and the old ones are written to a journal first. The last file of 
 text the change is complete, before that it never happened.
 """
 
-import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 JOURNAL = "journal.json"
+
+# What one says that cannot sync a folder, as some network file systems cannot.
+_NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Change:
 
 def commit(folder: Path, changes: Sequence[Change]) -> None:
     """Make all changes. `folder` (on the same machine, ours alone) holds the journal meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     entries = []
     for index, change in enumerate(changes):
         if change.before is not None:
@@ -80,18 +83,26 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file and wait until the disk has it.
+
+    Raises:
+        OSError: it names the file.
+    """
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _put(path: Path, data: bytes | None) -> None:
     if data is None:
         path.unlink(missing_ok=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomically(path, data)
 
 
@@ -111,11 +122,29 @@ def _digest(data: bytes | None) -> str | None:
     return None if data is None else hashlib.sha256(data).hexdigest()
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing; wait until the disk has their names."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)  # another process may be as far
+        sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
+    """Wait until the disk has the names in a folder; where the file system cannot tell, do not wait.
+
+    Raises:
+        OSError: an error of the disk, or there is no such folder. It names the folder.
+    """
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    except PermissionError:  # a folder that may be written and not read cannot be opened for it
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            error.filename = str(folder)
+            raise
+    finally:
+        os.close(descriptor)

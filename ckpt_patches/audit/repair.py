@@ -33,7 +33,7 @@ from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.scan import read_elements
 from ckpt_patches.audit.zarr import LOCKS
 from ckpt_patches.errors import UserError
-from ckpt_patches.transaction import sync_folder, write_durably
+from ckpt_patches.transaction import make_folder, sync_folder, write_durably
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements
@@ -173,7 +173,7 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> P
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
     """A folder of a temporary name, which gets its own when all is in it and on the disk."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         yield temporary

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_patches import __version__
 from ckpt_patches.errors import UserError
-from ckpt_patches.transaction import sync_folder, write_durably
+from ckpt_patches.transaction import make_folder, sync_folder, write_durably
 from deepspeed_patches.ds_to_universal.outputs import Output, Plan
 from deepspeed_patches.ds_to_universal.upstream import Traits
 from deepspeed_patches.ds_to_universal.write import TEMPORARY, reported
@@ -59,7 +59,7 @@ class OutputFolder:
     def begin(self) -> None:
         """Make the folder; what it holds belongs to this conversion from now on."""
         if not self.final.exists() or not self._has_fingerprint(self.final):
-            self.working.mkdir(parents=True, exist_ok=True)
+            make_folder(self.working)
             _write_at_once(self.working / FINGERPRINT, json.dumps({"fingerprint": self.fingerprint}).encode())
 
     def missing(self, outputs: Iterable[Output]) -> list[Output]:
@@ -133,11 +133,19 @@ def _write_at_once(path: Path, data: bytes) -> None:
 
 
 def _sync_folders(folders: Sequence[str]) -> None:
-    """Have the names of all files in some folders on the disk; the files are there already."""
+    """Have the names of all files in some folders on the disk; the files are there already.
+
+    Raises:
+        OSError: of one of the folders; the others may not be there either.
+    """
+    errors: list[OSError] = []
 
     def sync(share: Sequence[str]) -> None:
-        for folder in share:
-            sync_folder(Path(folder))
+        try:
+            for folder in share:
+                sync_folder(Path(folder))
+        except OSError as error:  # in a thread it would be printed, and lost
+            errors.append(error)
 
     # Each waits for the disk, and what the disk has to do for one it then does for all.
     others = [threading.Thread(target=sync, args=(folders[index::TOGETHER],)) for index in range(1, TOGETHER)]
@@ -146,3 +154,5 @@ def _sync_folders(folders: Sequence[str]) -> None:
     sync(folders[::TOGETHER])
     for thread in others:
         thread.join()
+    if errors:
+        raise errors[0]
