@@ -1,9 +1,9 @@
 """Write fixes into the files of a tree, and take them out again byte for byte.
 
-`<tree>/.ckpt-patches/<package>/` keeps the original files and `state.json` (which fixes are in, and every edited
-file's digest). The text of a file is always made anew from its original and the set of fixes, so fixes can come and
-go one by one. The rows of an installed package's RECORD follow, and name our files too: an upgrade or uninstall of
-the package takes them along.
+`<tree>/.ckpt-patches/<package>/` keeps the original files and `state.json` (which fixes are in, and the digests of
+every edited file and of its original; both are checked before anything is made of them). The text of a file is always
+made anew from its original and the set of fixes, so fixes can come and go one by one. The rows of an installed
+package's RECORD follow, and name our files too: an upgrade or uninstall of the package takes them along.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.plan import Outcome, TreePlan, fixes_for, module_path, plan_tree
 from ckpt_patches.registry import FIXES
 from ckpt_patches.transaction import Change, commit, recover
+from ckpt_patches.upstream import DISTRIBUTIONS
 
 STATE_FOLDER = ".ckpt-patches"
 STATE_VERSION = 1
@@ -70,7 +71,8 @@ def apply(root: str, package: str, names: Sequence[str]) -> TreePlan:
     """Write these fixes into a tree; those that are in already stay. The plan says what each does.
 
     Raises:
-        UserError: a file that changed since, is unreadable, or cannot be written. Nothing is changed then.
+        UserError: a file, or its kept original, that changed since, is unreadable, or cannot be written. Nothing is
+            changed then.
     """
     with _locked(root, package):
         state = read_state(root, package)
@@ -88,7 +90,7 @@ def revert(root: str, package: str, names: Sequence[str]) -> list[str]:
     """Take these fixes out of a tree again; the names of those that were in.
 
     Raises:
-        UserError: a file that changed since, or cannot be written. Nothing is changed then.
+        UserError: a file, or its kept original, that changed since, or cannot be written. Nothing is changed then.
     """
     with _locked(root, package):
         state = read_state(root, package)
@@ -98,6 +100,15 @@ def revert(root: str, package: str, names: Sequence[str]) -> list[str]:
             remaining = [name for name in state.fixes if name not in names]
             _write(root, package, state, originals, plan_tree(root, package, remaining, originals))
         return removed
+
+
+def _nothing(package: str) -> str:
+    return f"nothing of {package} was changed"
+
+
+def _begin_anew(root: str | Path, package: str) -> str:
+    """What to do where our own files cannot be trusted."""
+    return f"Reinstall {DISTRIBUTIONS[package]}, or restore it in a checkout, and delete {state_folder(root, package)}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ def _rewrites(
 
 
 def _state_after(rewrites: Sequence[_Rewrite], plan: TreePlan) -> State:
-    files = [AppliedFile(r.relative, _digest(r.original), _digest(r.after), r.row) for r in rewrites if r.is_edited]
+    files = [AppliedFile(r.relative, _sha256(r.original), _sha256(r.after), r.row) for r in rewrites if r.is_edited]
     return State(tuple(plan.named(Outcome.APPLIES)), tuple(files))
 
 
@@ -198,18 +209,32 @@ def _backup(folder: Path, relative: str) -> Path:
 
 
 def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
-    """The original text of every edited file, by path; checks that nobody touched the files since."""
+    """The original text of every edited file, by path; checks that nobody touched the files or the originals since."""
     originals = {}
     for file in state.files:
-        path = Path(root, file.path)
-        found = path.read_bytes() if path.exists() else b""
-        if _digest(found) != file.patched:
+        path, backup = Path(root, file.path), _backup(state_folder(root, package), file.path)
+        text, original = _read(path), _read(backup)
+        if text is None or _sha256(text) != file.patched:
             raise UserError(
-                f"{path} changed since the fixes were applied; nothing was changed. Put the applied version back, "
+                f"{path} changed since the fixes were applied; {_nothing(package)}. Put the applied version back, "
                 f"or, to keep the file as it is, delete {state_folder(root, package)}"
             )
-        originals[str(path)] = _backup(state_folder(root, package), file.path).read_bytes()
+        if original is None or _sha256(original) != file.original:
+            found = "no such file" if original is None else f"SHA-256 {_sha256(original)}"
+            raise UserError(
+                f"expected the original of {path} (SHA-256 {file.original}) in {backup}, found {found}; "
+                f"{_nothing(package)}. {_begin_anew(root, package)}"
+            )
+        originals[str(path)] = original
     return originals
+
+
+def _read(path: Path) -> bytes | None:
+    """A file's text; None if there is no such file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 @contextlib.contextmanager
@@ -254,5 +279,5 @@ def _state_bytes(state: State) -> bytes:
     return json.dumps({"version": STATE_VERSION, "fixes": state.fixes, "files": files}, indent=1).encode()
 
 
-def _digest(data: bytes) -> str:
+def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()

@@ -4,10 +4,12 @@ import base64
 import csv
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,33 @@ def test_a_file_that_changed_since_is_refused_and_nothing_changes(tree: Path) ->
         with pytest.raises(UserError, match=r"zarr\.py changed since the fixes were applied"):
             change(tree)
         assert snapshot(tree) == edited
+
+
+def damage(path: Path) -> None:
+    path.write_text("garbage = 1\n")
+
+
+@pytest.mark.parametrize("break_", [damage, Path.unlink])
+@pytest.mark.parametrize("change", [apply, revert])
+def test_an_original_that_is_not_what_it_was_is_refused_and_nothing_changes(
+    tree: Path, change: Callable[[Path], object], break_: Callable[[Path], object]
+) -> None:
+    """Both start from the originals: what is written back would be garbage."""
+    apply(tree)
+    backup = inplace.state_folder(tree, CORE) / "originals" / ZARR
+    break_(backup)
+    broken = snapshot(tree)
+    with pytest.raises(UserError) as refused:
+        change(tree)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert re.search(rf"expected the original of .*zarr\.py \(SHA-256 [0-9a-f]{{64}}\) in {backup}, found ", message)
+    assert ("found no such file" in message) == (break_ is Path.unlink)
+    assert message.endswith(
+        f"nothing of {CORE} was changed. Reinstall megatron-core, or restore it in a checkout, and "
+        f"delete {backup.parents[len(Path(ZARR).parts)]}"
+    )
+    assert snapshot(tree) == broken
 
 
 def test_unreadable_text_is_refused_and_nothing_changes(tree: Path) -> None:
