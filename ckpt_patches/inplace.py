@@ -19,7 +19,7 @@ from ckpt_patches import record
 from ckpt_patches.errors import UserError
 from ckpt_patches.plan import Outcome, TreePlan, fixes_for, module_path, plan_tree
 from ckpt_patches.registry import FIXES
-from ckpt_patches.transaction import Change, commit, recover
+from ckpt_patches.transaction import Change, Failed, Standing, commit, in_tree, is_interrupted, recover
 from ckpt_patches.upstream import DISTRIBUTIONS
 
 STATE_FOLDER = ".ckpt-patches"
@@ -34,6 +34,7 @@ class AppliedFile:
     original: str  # SHA-256 of the original
     patched: str  # SHA-256 of the edited file
     record_row: str | None  # the original's row in RECORD
+    link: str | None = None  # where the original was a symbolic link: what that said
 
 
 @dataclass(frozen=True)
@@ -60,28 +61,36 @@ def read_state(root: str | Path, package: str) -> State:
         data = json.loads(path.read_bytes())
         if data["version"] != STATE_VERSION:
             raise ValueError(f"version {data['version']}")
-        return State(tuple(data["fixes"]), tuple(AppliedFile(**file) for file in data["files"]))
+        files = [AppliedFile(**file) for file in data["files"]]
+        for file in files:
+            in_tree(file.path)
+        return State(tuple(data["fixes"]), tuple(files))
     except FileNotFoundError:
         return State()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"expected version {STATE_VERSION} of our state in {path}, found {error!r}") from error
+        raise UserError(
+            f"expected version {STATE_VERSION} of our state in {path}, found {error!r}; {_nothing(package)}. "
+            f"{_begin_anew(root, package)}"
+        ) from error
 
 
 def apply(root: str, package: str, names: Sequence[str]) -> TreePlan:
     """Write these fixes into a tree; those that are in already stay. The plan says what each does.
 
     Raises:
-        UserError: a file, or its kept original, that changed since, is unreadable, or cannot be written. Nothing is
-            changed then.
+        UserError: a file or an original that changed since, is unreadable, or cannot be written; or an earlier change
+            that was interrupted, and still cannot be ended. It says whether anything was changed: nothing, but where
+            the disk fails so that it cannot be undone.
     """
     with _locked(root, package):
-        state = read_state(root, package)
+        state = _known_state(root, package)
         originals = _originals(root, package, state)
         wanted = [name for name in fixes_for(package) if name in state.fixes or name in names]
         plan = plan_tree(root, package, wanted, originals)
         unreadable = [result.reason for result in plan.results if result.unreadable]
         if unreadable:
-            raise UserError(f"{unreadable[0]}; nothing was changed")
+            raise UserError(f"{unreadable[0]}; {_nothing(package)}")
+        _check_kept(state, plan)
         _write(root, package, state, originals, plan)
         return plan
 
@@ -90,16 +99,44 @@ def revert(root: str, package: str, names: Sequence[str]) -> list[str]:
     """Take these fixes out of a tree again; the names of those that were in.
 
     Raises:
-        UserError: a file, or its kept original, that changed since, or cannot be written. Nothing is changed then.
+        UserError: as `apply`.
     """
     with _locked(root, package):
-        state = read_state(root, package)
+        state = _known_state(root, package)
         removed = [name for name in state.fixes if name in names]
         if removed:
             originals = _originals(root, package, state)
             remaining = [name for name in state.fixes if name not in names]
-            _write(root, package, state, originals, plan_tree(root, package, remaining, originals))
+            plan = plan_tree(root, package, remaining, originals)
+            _check_kept(state, plan)
+            _write(root, package, state, originals, plan)
         return removed
+
+
+def _known_state(root: str, package: str) -> State:
+    """What is applied, all of it with fixes that are known here: others could only be taken out in silence."""
+    state = read_state(root, package)
+    unknown = [name for name in state.fixes if name not in fixes_for(package)]
+    if unknown:
+        raise UserError(
+            f"{state_folder(root, package)}: it has {', '.join(unknown)}, which this version does not know; "
+            f"{_nothing(package)}. Revert with the version of training-checkpoint-patches that applied it"
+        )
+    return state
+
+
+def _check_kept(state: State, plan: TreePlan) -> None:
+    """That no applied fix would be lost on the way, because it does not fit any more (in this version, or with others).
+
+    Raises:
+        UserError: it says which one.
+    """
+    for result in plan.results:
+        if result.name in state.fixes and result.outcome is not Outcome.APPLIES:
+            raise UserError(
+                f"{result.name} is applied in place, and would be lost: {result.reason or result.outcome.value}; "
+                f"{_nothing(plan.package)}. Revert it first"
+            )
 
 
 def _nothing(package: str) -> str:
@@ -122,6 +159,7 @@ class _Rewrite:
     was_edited: bool
     is_edited: bool
     row: str | None  # the original's, in RECORD
+    link: str | None  # the original's, where it was a symbolic link
 
 
 def _write(root: str, package: str, state: State, originals: Mapping[str, bytes], plan: TreePlan) -> None:
@@ -131,15 +169,26 @@ def _write(root: str, package: str, state: State, originals: Mapping[str, bytes]
     new_state = _state_after(rewrites, plan)
     if new_state == state:
         return
-    for rewrite in rewrites:
-        _drop_bytecode(Path(root, rewrite.relative))
     folder = state_folder(root, package)
     try:
-        commit(folder, _changes(Path(root), folder, rewrites, new_state, record_file))
-    except OSError as error:
-        recover(folder)
-        place = error.filename or root
-        raise UserError(f"{place}: it cannot be written: {error.strerror}; nothing was changed") from error
+        commit(Path(root), folder, _changes(Path(root), folder, rewrites, new_state, record_file))
+    except Failed as failed:
+        raise UserError(_failure(failed, root, package)) from failed
+
+
+def _failure(failed: Failed, root: str, package: str) -> str:
+    what = {
+        Standing.NOTHING: _nothing(package),
+        Standing.ALL: f"{package} was changed as asked",
+        Standing.UNFINISHED: f"the change of {package} is unfinished: do not use it before the next apply or revert "
+        "gets through, which undoes this one first",
+    }[failed.standing]
+    left = "" if failed.tidy or failed.standing is Standing.UNFINISHED else "; the next apply or revert tidies up"
+    return f"{_said(failed.error, root)}; {what}{left}"
+
+
+def _said(error: OSError, root: str) -> str:
+    return f"{error.filename or root}: it cannot be read or written: {error.strerror or error}"
 
 
 def _rewrites(
@@ -149,19 +198,26 @@ def _rewrites(
     planned = {file.path: file for file in plan.files.values()}
     rows = record.rows(record_file.read_bytes()) if record_file else {}
     rows.update({file.path: file.record_row for file in state.files if file.record_row is not None})
+    links = {file.path: file.link for file in state.files}
     rewrites = []
     for path in sorted(planned.keys() | originals.keys()):
         relative = Path(os.path.relpath(path, root)).as_posix()
         original = originals[path] if path in originals else planned[path].original
         after = planned[path].patched if path in planned else original
-        row = rows.get(relative)
-        before = Path(path).read_bytes()
-        rewrites.append(_Rewrite(relative, original, before, after, path in originals, path in planned, row))
+        row, before = rows.get(relative), Path(path).read_bytes()
+        link = links[relative] if relative in links else _link(Path(path))
+        rewrites.append(_Rewrite(relative, original, before, after, path in originals, path in planned, row, link))
     return rewrites
 
 
+def _link(path: Path) -> str | None:
+    return os.readlink(path) if path.is_symlink() else None
+
+
 def _state_after(rewrites: Sequence[_Rewrite], plan: TreePlan) -> State:
-    files = [AppliedFile(r.relative, _sha256(r.original), _sha256(r.after), r.row) for r in rewrites if r.is_edited]
+    files = [
+        AppliedFile(r.relative, _sha256(r.original), _sha256(r.after), r.row, r.link) for r in rewrites if r.is_edited
+    ]
     return State(tuple(plan.named(Outcome.APPLIES)), tuple(files))
 
 
@@ -171,11 +227,12 @@ def _changes(
     """All files that change together, the state file last: it decides whether the change took place."""
     changes = []
     for rewrite in rewrites:
-        backup = _backup(folder, rewrite.relative)
+        path, backup = root / rewrite.relative, _backup(folder, rewrite.relative)
         kept_before = rewrite.original if rewrite.was_edited else None
         kept_after = rewrite.original if rewrite.is_edited else None
-        changes.append(Change(backup, kept_before, kept_after))
-        changes.append(Change(root / rewrite.relative, rewrite.before, rewrite.after))
+        changes.append(Change(backup, kept_before, kept_after, like=path))
+        changes += [Change(cached, cached.read_bytes(), None) for cached in _bytecode(path)]
+        changes.append(Change(path, rewrite.before, rewrite.after, link=_link_again(path, rewrite)))
     # In a checkout no commit takes our folder along.
     changes.append(_own_file(folder / ".gitignore", b"*\n" if state.files else None))
     if record_file:
@@ -185,8 +242,26 @@ def _changes(
     return changes
 
 
+def _link_again(path: Path, rewrite: _Rewrite) -> str | None:
+    """The symbolic link that the original was, if the original is where it leads to."""
+    if rewrite.link is None or rewrite.is_edited:
+        return None
+    return rewrite.link if _read(path.parent / rewrite.link) == rewrite.original else None
+
+
+def _bytecode(path: Path) -> list[Path]:
+    """A module's cached bytecode. What has an unchecked hash would be run in place of the new text, so it has to go."""
+    cached = (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")
+    return [file for file in cached if _is_unchecked(file) or os.access(file.parent, os.W_OK)]
+
+
+def _is_unchecked(cached: Path) -> bool:
+    """By the flags of https://peps.python.org/pep-0552/: a hash, that is not checked."""
+    return cached.read_bytes()[4:5] == b"\x01"
+
+
 def _own_file(path: Path, after: bytes | None) -> Change:
-    return Change(path, path.read_bytes() if path.exists() else None, after)
+    return Change(path, _read(path), after)
 
 
 def _rows(root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State) -> dict[str, str | None]:
@@ -239,39 +314,65 @@ def _read(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def _locked(root: str, package: str) -> Iterator[None]:
-    """One writer at a time in a tree, by a lock on its folder (nothing to leave behind); ends an interrupted change."""
-    folder = state_folder(root, package)
+    """One writer at a time in a tree, by a lock on its folder (nothing to leave behind); ends an interrupted change.
+
+    Within it an error of the file system is one of reading, before anything was changed.
+    """
+    _check_rights(root, package)
+    try:
+        descriptor = os.open(root, os.O_RDONLY)
+        try:
+            _lock(descriptor, root, package)
+            _end_interrupted(root, package)
+            try:
+                yield
+            finally:
+                _remove_empty_folders(Path(root, STATE_FOLDER))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UserError(f"{_said(error, root)}; {_nothing(package)}") from error
+
+
+def _check_rights(root: str, package: str) -> None:
     modules = [module for name in fixes_for(package) for module in FIXES[name]]
     paths = [Path(module_path(root, module)) for module in modules]
     for place in [Path(root), *[path.parent for path in paths if path.exists()]]:
         if not os.access(place, os.W_OK):
-            raise UserError(f"{place}: no permission to write there; nothing was changed")
-    descriptor = os.open(root, os.O_RDONLY)
+            raise UserError(f"{place}: no permission to write there; {_nothing(package)}")
+
+
+def _lock(descriptor: int, root: str, package: str) -> None:
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise UserError(
-                f"{root}: its file system cannot lock a folder ({error.strerror}); copy the tree"
-            ) from error
-        recover(folder)
-        yield
-    finally:
-        _remove_empty_folders(Path(root, STATE_FOLDER))
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UserError(
+            f"{root}: its file system cannot lock a folder ({error.strerror}); {_nothing(package)}. Copy the tree"
+        ) from error
+
+
+def _end_interrupted(root: str, package: str) -> None:
+    """Undo or complete what a killed run left, and remove its new folders: they are waited for when they are made."""
+    folder = state_folder(root, package)
+    interrupted = is_interrupted(folder)
+    try:
+        recover(Path(root), folder)
+    except OSError as error:
+        if not interrupted:
+            raise
+        raise UserError(
+            f"{_said(error, root)}; an earlier change of {package} is unfinished, and this run changed nothing more. "
+            f"Run it again when the cause is gone, or: {_begin_anew(root, package)}"
+        ) from error
+    except UserError as error:
+        raise UserError(f"{error}. {_begin_anew(root, package)}") from error
+    _remove_empty_folders(Path(root, STATE_FOLDER))
 
 
 def _remove_empty_folders(top: Path) -> None:
     for folder, _, _ in os.walk(top, topdown=False):
         with contextlib.suppress(OSError):  # not empty
             os.rmdir(folder)
-
-
-def _drop_bytecode(path: Path) -> None:
-    """A cached .pyc with an unchecked hash would be run in place of the new text."""
-    for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        with contextlib.suppress(OSError):
-            cached.unlink()
 
 
 def _state_bytes(state: State) -> bytes:

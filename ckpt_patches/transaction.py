@@ -1,20 +1,33 @@
-"""Change several files together: after a crash at any point the next run puts back what was there before.
+"""Change several files together: all of them, or none.
 
-The new texts and the old ones are written to a journal first. The last file of the list decides: once it holds its new
-text the change is complete, before that it never happened.
+All that needs space comes first: a journal, a second name for every file that will be replaced (a hard link; a copy
+where the file system has no links), and the new texts under temporary names, each waited for. Then the files change by
+renames alone, and so they change back: neither needs space. The last file of the list decides. Until it has its new
+text, what was begun is undone, at once after an error and by the next run after a crash; from then on it is only
+tidied up.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from ckpt_patches.errors import UserError
 
 JOURNAL = "journal.json"
+JOURNAL_VERSION = 2
 
+# What a file system says that has no hard links, or not this one.
+_NO_LINKS = {
+    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
+}
 # What one says that cannot sync a folder, as some network file systems cannot.
 _NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -26,64 +39,275 @@ class Change:
     path: Path
     before: bytes | None
     after: bytes | None
+    link: str | None = None  # `after` is what this symbolic link leads to: the link is made, not a file
+    like: Path | None = None  # a file whose owner and mode a new one gets
 
 
-def commit(folder: Path, changes: Sequence[Change]) -> None:
-    """Make all changes. `folder` (on the same machine, ours alone) holds the journal meanwhile."""
-    make_folder(folder)
-    entries = []
-    for index, change in enumerate(changes):
-        if change.before is not None:
-            write_durably(folder / f"before.{index}", change.before)
-        entries.append({"path": str(change.path), "before": _digest(change.before), "after": _digest(change.after)})
-    write_atomically(folder / JOURNAL, json.dumps(entries).encode())
-    for change in changes:
-        _put(change.path, change.after)
-    _finish(folder)
+class Standing(Enum):
+    """What a change that failed has left."""
+
+    NOTHING = "no file is changed"
+    ALL = "every file is changed"
+    UNFINISHED = "some files may be changed; the next run undoes it"
 
 
-def recover(folder: Path) -> bool:
-    """Undo a change that was interrupted; whether there was one."""
+class Failed(Exception):
+    """A change was stopped by an error of the file system, which is the cause."""
+
+    def __init__(self, error: OSError, standing: Standing, tidy: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.standing = standing
+        self.tidy = tidy  # nothing of ours is left for the next run to remove
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A change, as the journal keeps it; digests in place of texts."""
+
+    path: Path
+    before: str | None
+    after: str | None
+    kept: Path  # another name of the file before
+
+
+def commit(root: Path, folder: Path, changes: Sequence[Change]) -> None:
+    """Make all changes to files in the tree `root`; the last one must be one, because it decides.
+
+    `folder`, in the tree and ours alone, holds the journal meanwhile.
+
+    Raises:
+        Failed: an error of the file system. It says whether all of the files are changed or none, and where neither
+            could be done.
+    """
+    changes = [change for change in changes if change.before != change.after]
+    steps = [_step(change) for change in changes]
     try:
-        entries = json.loads((folder / JOURNAL).read_bytes())
-    except FileNotFoundError:
+        make_folder(folder)
+        _write_atomically(folder / JOURNAL, _journal(root, steps))
+        _prepare(changes)
+        _switch(changes)
+    except OSError as error:
+        if not _undone(root, folder, steps, error):
+            return
+        raise Failed(error, Standing.NOTHING, tidy=True) from error
+    except BaseException:  # an interrupt from the keyboard
+        with contextlib.suppress(OSError):  # the next run tries again
+            recover(root, folder)
+        raise
+    try:
+        _finish(folder, steps)
+    except OSError as error:
+        raise Failed(error, Standing.ALL, tidy=False) from error
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether there is a change that came to no end."""
+    return (folder / JOURNAL).exists()
+
+
+def recover(root: Path, folder: Path) -> bool:
+    """End a change that was interrupted: undo it, or tidy up if it had been made. Whether it had been. Needs no space.
+
+    Raises:
+        UserError: the journal is damaged, or of a later version.
+        OSError: it stays interrupted.
+    """
+    steps = _read_journal(root, folder)
+    if steps is None:
         _clean(folder)
         return False
-    decisive = entries[-1]
-    if _digest(_read(Path(decisive["path"]))) != decisive["after"]:
-        for index, entry in enumerate(entries):
-            path = Path(entry["path"])
-            _temporary(path).unlink(missing_ok=True)
-            if _digest(_read(path)) == entry["after"] != entry["before"]:
-                _put(path, (folder / f"before.{index}").read_bytes() if entry["before"] else None)
-    _finish(folder)
-    return True
+    made = _has(steps[-1].path, steps[-1].after)
+    if not made:
+        _undo(steps)
+    _finish(folder, steps)
+    return made
 
 
-def _finish(folder: Path) -> None:
+def _undone(root: Path, folder: Path, steps: Sequence[_Step], error: OSError) -> bool:
+    """Undo after an error; False if the change had been made all the same, as the disk shows it."""
+    try:
+        return not recover(root, folder)
+    except OSError as second:
+        raise Failed(error, _standing(steps), tidy=False) from second
+
+
+def _standing(steps: Sequence[_Step]) -> Standing:
+    try:
+        if all(_has(step.path, step.before) for step in steps):
+            return Standing.NOTHING
+    except OSError:
+        pass
+    return Standing.UNFINISHED
+
+
+# What needs space
+
+
+def _prepare(changes: Sequence[Change]) -> None:
+    for change in changes:
+        if change.before is not None:
+            _keep(change.path)
+        if change.after is not None:
+            make_folder(change.path.parent)
+            _write_new(change, change.after)
+    _sync_folders(change.path.parent for change in changes)
+
+
+def _keep(path: Path) -> None:
+    """Give a file a second name."""
+    kept = _kept(path)
+    _remove(kept)
+    try:
+        os.link(path, kept, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _copy(path, kept)
+
+
+def _copy(path: Path, to: Path) -> None:
+    """Half of it does no harm: no file is replaced before all copies are there."""
+    if path.is_symlink():
+        os.symlink(os.readlink(path), to)
+    else:
+        write_durably(to, path.read_bytes(), like=path)
+
+
+def _write_new(change: Change, text: bytes) -> None:
+    temporary = _temporary(change.path)
+    _remove(temporary)
+    if change.link is not None:
+        os.symlink(change.link, temporary)
+    else:
+        write_durably(temporary, text, like=change.like if change.before is None else change.path)
+
+
+# What needs none
+
+
+def _switch(changes: Sequence[Change]) -> None:
+    """Give every file its new text. The others are on the disk before the one that decides."""
+    *others, decisive = changes
+    for change in others:
+        _switch_one(change)
+    _sync_folders(change.path.parent for change in others)
+    _switch_one(decisive)
+
+
+def _switch_one(change: Change) -> None:
+    if change.after is None:
+        os.unlink(change.path)
+    else:
+        os.replace(_temporary(change.path), change.path)
+
+
+def _undo(steps: Sequence[_Step]) -> None:
+    """Give every file that has its new text the one before; another text is somebody else's, and stays."""
+    for step in steps:
+        if step.before == step.after or not _has(step.path, step.after):
+            continue
+        if step.before is None:
+            os.unlink(step.path)
+        else:
+            os.replace(step.kept, step.path)
+
+
+def _finish(folder: Path, steps: Sequence[_Step]) -> None:
+    """Remove what the change needed. When the disk has that, and the files' texts, the journal."""
+    for step in steps:
+        _remove(_temporary(step.path))
+        _remove(step.kept)
+    _sync_folders(step.path.parent for step in steps)
     (folder / JOURNAL).unlink()
-    sync_folder(folder)
     _clean(folder)
+    sync_folder(folder)
 
 
 def _clean(folder: Path) -> None:
-    """Remove what belongs to no journal."""
+    """Remove what belongs to no journal; `before.*` is of journals of version 1."""
     for left in [*folder.glob("before.*"), _temporary(folder / JOURNAL)]:
-        left.unlink(missing_ok=True)
+        _remove(left)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that its name never stands for half of it; keeps the mode of the file that it replaces."""
+# The journal
+
+
+def _step(change: Change) -> _Step:
+    return _Step(change.path, _digest(change.before), _digest(change.after), _kept(change.path))
+
+
+def _journal(root: Path, steps: Sequence[_Step]) -> bytes:
+    """Paths are relative: a tree can be moved, or be elsewhere in the next container."""
+    entries = [
+        {"path": step.path.relative_to(root).as_posix(), "before": step.before, "after": step.after} for step in steps
+    ]
+    return json.dumps({"version": JOURNAL_VERSION, "entries": entries}).encode()
+
+
+def _read_journal(root: Path, folder: Path) -> list[_Step] | None:
+    path = folder / JOURNAL
+    try:
+        data = json.loads(path.read_bytes())
+        steps = _steps_1(root, folder, data) if isinstance(data, list) else _steps(root, data)
+        if not steps:
+            raise ValueError("no entries")
+        return steps
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"expected a journal of version {JOURNAL_VERSION} in {path}, found {error!r}; this run changed nothing"
+        ) from error
+
+
+def _steps(root: Path, data: Any) -> list[_Step]:
+    if data["version"] != JOURNAL_VERSION:
+        raise ValueError(f"version {data['version']}")
+    paths = [root / in_tree(entry["path"]) for entry in data["entries"]]
+    return [
+        _Step(path, entry["before"], entry["after"], _kept(path))
+        for path, entry in zip(paths, data["entries"], strict=True)
+    ]
+
+
+def _steps_1(root: Path, folder: Path, entries: Any) -> list[_Step]:
+    """Of version 1: a list with absolute paths. It kept copies, without their modes, beside the journal."""
+    steps = []
+    for index, entry in enumerate(entries):
+        path = root / in_tree(Path(entry["path"]).relative_to(root).as_posix())
+        kept = folder / f"before.{index}"
+        if kept.exists() and path.exists():
+            os.chmod(kept, stat.S_IMODE(path.stat().st_mode))
+        steps.append(_Step(path, entry["before"], entry["after"], kept))
+    return steps
+
+
+def in_tree(path: str) -> str:
+    """A path from a file of ours. A tree, and what is in it, can come from somebody else.
+
+    Raises:
+        ValueError: it is not that of a file in the tree.
+    """
+    if not path or Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ValueError(f"{path!r} where a path in the tree should be")
+    return path
+
+
+# Files and folders
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that its name never stands for half of it."""
     temporary = _temporary(path)
+    _remove(temporary)
     write_durably(temporary, data)
-    if path.exists():
-        shutil.copymode(path, temporary)
     os.replace(temporary, path)
     sync_folder(path.parent)
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it.
+def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
+    """Write a file and wait until the disk has it; with the mode, and where that is allowed the owner, of another file.
 
     Raises:
         OSError: it names the file.
@@ -92,34 +316,26 @@ def write_durably(path: Path, data: bytes) -> None:
         with open(path, "wb") as file:
             file.write(data)
             file.flush()
+            if like is not None:
+                _take_owner_and_mode(file.fileno(), like)
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
 
 
-def _put(path: Path, data: bytes | None) -> None:
-    if data is None:
-        path.unlink(missing_ok=True)
-        return
-    make_folder(path.parent)
-    write_atomically(path, data)
+def _take_owner_and_mode(descriptor: int, like: Path) -> None:
+    wanted, found = like.stat(), os.fstat(descriptor)
+    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+        with contextlib.suppress(PermissionError):  # root's alone; another user's file becomes his who replaces it
+            os.fchown(descriptor, wanted.st_uid, wanted.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
 
 
-def _temporary(path: Path) -> Path:
-    """Beside the file, because a rename is atomic only within a file system; one writer at a time holds the lock."""
-    return path.with_name(f".{path.name}.ckpt-patches")
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else hashlib.sha256(data).hexdigest()
+def _remove(path: Path) -> None:
+    """Remove a file, if there is one; a link that leads nowhere is one."""
+    if os.path.lexists(path):
+        os.unlink(path)
 
 
 def make_folder(folder: Path) -> None:
@@ -148,3 +364,31 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _sync_folders(folders: Iterable[Path]) -> None:
+    """Each of them once; one that was not made, or is gone, has no names."""
+    for folder in dict.fromkeys(folders):
+        if folder.is_dir():
+            sync_folder(folder)
+
+
+def _temporary(path: Path) -> Path:
+    """Beside the file, because a rename is atomic only within a file system; one writer at a time holds the lock."""
+    return path.with_name(f".{path.name}.ckpt-patches")
+
+
+def _kept(path: Path) -> Path:
+    return path.with_name(f".{path.name}.ckpt-patches-before")
+
+
+def _has(path: Path, digest: str | None) -> bool:
+    """Whether a file has the text of this digest; None: whether there is none."""
+    try:
+        return _digest(path.read_bytes()) == digest
+    except FileNotFoundError:
+        return digest is None
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()

@@ -1,73 +1,39 @@
 """apply and revert: everything or nothing, byte for byte, one at a time, and honest to pip."""
 
-import base64
 import csv
-import hashlib
+import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckpt_patches import inplace, transaction
+from ckpt_patches import inplace
 from ckpt_patches.errors import UserError
 from ckpt_patches.registry import CORE
-from small_tree import IS_PATCHED, make, python
-
-PRODUCT, ZARR_FIX = "numpy2_product", "zarr_create_synchronizer"
-ZARR = "megatron/core/dist_checkpointing/strategies/zarr.py"
-ZARR_TEXT = """import zarr
-
-
-def _create_zarr_array(sharded_tensor, checkpoint_dir):
-    return zarr.create(1, store=checkpoint_dir)
-
-
-def load_zarr_based_sharded_metadata(checkpoint_dir):
-    return [subdir for subdir in checkpoint_dir if not (subdir / ".zarray").exists()]
-"""
-DIST_INFO = "megatron_core-0.14.0.dist-info"
+from installed_tree import (
+    DIST_INFO,
+    PRODUCT,
+    ZARR,
+    ZARR_FIX,
+    ZARR_TEXT,
+    apply,
+    everything,
+    make_installed,
+    record_row,
+    revert,
+    snapshot,
+)
+from small_tree import IS_PATCHED, python
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Two modules that two fixes edit, installed: with a RECORD."""
-    root = tmp_path / "site-packages"
-    make(root)
-    (root / ZARR).parent.mkdir()
-    (root / ZARR).write_text(ZARR_TEXT)
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    rows = [record_row(root, path) for path in files]
-    (root / DIST_INFO).mkdir()
-    record = "".join(f"{row}\r\n" for row in [*rows, f"{DIST_INFO}/RECORD,,"])
-    (root / DIST_INFO / "RECORD").write_bytes(record.encode())
-    return root
-
-
-def record_row(root: Path, path: Path) -> str:
-    data = path.read_bytes()
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"{path.relative_to(root).as_posix()},sha256={digest},{len(data)}"
-
-
-def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file with its bytes and mode."""
-    files = (path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mode) for path in files}
-
-
-def apply(root: Path, *names: str) -> list[str]:
-    plan = inplace.apply(str(root), CORE, names or (PRODUCT, ZARR_FIX))
-    return [result.outcome.value for result in plan.results]
-
-
-def revert(root: Path, *names: str) -> list[str]:
-    return inplace.revert(str(root), CORE, names or (PRODUCT, ZARR_FIX))
+    return make_installed(tmp_path / "site-packages")
 
 
 def test_apply_and_revert_leave_every_byte_and_mode_as_it_was(tree: Path) -> None:
@@ -122,11 +88,73 @@ def test_bytecode_with_an_unchecked_hash_does_not_outlive_the_edit(tree: Path) -
     assert python("-c", IS_PATCHED, tree=tree, env={"CKPT_PATCHES": "off"}).stdout.strip() == "True"
 
 
+@pytest.mark.parametrize(("mode", "stays"), [("unchecked-hash", False), ("checked-hash", True), ("timestamp", True)])
+def test_bytecode_that_may_not_be_removed_matters_only_where_it_would_be_run(
+    tree: Path, mode: str, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python itself looks whether the other kinds belong to the text."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "--invalidation-mode", mode, str(tree)], check=True)
+    monkeypatch.setattr(os, "access", lambda path, wanted: Path(path).name != "__pycache__")
+    (cached,) = (tree / ZARR).parent.glob("__pycache__/zarr.*.pyc")
+    apply(tree)
+    assert cached.exists() == stays
+
+
 def test_a_hard_link_elsewhere_keeps_its_text(tree: Path, tmp_path: Path) -> None:
     """Package managers share one copy of a file between environments."""
     os.link(tree / ZARR, tmp_path / "cache.py")
     apply(tree, ZARR_FIX)
     assert (tmp_path / "cache.py").read_text() == ZARR_TEXT
+
+
+def test_a_symbolic_link_is_one_again_and_what_it_leads_to_keeps_its_text(tree: Path, tmp_path: Path) -> None:
+    """Some package managers fill an environment with links."""
+    (tree / ZARR).rename(tmp_path / "cache.py")
+    (tree / ZARR).symlink_to("../../../../../cache.py")
+    before = everything(tree)
+    apply(tree)
+    assert b"synchronizer=" in (tree / ZARR).read_bytes()
+    assert (tmp_path / "cache.py").read_text() == ZARR_TEXT
+    apply(tree, PRODUCT)
+    revert(tree)
+    assert everything(tree) == before
+
+
+def test_a_symbolic_link_that_leads_elsewhere_by_now_is_not_made_again(tree: Path, tmp_path: Path) -> None:
+    (tree / ZARR).rename(tmp_path / "cache.py")
+    (tree / ZARR).symlink_to(tmp_path / "cache.py")
+    apply(tree)
+    (tmp_path / "cache.py").write_text("of a later release\n")
+    revert(tree)
+    assert (tree / ZARR).read_text() == ZARR_TEXT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_what_root_applies_stays_the_property_of_its_owner(tree: Path) -> None:
+    """A file that only its owner may read would be lost to him."""
+    os.chown(tree / ZARR, 65534, 65534)
+    (tree / ZARR).chmod(0o600)
+    before = everything(tree)
+    apply(tree)
+    for path in (tree / ZARR, inplace.state_folder(tree, CORE) / "originals" / ZARR):
+        assert (path.stat().st_uid, path.stat().st_gid, path.stat().st_mode & 0o777) == (65534, 65534, 0o600)
+    revert(tree)
+    assert everything(tree) == before
+
+
+@pytest.mark.parametrize("leads_to", ["other", "nothing"])
+def test_what_is_left_beside_a_file_is_not_written_through(leads_to: str, tree: Path, tmp_path: Path) -> None:
+    """Left where somebody deleted our folder after a kill; or put there."""
+    (tmp_path / "other").write_text("of somebody else")
+    names = [".zarr.py.ckpt-patches", ".zarr.py.ckpt-patches-before"]
+    for name in names:
+        (tree / ZARR).with_name(name).symlink_to(tmp_path / leads_to)
+    before = everything(tree)
+    apply(tree)
+    revert(tree)
+    assert not (tmp_path / "nothing").exists()
+    assert (tmp_path / "other").read_text() == "of somebody else"
+    assert everything(tree) == {path: found for path, found in before.items() if Path(path).name not in names}
 
 
 def test_record_stays_true(tree: Path) -> None:
@@ -189,7 +217,7 @@ def test_an_original_that_is_not_what_it_was_is_refused_and_nothing_changes(
 def test_unreadable_text_is_refused_and_nothing_changes(tree: Path) -> None:
     (tree / ZARR).write_bytes(b"x = '\xe9'\n")
     before = snapshot(tree)
-    with pytest.raises(UserError, match=r"zarr\.py: expected UTF-8.*nothing was changed"):
+    with pytest.raises(UserError, match=r"zarr\.py: expected UTF-8.*nothing of megatron.core was changed"):
         apply(tree)
     assert snapshot(tree) == before
 
@@ -200,6 +228,52 @@ def test_a_damaged_state_is_refused(tree: Path) -> None:
     state.write_text('{"version": 99}')
     with pytest.raises(UserError, match="expected version 1 of our state"):
         revert(tree)
+
+
+def edit_state(tree: Path, edit: Callable[[Any], object]) -> None:
+    path = inplace.state_folder(tree, CORE) / "state.json"
+    state = json.loads(path.read_text())
+    edit(state)
+    path.write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("path", ["../other", "/etc/hostname", ""])
+def test_a_state_that_names_a_file_outside_of_the_tree_is_refused(tree: Path, path: str) -> None:
+    """A tree can come from somebody else, with our folder in it."""
+    apply(tree)
+    edit_state(tree, lambda state: state["files"][0].update(path=path))
+    before = everything(tree)
+    for change in (revert, apply):
+        with pytest.raises(UserError, match=r"state in .*state\.json, found .*a path in the tree"):
+            change(tree)
+    assert everything(tree) == before
+
+
+def test_a_fix_that_only_another_version_knows_is_not_taken_out_in_silence(tree: Path) -> None:
+    apply(tree)
+    edit_state(tree, lambda state: state["fixes"].append("of_tomorrow"))
+    before = everything(tree)
+    for change in (apply, revert):
+        with pytest.raises(UserError, match="of_tomorrow, which this version does not know"):
+            change(tree, PRODUCT)
+    assert everything(tree) == before
+
+
+def test_an_applied_fix_that_fits_no_more_is_not_taken_out_in_silence(tree: Path) -> None:
+    """As after an upgrade of ours: a fix that these originals do not take."""
+    before = snapshot(tree)
+    apply(tree)
+    edit_state(tree, lambda state: state["fixes"].append("zarr_range_write"))
+    applied = snapshot(tree)
+    for change in (apply, revert):
+        with pytest.raises(
+            UserError, match=r"zarr_range_write is applied in place, and would be lost: .* Revert it first"
+        ):
+            change(tree, PRODUCT)
+        assert snapshot(tree) == applied
+    assert revert(tree, "zarr_range_write") == ["zarr_range_write"]
+    revert(tree)
+    assert snapshot(tree) == before
 
 
 def without_rights() -> list[str]:
@@ -215,75 +289,10 @@ def test_a_read_only_tree_is_one_clear_line(tree: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert "no permission to write there; nothing was changed" in line
+    assert "no permission to write there; nothing of megatron.core was changed" in line
 
 
-# Crashes and company
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-def test_a_crash_at_any_write_leaves_a_tree_that_the_next_run_puts_right(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = snapshot(tree)
-    replace, crashes = os.replace, 0
-    for at in range(100):
-        calls = 0
-
-        def crash(source: Path, target: Path, at: int = at) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == at + 1:
-                raise Killed
-            replace(source, target)
-
-        monkeypatch.setattr("ckpt_patches.transaction.os.replace", crash)
-        try:
-            apply(tree)
-        except Killed:
-            crashes += 1
-        else:
-            break
-        finally:
-            monkeypatch.setattr("ckpt_patches.transaction.os.replace", replace)
-        assert revert(tree) == []  # the next run recovers first
-        assert snapshot(tree) == before, f"crash at write {at}"
-    assert crashes > 5
-    assert set(inplace.read_state(tree, CORE).fixes) == {PRODUCT, ZARR_FIX}
-
-
-def test_a_full_disk_changes_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot(tree)
-    write, calls = transaction.write_durably, 0
-
-    def full(path: Path, data: bytes) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise OSError(28, "No space left on device", str(path))
-        write(path, data)
-
-    monkeypatch.setattr(transaction, "write_durably", full)
-    with pytest.raises(UserError, match="No space left on device; nothing was changed"):
-        apply(tree)
-    assert snapshot(tree) == before
-
-
-def test_a_kill_at_any_moment_leaves_whole_files(tree: Path) -> None:
-    before = snapshot(tree)
-    command = [sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(tree)]
-    for delay in (0.02, 0.05, 0.08, 0.1, 0.12, 0.15, 0.2):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        for path in (tree / ZARR, tree / DIST_INFO / "RECORD"):
-            assert path.read_bytes().endswith(b"\n")
-        revert(tree)
-        assert snapshot(tree) == before
+# Company
 
 
 def test_two_at_once_take_turns(tree: Path) -> None:

@@ -6,24 +6,26 @@ killed_conversion.py INPUT OUTPUT N         prints "done" if it has come to its 
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-from deepspeed_patches.ds_to_universal import Options, convert
+sys.path.append(str(Path(__file__).parents[1]))
 
-WRITING = os.O_WRONLY | os.O_RDWR
+from deepspeed_patches.ds_to_universal import Options, convert
+from file_changes import before_each_change
+
 left = int(sys.argv[3])
 
 
 def kill_in_time(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook; forked workers have it too, and count on from where they began."""
+    """Forked workers count as well, on from where they began."""
     global left
-    if event in ("os.rename", "os.remove", "os.mkdir", "os.link") or (event == "open" and arguments[2] & WRITING):
-        left -= 1
-        if left < 0:
-            os.killpg(0, signal.SIGKILL)
+    left -= 1
+    if left < 0:
+        os.killpg(0, signal.SIGKILL)
 
 
 os.setpgid(0, 0)
-sys.addaudithook(kill_in_time)
+before_each_change(kill_in_time)
 convert(sys.argv[1], sys.argv[2], Options(workers=1))
 print("done")

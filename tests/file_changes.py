@@ -1,0 +1,55 @@
+"""Be told of every change that this process makes in the file system, just before it is made.
+
+For being killed, or for failing, at each of them, one after another. There is no way back: do it in a child.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+WRITING = os.O_WRONLY | os.O_RDWR
+CHANGES = {
+    *("os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir"),
+    *("os.truncate", "os.chmod", "os.chown"),
+}
+
+# Gets an event of https://docs.python.org/3/library/audit_events.html and its arguments; may raise, or end the process.
+Act = Callable[[str, tuple[Any, ...]], object]
+
+
+def is_change(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether an audit event announces a change in the file system. What is written into an open file has no event."""
+    return event in CHANGES or (event == "open" and bool(arguments[2] & WRITING))
+
+
+def before_each_change(act: Act) -> None:
+    """Call `act` just before each change, in this process and in those that it forks."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_change(event, arguments):
+            act(event, arguments)
+
+    sys.addaudithook(hook)
+
+
+def in_child(run: Callable[[], Any]) -> tuple[int, Any]:
+    """Run something in a forked child: what it returned (as JSON), or the signal that killed it, negative, and None."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, json.dumps(run()).encode())
+        except BaseException:
+            os.write(writing, json.dumps(traceback.format_exc()).encode())
+            os._exit(70)
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        answer = file.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    result = json.loads(answer) if answer else None
+    assert status != 70, result
+    return status, result
