@@ -14,10 +14,11 @@ from ckpt_patches.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.trees import select
 
 if TYPE_CHECKING:
-    from ckpt_patches.status import Status
+    from ckpt_patches.status import Installed, Status
 
 EXAMPLES = """examples:
   ckpt-patches status                                  what is installed, and what every fix does here
+  ckpt-patches status --tree ~/Megatron-LM             the same where scripts run in a checkout
   ckpt-patches status --json | jq .fixes               the same for programs
   ckpt-patches diff --tree ~/Megatron-LM > fix.patch   then: git -C ~/Megatron-LM apply fix.patch
   ckpt-patches diff zarr_create_synchronizer --tree ~/Megatron-LM --with-test
@@ -69,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     status = commands.add_parser("status", help="what is installed, and what every fix does here")
     status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument(
+        "--tree",
+        metavar="PATH",
+        help="a checkout that training scripts run in, or a --target folder (default: what this command imports)",
+    )
     status.set_defaults(run=_status)
     diff = commands.add_parser("diff", help="print the fixes as a unified diff against a tree")
     diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
@@ -93,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 def _status(options: argparse.Namespace) -> int:
     from ckpt_patches import status
 
-    found = status.collect()
+    found = status.collect(options.tree)
     if options.json:
         print(json.dumps({**asdict(found), "complete": found.complete}, indent=1))
     else:
@@ -104,12 +110,18 @@ def _status(options: argparse.Namespace) -> int:
 def _print_status(found: "Status") -> None:
     from ckpt_patches.status import python
 
-    print(f"training-checkpoint-patches {found.version}, mode {found.mode}, {python()}\n")
-    _print_table([(p.name, p.version or "not installed", p.location or "") for p in found.installed])
+    print(f"training-checkpoint-patches {found.version}, mode {found.mode}, {python()}")
+    print(f"import hook: {'active' if found.hook_active else f'NOT ACTIVE: {found.hook_reason}'}\n")
+    _print_table([_row(package) for package in found.installed])
     print()
     _print_table([(fix.name, fix.state, fix.reason) for fix in found.fixes])
     for warning in found.warnings:
         print(f"\nwarning: {warning}")
+
+
+def _row(package: "Installed") -> tuple[str, ...]:
+    why = f"({package.why})" if package.why else ""
+    return package.name, package.version or "not installed", f"{package.location or ''} {why}".strip()
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -3,14 +3,17 @@
 import importlib.metadata
 import os
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches import __version__, inplace
+from ckpt_patches.errors import UserError
+from ckpt_patches.hook import running
 from ckpt_patches.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.registry import CORE, DEEPSPEED
 from ckpt_patches.startup import Switches, installed_finder
-from ckpt_patches.upstream import DISTRIBUTIONS, find_spec, locate, version_in
+from ckpt_patches.upstream import DISTRIBUTIONS, contains, find_spec, locate, version_in
 
 ACTIVE = "active"
 APPLIED_IN_PLACE = "applied in place"
@@ -18,8 +21,9 @@ FIXED_UPSTREAM = "fixed upstream"
 NOT_PRESENT = "not present"
 NO_MATCH = "NO MATCH"
 SWITCHED_OFF = "switched off"
-# The bug is there, and so is not its fix.
-MISSING = (NO_MATCH, SWITCHED_OFF)
+INACTIVE = "inactive"
+# The bug is there, and its fix is not.
+MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Installed:
     name: str
     version: str | None
     location: str | None
+    why: str = ""  # of the upstream packages: how this tree was come by
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Status:
 
     version: str
     mode: str
+    hook_active: bool
+    hook_reason: str  # why it is not
     installed: tuple[Installed, ...]
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
@@ -57,26 +64,84 @@ class Status:
         return not any(fix.state in MISSING for fix in self.fixes)
 
 
-def collect() -> Status:
-    """Look at the environment of this Python."""
+def collect(tree: str | None = None) -> Status:
+    """Look at the environment of this Python, or (`tree`) at a tree as it would be with that first on the path.
+
+    Raises:
+        UserError: there is no megatron/core/ or deepspeed/ in `tree`.
+    """
     switches = Switches(dict(os.environ))
-    roots = {package: locate(package) for package in (CORE, DEEPSPEED)}
-    fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, switches)]
+    reason = _why_inactive(switches)
+    roots = {package: _root(package, tree) for package in (CORE, DEEPSPEED)}
+    if tree is not None and not any(roots.values()):
+        raise UserError(f"expected megatron/core/ or deepspeed/ in {tree}, found none")
+    fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
+    if reason:
+        fixes = [_inactive(fix, switches) for fix in fixes]
     installed = [
-        Installed(DISTRIBUTIONS[package], version_in(root, package) if root else None, str(root) if root else None)
+        Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
+        if root
+        else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
     ]
     installed += [_distribution(name) for name in ("torch", "zarr", "apex")]
     warnings = [*switches.errors, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
-    return Status(__version__, switches.mode, tuple(installed), tuple(fixes), tuple(warnings))
+    if tree is None:
+        warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
+    return Status(__version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings))
 
 
-def _fixes(package: str, root: Path | None, switches: Switches) -> list[FixStatus]:
+def _why_inactive(switches: Switches) -> str:
+    if switches.mode == "off":
+        return "CKPT_PATCHES=off"
+    if installed_finder() is None:
+        return "this Python read no .pth file of ours: install the package into its site-packages, or use apply"
+    return ""
+
+
+def _root(package: str, tree: str | None) -> Path | None:
+    if tree is None:
+        return locate(package)
+    return Path(os.path.abspath(tree)) if contains(tree, package) else None
+
+
+def _why_this_tree(root: Path, tree: str | None) -> str:
+    """How the tree was come by; a training script may come by another one."""
+    if tree is not None:
+        return "--tree"
+    if str(root) in map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        return "PYTHONPATH"
+    if str(root) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        return "site-packages"
+    if root == Path.cwd():
+        return "the current folder, where python -m looks first"
+    return "sys.path of this command"
+
+
+def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
+    """A script imports what lies beside it; a console script does not look into the current folder."""
+    here = Path.cwd()
+    if here == root or not contains(here, package):
+        return []
+    return [
+        f"{here / package.replace('.', '/')} is {DISTRIBUTIONS[package]} {version_in(here, package)}: a script in this "
+        "folder, or python -m, imports that one and not what is shown above: ckpt-patches status --tree ."
+    ]
+
+
+def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches, why_inactive: str) -> list[FixStatus]:
+    """What each fix does in a tree."""
     if root is None:
-        reason = f"{DISTRIBUTIONS[package]} is not installed"
+        reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
         return [FixStatus(name, package, NOT_PRESENT, reason) for name in fixes_for(package)]
     in_place = inplace.read_state(root, package).fixes
-    return [_fix(result, package, in_place, switches) for result in plan_tree(str(root), package).results]
+    if tree is None and not why_inactive:  # what this process would import, by whichever hook
+        plan = running.make_plan(str(root), package, switches.skip)
+        skipped = plan_tree(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
+        results = {result.name: result for result in (*plan.results, *skipped.results)}
+    else:
+        results = {result.name: result for result in plan_tree(str(root), package).results}
+    return [_fix(results[name], package, in_place, switches) for name in fixes_for(package)]
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
@@ -86,19 +151,16 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
     elif result.outcome is Outcome.NO_MATCH:
         state, reason = NO_MATCH, result.reason
     elif result.outcome is Outcome.APPLIES:
-        reason = _why_off(result.name, switches)
-        state = SWITCHED_OFF if reason else ACTIVE
+        skipped = result.name in switches.skip
+        state, reason = (SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}") if skipped else (ACTIVE, "")
     return FixStatus(result.name, package, state, reason)
 
 
-def _why_off(name: str, switches: Switches) -> str:
-    if switches.mode == "off":
-        return "CKPT_PATCHES=off"
-    if name in switches.skip:
-        return f"CKPT_PATCHES_SKIP={name}"
-    if installed_finder() is None:
-        return "the import hook is not installed: this Python read no .pth file of ours"
-    return ""
+def _inactive(fix: FixStatus, switches: Switches) -> FixStatus:
+    """A fix where there is no hook; why is said once for all."""
+    if fix.state != ACTIVE:
+        return fix
+    return FixStatus(fix.name, fix.package, SWITCHED_OFF if switches.mode == "off" else INACTIVE)
 
 
 def _distribution(name: str) -> Installed:

@@ -44,7 +44,7 @@ def make_two(root: Path) -> tuple[Path, Path]:
 
 
 def python(
-    *arguments: str, tree: Path, env: Mapping[str, str] | None = None, check: bool = True
+    *arguments: str, tree: Path, env: Mapping[str, str] | None = None, check: bool = True, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python with the tree first on its path; output captured."""
     inherited = {k: v for k, v in os.environ.items() if k != "RANK" and not k.startswith(("CKPT_PATCHES", "PYTHON"))}
@@ -54,6 +54,7 @@ def python(
         text=True,
         capture_output=True,
         check=check,
+        cwd=cwd,
         timeout=60,
     )
 

@@ -69,11 +69,82 @@ def test_status_exit_tells_whether_a_needed_fix_is_missing() -> None:
 def test_status_shows_what_is_installed_and_where() -> None:
     on = tree("megatron-core", "0.14.0")
     found = json.loads(command("status", "--json", on=on).stdout)
-    assert {"name": "megatron-core", "version": "0.14.0", "location": str(on)} in found["installed"]
+    core = {"name": "megatron-core", "version": "0.14.0", "location": str(on), "why": "PYTHONPATH"}
+    assert core in found["installed"]
     assert found["complete"] is True
     done = command("status", on=on)
     assert "megatron-core  0.14.0" in done.stdout
     assert all(name in done.stdout for name in FIXES)
+
+
+def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
+    """The command finds what is installed; a training script what lies beside it."""
+    checkout, installed = tree("megatron-core", "0.16.1"), tree("megatron-core", "0.14.0")
+    found = json.loads(command("status", "--json", "--tree", str(checkout), on=installed).stdout)
+    core = {"name": "megatron-core", "version": "0.16.1", "location": str(checkout), "why": "--tree"}
+    assert core in found["installed"]
+    by_name = {fix["name"]: fix for fix in found["fixes"]}
+    assert by_name["numpy2_product"]["state"] == "fixed upstream"
+    assert by_name["zero3_fragment_bounds"]["reason"] == f"deepspeed is not in {checkout}"
+    done = command("status", "--tree", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"expected megatron/core/ or deepspeed/ in {tmp_path}, found none" in line
+
+
+def test_status_says_that_scripts_in_this_folder_import_another_tree(tmp_path: Path) -> None:
+    make(tmp_path)
+    console = "from ckpt_patches.cli import main; import sys; sys.path.remove(''); sys.exit(main(['status']))"
+    on = tree("megatron-core", "0.16.1")
+    done = python("-c", console, tree=on, check=False, cwd=tmp_path)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("warning")]
+    assert f"{tmp_path}/megatron/core is megatron-core 0.14.0: a script in this folder" in line
+    assert "warning" not in python("-c", console, tree=on, cwd=on).stdout
+
+
+def test_status_says_once_that_there_is_no_hook() -> None:
+    on = tree("megatron-core", "0.14.0")
+    code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != 'PatchFinder']\n"
+    code += "from ckpt_patches.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = python("-c", code, "status", tree=on, check=False)
+    assert done.returncode == 1
+    assert done.stdout.count("no .pth file of ours") == 1
+    assert "import hook: NOT ACTIVE" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("zarr_")]
+    assert rows == [["zarr_create_synchronizer", "inactive"], ["zarr_range_write", "inactive"]]
+    found = json.loads(python("-c", code, "status", "--json", tree=on, check=False).stdout)
+    assert (found["hook_active"], found["complete"]) == (False, False)
+    off = command("status", on=on, CKPT_PATCHES="off").stdout
+    assert off.count("CKPT_PATCHES=off") == 1
+
+
+def test_status_says_which_modules_another_import_hook_would_load(tmp_path: Path) -> None:
+    """Such as one that a .pth file or sitecustomize brings into every process."""
+    make(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(
+        "from typeguard import install_import_hook\ninstall_import_hook('megatron.core')\n"
+    )
+    done = command("status", on=tmp_path)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("numpy2_product")]
+    assert "NO MATCH" in line
+    assert "TypeguardLoader, of another import hook, loads it" in line
+
+
+def test_status_in_a_process_says_what_runs_there(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    code = f"""
+import importlib.util, sys, megatron.core.dist_checkpointing
+from ckpt_patches.status import collect
+def state():
+    print(next(fix.state for fix in collect().fixes if fix.name == "numpy2_product"))
+state()
+spec = importlib.util.spec_from_file_location({MODULE!r}, {str(path)!r})
+sys.modules[{MODULE!r}] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+state()
+"""
+    assert python("-c", code, tree=tmp_path).stdout.split("\n")[:2] == ["active", "NO MATCH"]
 
 
 def test_status_imports_nothing_heavy() -> None:

@@ -76,7 +76,7 @@ def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_t
     """They have no master, and offloaded a clone on the CPU, which is what is stepped."""
     copy = leave_out_native_fp32(tmp_path)
     names = ("hybrid-1.0-precision-aware-fp32",)
-    assert resumes(copy, "hook", tmp_path / "fixed", names) == dict.fromkeys(names, {"bit-equal"})
+    assert resumes(copy, "hook", tmp_path / "fixed", names) == {name: {"bit-equal"} for name in names}
     assert all("bit-equal" not in found for found in resumes(copy, "none", tmp_path / "plain", names).values())
 
 
