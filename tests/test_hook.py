@@ -63,6 +63,15 @@ def test_tracebacks_and_getsource_show_the_edited_source(tmp_path: Path) -> None
     assert "return np.prod(shape)" in done.stderr
 
 
+def test_pdb_shows_the_edited_source(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import io, pdb, sys, {MODULE} as m\n"
+    code += "pdb.Pdb(stdin=io.StringIO('list\\ncontinue\\n'), stdout=sys.stdout).runcall(m.size, (1, 2))"
+    shown = python("-c", code, tree=tmp_path).stdout
+    assert "5  ->\t    return np.prod(shape)" in shown
+    assert "np.product" not in shown
+
+
 def test_an_exception_that_nobody_catches_shows_the_edited_source(tmp_path: Path) -> None:
     """Which the interpreter prints itself."""
     make(tmp_path)
@@ -332,6 +341,14 @@ def test_a_programs_own_logging_gets_the_line(tmp_path: Path) -> None:
     code = f"import logging; logging.basicConfig(level='INFO', format='MINE %(message)s'); import {MODULE}"
     (line,) = python("-c", code, tree=tmp_path).stderr.splitlines()
     assert line.startswith("MINE training-checkpoint-patches")
+
+
+def test_what_is_said_before_a_program_sets_up_logging_leaves_nothing_in_its_way(tmp_path: Path) -> None:
+    """The first line comes before, on stderr; what follows goes where the program sends it."""
+    make_unknown(tmp_path)
+    code = f"import {MODULE}, logging\nlogger = logging.getLogger('ckpt_patches')\n"
+    code += "print(logger.handlers, logger.propagate, logger.level)"
+    assert python("-c", code, tree=tmp_path).stdout.strip() == "[] True 0"
 
 
 # Installing by hand

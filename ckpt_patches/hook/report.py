@@ -90,14 +90,11 @@ def _enabled(level: int) -> bool:
 
 def _say(level: int, message: str) -> None:
     """Log it; where nobody has set up logging yet, which is so while modules are imported, on stderr."""
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(name)s] %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
     try:
-        logger.log(level, message)
+        if logger.hasHandlers():
+            logger.log(level, message)
+        elif sys.stderr is not None:
+            print(f"[{logger.name}] {logging.getLevelName(level)}: {message}", file=sys.stderr)
     except Exception as error:  # of a handler of the program's: an import must not fail for it
         if sys.stderr is not None:
             print(f"ckpt-patches: {message} ({type(error).__name__} in a logging handler: {error})", file=sys.stderr)
