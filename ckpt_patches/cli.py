@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_patches import __version__
 from ckpt_patches.audit import command as audit
+from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError
-from ckpt_patches.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.trees import select
 
 if TYPE_CHECKING:
     from ckpt_patches.status import Installed, Status
@@ -131,7 +131,7 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from ckpt_patches.diffs import tree_diff
+    from ckpt_patches.engine.diffs import tree_diff
 
     plans = [plan_tree(s.root, s.package, s.names) for s in select(options.fixes, options.tree)]
     _raise_unreadable(plans)
@@ -142,12 +142,12 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _apply(options: argparse.Namespace) -> int:
-    from ckpt_patches import inplace
+    from ckpt_patches.inplace import rewrite
 
     results: list[FixResult] = []
     for selection in select(options.fixes, options.tree):
-        before = inplace.read_state(selection.root, selection.package).fixes
-        plan = inplace.apply(selection.root, selection.package, selection.names)
+        before = rewrite.read_state(selection.root, selection.package).fixes
+        plan = rewrite.apply(selection.root, selection.package, selection.names)
         results += [_as_before(r, before) for r in plan.results if r.name in selection.names]
     return _tell(results)
 
@@ -160,10 +160,10 @@ def _as_before(result: FixResult, before: Sequence[str]) -> FixResult:
 
 
 def _revert(options: argparse.Namespace) -> int:
-    from ckpt_patches import inplace
+    from ckpt_patches.inplace import rewrite
 
     for selection in select(options.fixes, options.tree):
-        removed = inplace.revert(selection.root, selection.package, selection.names)
+        removed = rewrite.revert(selection.root, selection.package, selection.names)
         for name in selection.names:
             print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
     return 0

@@ -9,6 +9,8 @@ import atexit
 import os
 import sys
 
+from ckpt_patches import StrictModeError, is_rank_zero
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +22,6 @@ MODES = ("off", "warn", "strict")
 PREFIXES = ("megatron.", "deepspeed.")
 # Without one of these in sys.modules no target has been loaded.
 PACKAGES = ("megatron.core", "deepspeed")
-# Set by the launchers in use: torchrun, Slurm, Open MPI.
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 class Switches:
@@ -38,7 +38,7 @@ class Switches:
             self._read_skip(environ["CKPT_PATCHES_SKIP"])
 
     def _read_skip(self, value: str) -> None:
-        from ckpt_patches.registry import FIXES
+        from ckpt_patches.engine.registry import FIXES
 
         names = [name.strip() for name in value.split(",")]
         self.skip = frozenset(name for name in names if name in FIXES)
@@ -48,21 +48,6 @@ class Switches:
                 f"CKPT_PATCHES_SKIP={','.join(unknown)}: no such fix, nothing is skipped for it; "
                 f"the fixes are {', '.join(FIXES)}"
             )
-
-
-def is_rank_zero(environ: "os._Environ[str] | dict[str, str]") -> bool:
-    """Whether this process is the first of its process group, by the launcher's environment; true outside a group."""
-    for variable in RANK_VARIABLES:
-        if variable in environ:
-            return environ[variable].strip() == "0"
-    return True
-
-
-class StrictModeError(RuntimeError):
-    """With `CKPT_PATCHES=strict`, a program in which a fix that is needed does not run is stopped.
-
-    Not an ImportError: `try: import megatron.core … except ImportError` is how others ask whether Megatron is there.
-    """
 
 
 class PatchFinder:
@@ -76,7 +61,7 @@ class PatchFinder:
     ) -> "ModuleSpec | None":
         """Called with the lock of the import system held, for every import of the process."""
         if fullname.startswith(PREFIXES):
-            from ckpt_patches.registry import TARGETS
+            from ckpt_patches.engine.registry import TARGETS
 
             if fullname in TARGETS:
                 from ckpt_patches.hook.finder import patched_spec

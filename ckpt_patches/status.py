@@ -7,13 +7,14 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches import __version__, inplace
+from ckpt_patches import __version__
+from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, locate, version_in
+from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
-from ckpt_patches.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.registry import CORE, DEEPSPEED
+from ckpt_patches.inplace import rewrite
 from ckpt_patches.startup import Switches, installed_finder
-from ckpt_patches.upstream import DISTRIBUTIONS, contains, find_spec, locate, version_in
 
 ACTIVE = "active"
 APPLIED_IN_PLACE = "applied in place"
@@ -134,7 +135,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
     if root is None:
         reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
         return [FixStatus(name, package, NOT_PRESENT, reason) for name in fixes_for(package)]
-    in_place = inplace.read_state(root, package).fixes
+    in_place = rewrite.read_state(root, package).fixes
     if tree is None and not why_inactive:  # what this process would import, by whichever hook
         plan = running.make_plan(str(root), package, switches.skip)
         skipped = plan_tree(str(root), package, [name for name in fixes_for(package) if name in switches.skip])

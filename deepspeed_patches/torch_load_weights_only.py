@@ -5,8 +5,8 @@ https://github.com/deepspeedai/DeepSpeed/pull/6751
 
 import ast
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

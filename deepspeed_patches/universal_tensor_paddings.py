@@ -3,8 +3,8 @@
 https://github.com/deepspeedai/DeepSpeed/issues/6918
 """
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 ZERO_CHECKPOINT = "deepspeed.checkpoint.zero_checkpoint"
 DEEPSPEED_CHECKPOINT = "deepspeed.checkpoint.deepspeed_checkpoint"

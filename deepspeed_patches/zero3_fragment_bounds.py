@@ -5,8 +5,8 @@ https://github.com/deepspeedai/DeepSpeed/pull/8060
 
 import ast
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 fix = Fix(
     __name__,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.registry import FIXES
+from ckpt_patches.engine.registry import FIXES
 from upstream import run, run_json, tree
 from zero_checkpoints import convert, converted, differences, dp768, element_counts
 

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-from ckpt_patches.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
-from ckpt_patches.registry import FIXES, TARGETS
+from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
+from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 
 

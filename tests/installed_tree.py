@@ -5,8 +5,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from ckpt_patches import inplace
-from ckpt_patches.registry import CORE
+from ckpt_patches.engine.registry import CORE
+from ckpt_patches.inplace import rewrite
 from small_tree import make
 
 PRODUCT, ZARR_FIX = "numpy2_product", "zarr_create_synchronizer"
@@ -60,9 +60,9 @@ def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def apply(root: Path, *names: str) -> list[str]:
-    plan = inplace.apply(str(root), CORE, names or (PRODUCT, ZARR_FIX))
+    plan = rewrite.apply(str(root), CORE, names or (PRODUCT, ZARR_FIX))
     return [result.outcome.value for result in plan.results]
 
 
 def revert(root: Path, *names: str) -> list[str]:
-    return inplace.revert(str(root), CORE, names or (PRODUCT, ZARR_FIX))
+    return rewrite.revert(str(root), CORE, names or (PRODUCT, ZARR_FIX))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import upstream
-from ckpt_patches.registry import FIXES
-from ckpt_patches.upstream import version_in
+from ckpt_patches.engine.installed import version_in
+from ckpt_patches.engine.registry import FIXES
 from small_tree import MODULE, UPSTREAM, make, python
 from upstream import tree
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import edits
-from ckpt_patches.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.registry import CORE, FIXES
-from ckpt_patches.source import function_text
+from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.engine.registry import CORE, FIXES
+from ckpt_patches.engine.source import function_text
 from upstream import DELIVERIES, numbers, releases, run, tree
 
 FIX = "dp_zero_lean_gather"

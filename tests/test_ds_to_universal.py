@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import torch_file
 from ckpt_patches.cli import main
+from ckpt_patches.formats import torch_file
 from deepspeed_patches.ds_to_universal import Options, convert, upstream
 from deepspeed_patches.ds_to_universal.upstream import Traits
 from universal import both, distinct, environment, files, ours, parallel, summary

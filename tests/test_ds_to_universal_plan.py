@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import StorageHeader, TensorHeader
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import arithmetic, layout
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.outputs import (

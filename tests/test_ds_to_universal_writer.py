@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches import stored_zip, torch_file
+from ckpt_patches.formats import stored_zip, torch_file
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.progress import Progress, line
-from ckpt_patches.torch_file import StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import torch_writer
 from deepspeed_patches.ds_to_universal.outputs import storages
 from upstream import PROGRAMS

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import edits
-from ckpt_patches import fix as fixes
-from ckpt_patches import plan
-from ckpt_patches.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.registry import CORE, DEEPSPEED, FIXES, TARGETS
-from ckpt_patches.source import function_text
+from ckpt_patches.engine import fix as fixes
+from ckpt_patches.engine import plan
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, TARGETS
+from ckpt_patches.engine.source import function_text
 from ckpt_patches.startup import PREFIXES
-from ckpt_patches.upstream import DISTRIBUTIONS
 from upstream import REPOSITORY, releases, tree
 
 NAMES = list(FIXES)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import plan
+from ckpt_patches.engine import plan
+from ckpt_patches.engine.plan import TreePlan, plan_tree
+from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.hook import running
-from ckpt_patches.plan import TreePlan, plan_tree
-from ckpt_patches.registry import FIXES
 from ckpt_patches.startup import PatchFinder, Switches, install
 from small_tree import IS_PATCHED, MODULE, UPSTREAM, make, python
 
@@ -218,7 +218,7 @@ def test_bytecode_alone_is_said_to_have_no_source(tmp_path: Path) -> None:
     assert "CKPT_PATCHES_SKIP=numpy2_product" in line
     done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "strict"}, check=False)
     assert done.returncode != 0
-    assert "ckpt_patches.startup.StrictModeError" in done.stderr
+    assert "ckpt_patches.StrictModeError" in done.stderr
 
 
 UNKNOWN = {  # a real fix's anchor is gone from this text
@@ -275,9 +275,9 @@ def test_a_module_that_does_not_parse_fails_as_it_would_without_us(tmp_path: Pat
 def test_a_defect_of_ours_does_not_stop_the_import(tmp_path: Path) -> None:
     make(tmp_path)
     code = f"""
-import ckpt_patches.plan
+import ckpt_patches.engine.plan
 def broken(*a, **k): raise RuntimeError("our defect")
-ckpt_patches.plan.plan_tree = broken
+ckpt_patches.engine.plan.plan_tree = broken
 {IS_PATCHED}
 """
     done = python("-c", code, tree=tmp_path)

@@ -297,7 +297,7 @@ def test_strict_mode_is_not_swallowed_by_the_idiom_for_a_missing_package(tmp_pat
     text = takes(MODULE, "1") + f"try:\n    import {MODULE}\nexcept ImportError:\n    print('swallowed')"
     status, output, stderr = program(tmp_path, text, **STRICT)
     assert (status, output) == (1, "")
-    assert "ckpt_patches.startup.StrictModeError" in stderr
+    assert "ckpt_patches.StrictModeError" in stderr
 
 
 def test_to_ask_for_a_module_raises_nothing(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_to_find_a_module_is_all_that_happens_under_the_import_systems_lock(tmp_
     spec = finder.find_spec({MODULE!r}, package.__path__)
     ours = [path for path in opened if "ckpt_patches" not in str(path) and "/lib/python" not in str(path)]
     print(type(spec.loader).__name__, ours)
-    print([m for m in ("ast", "logging", "ckpt_patches.plan", "ckpt_patches.source") if m in set(sys.modules) - before])
+    print(sorted((set(sys.modules) - before) & {{"ast", "logging", "ckpt_patches.engine.plan"}}))
     """
     status, output, stderr = program(tmp_path, text)
     assert (status, output.splitlines(), stderr) == (0, ["PatchedLoader []", "[]"], "")
@@ -402,13 +402,13 @@ def test_to_find_a_module_is_all_that_happens_under_the_import_systems_lock(tmp_
 
 FORK = f"""
 import logging, os, sys, threading, time
-import ckpt_patches.plan
-ready, real = threading.Event(), ckpt_patches.plan.plan_tree
+import ckpt_patches.engine.plan
+ready, real = threading.Event(), ckpt_patches.engine.plan.plan_tree
 def slow(*arguments, **keywords):
     ready.set()
     time.sleep(0.5)
     return real(*arguments, **keywords)
-ckpt_patches.plan.plan_tree = slow
+ckpt_patches.engine.plan.plan_tree = slow
 def fork():
     ready.wait()
     child = os.fork()

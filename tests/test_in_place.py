@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import inplace
+from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
-from ckpt_patches.registry import CORE
+from ckpt_patches.inplace import rewrite
 from installed_tree import (
     DIST_INFO,
     PRODUCT,
@@ -44,7 +44,7 @@ def test_apply_and_revert_leave_every_byte_and_mode_as_it_was(tree: Path) -> Non
     assert (tree / ZARR).stat().st_mode & 0o777 == 0o640
     assert sorted(revert(tree)) == sorted([PRODUCT, ZARR_FIX])
     assert snapshot(tree) == before
-    assert not (tree / inplace.STATE_FOLDER).exists()
+    assert not (tree / rewrite.STATE_FOLDER).exists()
 
 
 def test_both_are_idempotent(tree: Path) -> None:
@@ -65,7 +65,7 @@ def test_fixes_come_and_go_one_by_one(tree: Path, first: str) -> None:
     apply(tree, first)
     only_first = snapshot(tree)
     apply(tree, second)
-    assert set(inplace.read_state(tree, CORE).fixes) == {first, second}
+    assert set(rewrite.read_state(tree, CORE).fixes) == {first, second}
     assert revert(tree, second) == [second]
     assert snapshot(tree) == only_first
     assert revert(tree, first) == [first]
@@ -136,7 +136,7 @@ def test_what_root_applies_stays_the_property_of_its_owner(tree: Path) -> None:
     (tree / ZARR).chmod(0o600)
     before = everything(tree)
     apply(tree)
-    for path in (tree / ZARR, inplace.state_folder(tree, CORE) / "originals" / ZARR):
+    for path in (tree / ZARR, rewrite.state_folder(tree, CORE) / "originals" / ZARR):
         assert (path.stat().st_uid, path.stat().st_gid, path.stat().st_mode & 0o777) == (65534, 65534, 0o600)
     revert(tree)
     assert everything(tree) == before
@@ -169,7 +169,7 @@ def test_record_stays_true(tree: Path) -> None:
     apply(tree)
     assert wrong() == []
     listed = (tree / DIST_INFO / "RECORD").read_text()
-    ours = [path for path in snapshot(tree) if path.startswith(inplace.STATE_FOLDER)]
+    ours = [path for path in snapshot(tree) if path.startswith(rewrite.STATE_FOLDER)]
     assert ours
     assert all(path in listed for path in ours)  # an uninstall of megatron-core takes them along
 
@@ -198,7 +198,7 @@ def test_an_original_that_is_not_what_it_was_is_refused_and_nothing_changes(
 ) -> None:
     """Both start from the originals: what is written back would be garbage."""
     apply(tree)
-    backup = inplace.state_folder(tree, CORE) / "originals" / ZARR
+    backup = rewrite.state_folder(tree, CORE) / "originals" / ZARR
     break_(backup)
     broken = snapshot(tree)
     with pytest.raises(UserError) as refused:
@@ -224,14 +224,14 @@ def test_unreadable_text_is_refused_and_nothing_changes(tree: Path) -> None:
 
 def test_a_damaged_state_is_refused(tree: Path) -> None:
     apply(tree)
-    state = inplace.state_folder(tree, CORE) / "state.json"
+    state = rewrite.state_folder(tree, CORE) / "state.json"
     state.write_text('{"version": 99}')
     with pytest.raises(UserError, match="expected version 1 of our state"):
         revert(tree)
 
 
 def edit_state(tree: Path, edit: Callable[[Any], object]) -> None:
-    path = inplace.state_folder(tree, CORE) / "state.json"
+    path = rewrite.state_folder(tree, CORE) / "state.json"
     state = json.loads(path.read_text())
     edit(state)
     path.write_text(json.dumps(state))
@@ -300,6 +300,6 @@ def test_two_at_once_take_turns(tree: Path) -> None:
     both = [[*command, "apply", "--tree", str(tree), name] for name in (PRODUCT, ZARR_FIX)] * 3
     processes = [subprocess.Popen(arguments, stderr=subprocess.PIPE) for arguments in both]
     assert [process.wait() for process in processes] == [0] * 6
-    assert set(inplace.read_state(tree, CORE).fixes) == {PRODUCT, ZARR_FIX}
+    assert set(rewrite.read_state(tree, CORE).fixes) == {PRODUCT, ZARR_FIX}
     revert(tree)
     assert (tree / ZARR).read_text() == ZARR_TEXT

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import inplace, transaction
+from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
-from ckpt_patches.registry import CORE
+from ckpt_patches.inplace import rewrite, transaction
 from file_changes import Act, before_each_change, in_child
 from installed_tree import ZARR, apply, everything, make_installed, revert, snapshot
 from upstream import all_releases
@@ -385,7 +385,7 @@ def test_the_disk_has_what_a_step_stands_on_before_the_step(
     """A loss of power keeps only what was waited for."""
     root = copied(templates[name], tmp_path / "tree")
     events = watched(BOTH[name], root)
-    folder = inplace.state_folder(root, CORE)
+    folder = rewrite.state_folder(root, CORE)
     points = [index for index, event in enumerate(events) if decides(event, str(folder / "state.json"))]
     assert len(points) == 1
     switches = [index for index, event in enumerate(events) if is_switch(event)]
@@ -412,9 +412,9 @@ def watched(change: Callable[[Path], object], root: Path) -> list[list[str]]:
 def test_a_folder_that_a_killed_run_made_is_waited_for(templates: dict[str, Path], tmp_path: Path) -> None:
     """It may have been killed before it waited itself."""
     root = copied(templates["apply"], tmp_path / "tree")
-    inplace.state_folder(root, CORE).mkdir(parents=True)
+    rewrite.state_folder(root, CORE).mkdir(parents=True)
     events = watched(apply, root)
-    for folder in (root, root / inplace.STATE_FOLDER):
+    for folder in (root, root / rewrite.STATE_FOLDER):
         assert ["os.fsync", str(folder)] in events[: next(i for i, event in enumerate(events) if is_switch(event))]
 
 
@@ -457,7 +457,7 @@ def test_an_interrupted_change_of_the_version_before_is_undone(
     """Its journal was a list with absolute paths, beside copies of the texts before."""
     before, after = templates[name], templates["revert" if name == "apply" else "reverted"]
     texts = {root: {str(Path(path)): data for path, (data, _) in snapshot(root).items()} for root in (before, after)}
-    state = f"{inplace.STATE_FOLDER}/{CORE}/state.json"
+    state = f"{rewrite.STATE_FOLDER}/{CORE}/state.json"
     paths = sorted(path for path in texts[before] | texts[after] if path != state)
     for changed in range(len(paths) + 2):
         root = copied(before, tmp_path / "tree")
@@ -469,7 +469,7 @@ def test_an_interrupted_change_of_the_version_before_is_undone(
 def write_old_journal(
     root: Path, paths: list[str], before: dict[str, bytes], after: dict[str, bytes], changed: int
 ) -> None:
-    folder = inplace.state_folder(root, CORE)
+    folder = rewrite.state_folder(root, CORE)
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for index, path in enumerate(paths):
@@ -502,7 +502,7 @@ JOURNALS = {
 def test_a_journal_that_cannot_be_followed_is_refused(text: str, templates: dict[str, Path], tmp_path: Path) -> None:
     root, other = copied(templates["apply"], tmp_path / "tree"), tmp_path / "other"
     other.write_text("of somebody else")
-    folder = inplace.state_folder(root, CORE)
+    folder = rewrite.state_folder(root, CORE)
     folder.mkdir(parents=True)
     digest = hashlib.sha256(other.read_bytes()).hexdigest()
     decisive = f', {{"path": "{folder}/state.json", "before": null, "after": "1"}}]'.replace(

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import upstream
-from ckpt_patches.registry import FIXES
+from ckpt_patches.engine.registry import FIXES
 from installs import SHOW_HOOK, Environment, build_wheel, copy_working_tree
 
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """
-import importlib, pkgutil, ckpt_patches, ckpt_patches.fix, ckpt_patches.registry
+import importlib, pkgutil, ckpt_patches, ckpt_patches.engine.fix, ckpt_patches.engine.registry
 for module in pkgutil.iter_modules(ckpt_patches.__path__):
     if module.name != "__main__":
         importlib.import_module(f"ckpt_patches.{module.name}")
-for name, modules in ckpt_patches.registry.FIXES.items():
+for name, modules in ckpt_patches.engine.registry.FIXES.items():
     top = modules[0].partition(".")[0]
     importlib.import_module(f"{top}_patches.{name}")
 """
@@ -103,7 +103,7 @@ def test_install_activates_the_hook_and_uninstall_leaves_nothing(
 
 
 def test_a_checkout_needs_no_install(environment: Environment, source: Path) -> None:
-    program = "from ckpt_patches import fix, registry; print(*(fix.load(name).name for name in registry.FIXES))"
+    program = "from ckpt_patches.engine import fix, registry; print(*(fix.load(name).name for name in registry.FIXES))"
     assert environment.python("-c", program, cwd=source).stdout.split() == list(FIXES)
     assert environment.python("-m", "ckpt_patches", "--help", cwd=source).returncode == 0
 
@@ -186,7 +186,9 @@ def test_editable_install_runs_the_files_of_the_checkout(environment: Environmen
     (fixes / "new.py").write_text("text = 'new'\n")
     program = "from megatron_patches import new, numpy2_product; print(numpy2_product.fix, new.text)"
     assert environment.python("-c", program).stdout == "edited new\n"
-    status = environment.python("-c", "from ckpt_patches.fix import folder; print(folder('megatron.core'))").stdout
+    status = environment.python(
+        "-c", "from ckpt_patches.engine.fix import folder; print(folder('megatron.core'))"
+    ).stdout
     assert Path(status.strip()).samefile(fixes)
 
 

@@ -8,10 +8,10 @@ from types import CodeType
 import pytest
 
 import upstream
-from ckpt_patches import names
-from ckpt_patches.plan import plan_tree
-from ckpt_patches.registry import CORE, DEEPSPEED
-from ckpt_patches.source import Source
+from ckpt_patches.engine import names
+from ckpt_patches.engine.plan import plan_tree
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.source import Source
 
 
 def unbound(text: str, inserted: str) -> list[str]:

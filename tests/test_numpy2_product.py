@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from ckpt_patches.plan import Outcome, module_path
+from ckpt_patches.engine.plan import Outcome, module_path
 from upstream import DELIVERIES, releases, run_json, tree
 
 FIX = "numpy2_product"

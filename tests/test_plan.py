@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches import plan
-from ckpt_patches.fix import Fix
-from ckpt_patches.plan import Outcome, TreePlan, plan_tree
-from ckpt_patches.registry import CORE
-from ckpt_patches.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine import plan
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.plan import Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.registry import CORE
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 FIRST, SECOND = "megatron.core.first", "megatron.core.second"
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import upstream
-from ckpt_patches.plan import module_path
+from ckpt_patches.engine.plan import module_path
 from installs import Environment, build_wheel
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_patches.source import AlreadyThere, NoMatch, Source, UnreadableSource, function_text
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source, UnreadableSource, function_text
 
 TEXT = '''"""Doc."""
 # call(1) in a comment

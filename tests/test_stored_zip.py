@@ -1,4 +1,4 @@
-"""ckpt_patches.stored_zip: what it reads is what zipfile reads, and what it writes zipfile and torch can read."""
+"""The zip archives of torch: what it reads is what zipfile reads, and what it writes zipfile and torch can read."""
 
 import os
 import re
@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_patches import stored_zip
-from ckpt_patches.stored_zip import Archive, BadArchiveError, Writer
-from ckpt_patches.torch_file import StorageHeader, TensorHeader
+from ckpt_patches.formats import stored_zip
+from ckpt_patches.formats.stored_zip import Archive, BadArchiveError, Writer
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import torch_writer
 from upstream import all_releases
 

@@ -1,4 +1,4 @@
-"""ckpt_patches.torch_file: what is in a torch file, without torch or tensor data, and without running anything."""
+"""The reader of torch files: what is in a torch file, without torch or tensor data, and without running anything."""
 
 import argparse
 import io
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches import torch_file
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import BadFileError, Instance, TensorHeader, UnlistedClassError
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.torch_file import BadFileError, Instance, TensorHeader, UnlistedClassError
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_classes_come_out_as_stand_ins(path: Path) -> None:
 def test_neither_torch_nor_a_class_of_the_file_is_imported(path: Path) -> None:
     torch.save({"tensor": BASE, "args": argparse.Namespace()}, path)
     program = (
-        "import sys; from ckpt_patches import torch_file; torch_file.read(sys.argv[1]);"
+        "import sys; from ckpt_patches.formats import torch_file; torch_file.read(sys.argv[1]);"
         "print(sorted({'torch', 'numpy', 'argparse', 'deepspeed'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)

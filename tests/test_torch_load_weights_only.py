@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import edits
-from ckpt_patches.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.registry import DEEPSPEED
-from ckpt_patches.source import Source, function_text
+from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.engine.registry import DEEPSPEED
+from ckpt_patches.engine.source import Source, function_text
 from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
 from upstream import DELIVERIES, all_releases, environment_for, numbers, releases, run, run_json, tree
 from zero_checkpoints import PERMISSIVE, converted, session_folder, with_layers

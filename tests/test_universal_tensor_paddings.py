@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from ckpt_patches.plan import Outcome
+from ckpt_patches.engine.plan import Outcome
 from edits import added_lines
 from upstream import DELIVERIES, newest_by_default, numbers, releases, run, run_json, tree
 from zero_checkpoints import CRASH, PERMISSIVE, convert, converted, differences, dp768, losses, trained

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.diffs import upstream_test
-from ckpt_patches.fix import folder, load, package_of
-from ckpt_patches.plan import Outcome, plan_tree
-from ckpt_patches.registry import CORE, FIXES
-from ckpt_patches.upstream import DISTRIBUTIONS
+from ckpt_patches.engine.diffs import upstream_test
+from ckpt_patches.engine.fix import folder, load, package_of
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import Outcome, plan_tree
+from ckpt_patches.engine.registry import CORE, FIXES
 from upstream import environment_for, newest_by_default, releases, run, tree
 
 PYTEST = Path(pytest.__file__).parent / "__main__.py"

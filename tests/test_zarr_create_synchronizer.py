@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from ckpt_patches.plan import Outcome
+from ckpt_patches.engine.plan import Outcome
 from upstream import DELIVERIES, releases, run_json, tree
 
 FIX = "zarr_create_synchronizer"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from ckpt_patches.plan import Outcome
+from ckpt_patches.engine.plan import Outcome
 from upstream import DELIVERIES, newest_by_default, releases, run, tree
 from zero_checkpoints import (
     PERMISSIVE,

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches.registry import FIXES
+from ckpt_patches.engine.registry import FIXES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = REPOSITORY / "tests" / "programs"

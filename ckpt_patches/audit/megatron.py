@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_patches import torch_file
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.formats import torch_file
 
 PREFIX = "optimizer.state."
 STATES = {"fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}

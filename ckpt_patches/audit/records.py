@@ -9,7 +9,7 @@ from functools import reduce
 from pathlib import Path
 
 from ckpt_patches.audit.checkpoint import Extent, Record, Shard, Stream
-from ckpt_patches.checksum import crc32
+from ckpt_patches.formats.checksum import crc32
 
 REST = "rest"  # the role of bytes that belong to no array
 # A zip's local header: the lengths of the name and of the extra field are its last two numbers.

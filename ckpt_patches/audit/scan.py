@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ckpt_patches.audit import blocks
 from ckpt_patches.audit.checkpoint import Extent, Shard, Stream, item_size
 from ckpt_patches.audit.records import Piece
-from ckpt_patches.checksum import crc32
+from ckpt_patches.formats.checksum import crc32
 
 BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
 SPAN = 128 * BLOCK  # elements that a worker takes at a time

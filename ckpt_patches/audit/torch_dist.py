@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches import torch_file
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Owner, Record, Shard, Stream, item_size
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, read_common
 from ckpt_patches.audit.records import records
+from ckpt_patches.formats import torch_file
 
 Offsets = tuple[int, ...]
 

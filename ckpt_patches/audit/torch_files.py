@@ -6,11 +6,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches import torch_file
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.records import records
+from ckpt_patches.formats import torch_file
 
 
 def read(path: Path, found: Checkpoint) -> Any:

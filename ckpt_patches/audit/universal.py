@@ -8,7 +8,7 @@ from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Shard, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.zero import MODEL
-from ckpt_patches.torch_file import TensorHeader
+from ckpt_patches.formats.torch_file import TensorHeader
 
 FILES = {MASTER: "fp32.pt", EXP_AVG: "exp_avg.pt", EXP_AVG_SQ: "exp_avg_sq.pt"}
 

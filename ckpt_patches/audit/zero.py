@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches import torch_file
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import (
     EXP_AVG,
@@ -25,6 +24,7 @@ from ckpt_patches.audit.checkpoint import (
     Stream,
 )
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.formats import torch_file
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

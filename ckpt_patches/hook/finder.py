@@ -10,19 +10,21 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 
 from ckpt_patches.hook import running
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
-from ckpt_patches.startup import PatchFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
+    from ckpt_patches.startup import PatchFinder
+
+
 # What each thread asks the other finders for. One that asks all others in its turn comes back to ours.
 _asked: set[tuple[int, str]] = set()
 
 
 def patched_spec(
-    finder: PatchFinder, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
+    finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
     """The spec that the finders behind ours give for a target module, with a loader of ours in it."""
     spec = _spec_behind(finder, fullname, path, target)
@@ -33,7 +35,7 @@ def patched_spec(
 
 
 def checked_spec(
-    finder: PatchFinder, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
+    finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
     """The spec of any module, if there is something to say before it is loaded; else None.
 
@@ -45,7 +47,7 @@ def checked_spec(
     return _checked(_spec_behind(finder, fullname, path, target), finder)
 
 
-def _checked(spec: ModuleSpec | None, finder: PatchFinder) -> ModuleSpec | None:
+def _checked(spec: ModuleSpec | None, finder: "PatchFinder") -> ModuleSpec | None:
     """A spec with a loader that looks at what runs, and then does what the spec's own loader does."""
     # Loaders of modules that are part of the interpreter are classes, and nobody's in particular.
     if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type | CheckedLoader):
@@ -54,7 +56,7 @@ def _checked(spec: ModuleSpec | None, finder: PatchFinder) -> ModuleSpec | None:
 
 
 def _spec_behind(
-    finder: PatchFinder, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
+    finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
     """What Python would find without us: asks the finders behind ours in their order. Raises what they raise."""
     question = (get_ident(), fullname)
@@ -74,7 +76,7 @@ def _spec_behind(
         _asked.discard(question)
 
 
-def _behind(finder: PatchFinder) -> list[object]:
+def _behind(finder: "PatchFinder") -> list[object]:
     """The finders behind ours; all of them where another hook has put something of its own in ours' place."""
     finders: list[object] = list(sys.meta_path)
     place = next((index for index, other in enumerate(finders) if other is finder), -1)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType, TracebackType
     from typing import Any
 
-    from ckpt_patches.plan import FilePlan
+    from ckpt_patches.engine.plan import FilePlan
     from ckpt_patches.startup import Switches
 
 

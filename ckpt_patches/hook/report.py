@@ -3,12 +3,15 @@
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from ckpt_patches import __version__
-from ckpt_patches.plan import FixResult, Outcome, TreePlan, fixes_for
-from ckpt_patches.registry import FIXES, TARGETS
-from ckpt_patches.startup import RANK_VARIABLES, StrictModeError, Switches, is_rank_zero
-from ckpt_patches.upstream import DISTRIBUTIONS, version_in
+from ckpt_patches import RANK_VARIABLES, StrictModeError, __version__, is_rank_zero
+from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
+from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
+from ckpt_patches.engine.registry import FIXES, TARGETS
+
+if TYPE_CHECKING:
+    from ckpt_patches.startup import Switches
 
 logger = logging.getLogger("ckpt_patches")
 # Processes that rank 0 starts (data loader workers, converters) inherit it, and do not repeat the line.
@@ -17,7 +20,7 @@ ANNOUNCED = "CKPT_PATCHES_ANNOUNCED"
 _warned: set[str] = set()
 
 
-def tell(plan: TreePlan, switches: Switches) -> None:
+def tell(plan: TreePlan, switches: "Switches") -> None:
     """Say on rank 0 what is active in a tree, once a process group, and warn of what is not.
 
     Raises:
@@ -31,7 +34,7 @@ def tell(plan: TreePlan, switches: Switches) -> None:
         raise StrictModeError(messages[0])
 
 
-def tell_unpatched(module: str, path: str, error: Exception, switches: Switches) -> None:
+def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches") -> None:
     """Warn that a module is loaded without its fixes, whichever they are; in strict mode raise StrictModeError."""
     fixes = [name for name in fixes_for(TARGETS[module], switches.skip) if module in FIXES[name]]
     if not fixes:

@@ -10,13 +10,14 @@ import os
 import sys
 from importlib.machinery import ModuleSpec, SourceFileLoader
 
+from ckpt_patches import StrictModeError, is_rank_zero
+from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
-from ckpt_patches.registry import FIXES, TARGETS
-from ckpt_patches.startup import StrictModeError, Switches, is_rank_zero
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ckpt_patches.plan import TreePlan
+    from ckpt_patches.engine.plan import TreePlan
+    from ckpt_patches.startup import Switches
 
 INSTEAD = "import it before another import hook is installed, or write the fix into the files with `ckpt-patches apply`"
 
@@ -26,7 +27,7 @@ _plans: "dict[tuple[str, str, frozenset[str]], tuple[TreePlan, tuple[object, ...
 _examined: set[tuple[str, int]] = set()
 
 
-def plan_for(module: str, path: str, switches: Switches) -> "TreePlan | None":
+def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
     """The plan of the tree of a target that is about to be loaded from `path`; None, which is said, if there is none.
 
     Made when the first target of a tree is met, and anew when the file or what runs is not what it was.
@@ -48,7 +49,7 @@ def plan_for(module: str, path: str, switches: Switches) -> "TreePlan | None":
 
 def make_plan(root: str, package: str, skip: frozenset[str]) -> "TreePlan":
     """Plan a tree, without the fixes that would run by halves in this process."""
-    from ckpt_patches.plan import fixes_for, plan_tree
+    from ckpt_patches.engine.plan import fixes_for, plan_tree
 
     unavailable: dict[tuple[str, str], str] = {}
     collects = gc.isenabled()
@@ -75,7 +76,7 @@ def not_examined() -> list[str]:
     return [module for module in TARGETS if (load := _load_of_others(module)) and (module, load) not in _examined]
 
 
-def examine(switches: Switches) -> None:
+def examine(switches: "Switches") -> None:
     """Say which fixes do not run because of what `not_examined` finds.
 
     Raises:
@@ -98,7 +99,7 @@ def examine(switches: Switches) -> None:
         report.tell(_current_plan(root, package, switches), switches)
 
 
-def examine_at_exit(switches: Switches) -> None:
+def examine_at_exit(switches: "Switches") -> None:
     """The last look: nothing is imported any more, and nothing can be stopped."""
     if not is_rank_zero(os.environ):
         return
@@ -114,7 +115,7 @@ class Unpatchable(Exception):
 
 
 def _root(module: str, path: str) -> str:
-    from ckpt_patches.plan import tree_root
+    from ckpt_patches.engine.plan import tree_root
 
     root = tree_root(path.removesuffix("c") if path.endswith(".pyc") else path, module)
     if root is None:
@@ -122,7 +123,7 @@ def _root(module: str, path: str) -> str:
     return root
 
 
-def _current_plan(root: str, package: str, switches: Switches, texts: "dict[str, int] | None" = None) -> "TreePlan":
+def _current_plan(root: str, package: str, switches: "Switches", texts: "dict[str, int] | None" = None) -> "TreePlan":
     """The plan of a tree as it is now, given the texts (their hashes) of some of its modules."""
     key = (root, package, switches.skip)
     finders = tuple(sys.meta_path)
@@ -168,7 +169,7 @@ def _why_not_ours(module: str, path: str, predict: bool) -> str:
 
 
 def _who_else_would_load(module: str, path: str) -> str:
-    from ckpt_patches.upstream import find_spec
+    from ckpt_patches.engine.installed import find_spec
 
     parent = sys.modules.get(module.rpartition(".")[0])
     folders = list(getattr(parent, "__path__", [os.path.dirname(path)]))

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_patches import torch_file
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import TensorHeader
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.torch_file import TensorHeader
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM, Folder, check_complete, look
 from deepspeed_patches.ds_to_universal.processes import mapped
 from deepspeed_patches.ds_to_universal.records import (

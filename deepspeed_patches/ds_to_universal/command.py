@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import TRUST
+from ckpt_patches.formats.torch_file import TRUST
 from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."

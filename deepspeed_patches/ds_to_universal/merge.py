@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import Global, Instance, TensorHeader, stand_in
+from ckpt_patches.formats.torch_file import Global, Instance, TensorHeader, stand_in
 from deepspeed_patches.ds_to_universal import layout, rules
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.outputs import Content, Output, Slice, TorchOutput, tensor

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches.torch_file import TensorHeader
+from ckpt_patches.formats.torch_file import TensorHeader
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 Shape = tuple[int, ...]

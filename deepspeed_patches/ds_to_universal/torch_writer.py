@@ -11,8 +11,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpt_patches.stored_zip import File, Writer
-from ckpt_patches.torch_file import STORAGES, Global, Instance, Ordered, Size, StorageHeader, TensorHeader, stand_in
+from ckpt_patches.formats.stored_zip import File, Writer
+from ckpt_patches.formats.torch_file import (
+    STORAGES,
+    Global,
+    Instance,
+    Ordered,
+    Size,
+    StorageHeader,
+    TensorHeader,
+    stand_in,
+)
 
 PROTOCOL = 2  # torch's
 STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}

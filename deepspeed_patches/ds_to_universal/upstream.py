@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.registry import DEEPSPEED
-from ckpt_patches.upstream import locate
+from ckpt_patches.engine.installed import locate
+from ckpt_patches.engine.registry import DEEPSPEED
 
 CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.torch_file import ITEM_SIZE
+from ckpt_patches.formats.torch_file import ITEM_SIZE
 from deepspeed_patches.ds_to_universal.layout import Block
 from deepspeed_patches.ds_to_universal.new_file import PAGE, NewFile, pages
 from deepspeed_patches.ds_to_universal.outputs import Content, CopiedOutput, Output, Slice, TorchOutput

@@ -5,8 +5,8 @@ https://github.com/NVIDIA/Megatron-LM/issues/602
 
 from typing import Any
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import Function, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import Function, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ https://github.com/NVIDIA/Megatron-LM/pull/5255
 
 import ast
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import Function, NoMatch, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ https://github.com/NVIDIA/Megatron-LM/issues/1842
 import ast
 from typing import Any
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 https://github.com/NVIDIA/Megatron-LM/issues/1563
 """
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 fix = Fix(
     __name__,

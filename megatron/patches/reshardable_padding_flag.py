@@ -3,8 +3,8 @@
 https://github.com/NVIDIA/Megatron-LM/pull/2576
 """
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import NotConcerned, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import NotConcerned, Source
 
 fix = Fix(
     __name__,

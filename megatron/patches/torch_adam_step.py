@@ -6,8 +6,8 @@ https://github.com/areal-project/AReaL/issues/132
 import ast
 from collections.abc import Sequence
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,

@@ -3,8 +3,8 @@
 https://github.com/NVIDIA/Megatron-LM/issues/1053
 """
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
 
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 

@@ -5,8 +5,8 @@ https://github.com/NVIDIA/Megatron-LM/issues/834
 
 from collections.abc import Callable
 
-from ckpt_patches.fix import Fix
-from ckpt_patches.source import AlreadyThere, Source
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import time
 import venv
 from pathlib import Path
 
-from ckpt_patches.registry import TARGETS
+from ckpt_patches.engine.registry import TARGETS
 from upstream import REPOSITORY, tree
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"

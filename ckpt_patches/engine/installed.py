@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ckpt_patches.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
 
 DISTRIBUTIONS = {CORE: "megatron-core", DEEPSPEED: "deepspeed"}
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from types import CodeType
 
-from ckpt_patches.source import Source, imported_names
+from ckpt_patches.engine.source import Source, imported_names
 
 _EXTENDED_ARG = opcode.opmap["EXTENDED_ARG"]
 _LOAD_GLOBAL = opcode.opmap["LOAD_GLOBAL"]

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
-from ckpt_patches.checksum import crc32
+from ckpt_patches.formats.checksum import crc32
 
 STORED = 0  # the method of a record that is not compressed
 # A record begins with: signature, version, flags, method, time, date, checksum, size, size, length of the name, of the

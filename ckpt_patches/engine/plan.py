@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from types import CodeType
 
-from ckpt_patches.fix import Edit, Fix, load
-from ckpt_patches.names import new_unbound_names
-from ckpt_patches.registry import FIXES, TARGETS
-from ckpt_patches.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
+from ckpt_patches.engine.fix import Edit, Fix, load
+from ckpt_patches.engine.names import new_unbound_names
+from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
 
 
 class Outcome(Enum):

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches import stored_zip
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import stored_zip
 
 TRUST = "--trust_checkpoint"
 

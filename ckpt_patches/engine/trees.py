@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_patches.engine.fix import package_of
+from ckpt_patches.engine.installed import contains, locate
+from ckpt_patches.engine.plan import fixes_for
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
 from ckpt_patches.errors import UserError
-from ckpt_patches.fix import package_of
-from ckpt_patches.plan import fixes_for
-from ckpt_patches.registry import CORE, DEEPSPEED, FIXES
-from ckpt_patches.upstream import contains, locate
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import os
 import re
 from pathlib import Path
 
-from ckpt_patches.fix import folder, load
-from ckpt_patches.plan import FilePlan, Outcome, TreePlan
+from ckpt_patches.engine.fix import folder, load
+from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan
 
 
 def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:

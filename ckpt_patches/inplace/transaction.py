@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.durable import make_folder, sync_folder, write_durably
 
 JOURNAL = "journal.json"
 JOURNAL_VERSION = 2
@@ -28,8 +29,6 @@ JOURNAL_VERSION = 2
 _NO_LINKS = {
     *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
 }
-# What one says that cannot sync a folder, as some network file systems cannot.
-_NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
@@ -306,64 +305,10 @@ def _write_atomically(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
-    """Write a file and wait until the disk has it; with the mode, and where that is allowed the owner, of another file.
-
-    Raises:
-        OSError: it names the file.
-    """
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            if like is not None:
-                _take_owner_and_mode(file.fileno(), like)
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-def _take_owner_and_mode(descriptor: int, like: Path) -> None:
-    wanted, found = like.stat(), os.fstat(descriptor)
-    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
-        with contextlib.suppress(PermissionError):  # root's alone; another user's file becomes his who replaces it
-            os.fchown(descriptor, wanted.st_uid, wanted.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
-
-
 def _remove(path: Path) -> None:
     """Remove a file, if there is one; a link that leads nowhere is one."""
     if os.path.lexists(path):
         os.unlink(path)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing; wait until the disk has their names."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)  # another process may be as far
-        sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder; where the file system cannot tell, do not wait.
-
-    Raises:
-        OSError: an error of the disk, or there is no such folder. It names the folder.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # a folder that may be written and not read cannot be opened for it
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            error.filename = str(folder)
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _sync_folders(folders: Iterable[Path]) -> None:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckpt_patches.upstream import DISTRIBUTIONS
+from ckpt_patches.engine.installed import DISTRIBUTIONS
 
 
 def record_path(root: Path, package: str) -> Path | None:

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches import record
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import Outcome, TreePlan, fixes_for, module_path, plan_tree
+from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.errors import UserError
-from ckpt_patches.plan import Outcome, TreePlan, fixes_for, module_path, plan_tree
-from ckpt_patches.registry import FIXES
-from ckpt_patches.transaction import Change, Failed, Standing, commit, in_tree, is_interrupted, recover
-from ckpt_patches.upstream import DISTRIBUTIONS
+from ckpt_patches.inplace import wheel_record
+from ckpt_patches.inplace.transaction import Change, Failed, Standing, commit, in_tree, is_interrupted, recover
 
 STATE_FOLDER = ".ckpt-patches"
 STATE_VERSION = 1
@@ -164,7 +164,7 @@ class _Rewrite:
 
 def _write(root: str, package: str, state: State, originals: Mapping[str, bytes], plan: TreePlan) -> None:
     """Bring the tree from `state` to the plan's texts, everything or nothing."""
-    record_file = record.record_path(Path(root), package)
+    record_file = wheel_record.record_path(Path(root), package)
     rewrites = _rewrites(root, state, originals, plan, record_file)
     new_state = _state_after(rewrites, plan)
     if new_state == state:
@@ -196,7 +196,7 @@ def _rewrites(
 ) -> list[_Rewrite]:
     """Every file that is edited now, or will be."""
     planned = {file.path: file for file in plan.files.values()}
-    rows = record.rows(record_file.read_bytes()) if record_file else {}
+    rows = wheel_record.rows(record_file.read_bytes()) if record_file else {}
     rows.update({file.path: file.record_row for file in state.files if file.record_row is not None})
     links = {file.path: file.link for file in state.files}
     rewrites = []
@@ -237,7 +237,7 @@ def _changes(
     changes.append(_own_file(folder / ".gitignore", b"*\n" if state.files else None))
     if record_file:
         text = record_file.read_bytes()
-        changes.append(Change(record_file, text, record.with_rows(text, _rows(root, folder, rewrites, state))))
+        changes.append(Change(record_file, text, wheel_record.with_rows(text, _rows(root, folder, rewrites, state))))
     changes.append(_own_file(folder / "state.json", _state_bytes(state) if state.files else None))
     return changes
 
@@ -274,7 +274,9 @@ def _rows(root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State) 
         rows[relative] = f"{relative},," if stays else None
     for rewrite in rewrites:
         if rewrite.row is not None:
-            rows[rewrite.relative] = record.row(rewrite.relative, rewrite.after) if rewrite.is_edited else rewrite.row
+            rows[rewrite.relative] = (
+                wheel_record.row(rewrite.relative, rewrite.after) if rewrite.is_edited else rewrite.row
+            )
     return rows
 
 

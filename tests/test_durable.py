@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches import transaction
+from ckpt_patches.formats import durable
 from deepspeed_patches.ds_to_universal import output
 
 
@@ -23,7 +23,7 @@ def test_a_folder_that_the_disk_does_not_take_is_an_error(
 ) -> None:
     failing(monkeypatch, number)
     with pytest.raises(OSError, match=os.strerror(number)) as raised:
-        transaction.sync_folder(tmp_path)
+        durable.sync_folder(tmp_path)
     assert raised.value.filename == str(tmp_path)
 
 
@@ -32,35 +32,35 @@ def test_a_file_system_that_cannot_sync_a_folder_is_none(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, number)
-    transaction.sync_folder(tmp_path)
+    durable.sync_folder(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_one_that_really_cannot() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         os.fsync(os.open("/proc", os.O_RDONLY))
-    transaction.sync_folder(Path("/proc"))
+    durable.sync_folder(Path("/proc"))
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        transaction.sync_folder(tmp_path / "none")
+        durable.sync_folder(tmp_path / "none")
 
 
 def test_an_error_of_a_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        transaction.write_durably(tmp_path / "x", b"")
+        durable.write_durably(tmp_path / "x", b"")
     assert raised.value.filename == str(tmp_path / "x")
 
 
 def test_every_new_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    transaction.make_folder(tmp_path / "a/b/c")
+    durable.make_folder(tmp_path / "a/b/c")
     assert (tmp_path / "a/b/c").is_dir()
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
-    transaction.make_folder(tmp_path / "a/b/c")
+    durable.make_folder(tmp_path / "a/b/c")
     assert len(synced) == 3
 
 

@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_patches.registry import FIXES, FOLDERS, TARGETS
-from ckpt_patches.source import Source
+from ckpt_patches.engine.registry import FIXES, FOLDERS, TARGETS
+from ckpt_patches.engine.source import Source
 
 EditFunction = Callable[[Source], None]
 
@@ -62,7 +62,8 @@ class Fix:
 
 def folder(package: str) -> str:
     """The folder with an upstream package's fixes."""
-    beside = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    package_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    beside = os.path.dirname(package_folder)
     folders = [os.path.join(beside, name) for name in FOLDERS[package]]
     return next(filter(os.path.isdir, folders), folders[0])
 

@@ -1,0 +1,64 @@
+"""Writes that are on the disk when they return, names of folders included."""
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+# What a file system says that cannot sync a folder, as some network file systems cannot.
+_NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
+    """Write a file and wait until the disk has it; with the mode, and where that is allowed the owner, of another file.
+
+    Raises:
+        OSError: it names the file.
+    """
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            if like is not None:
+                _take_owner_and_mode(file.fileno(), like)
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _take_owner_and_mode(descriptor: int, like: Path) -> None:
+    wanted, found = like.stat(), os.fstat(descriptor)
+    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+        with contextlib.suppress(PermissionError):  # root's alone; another user's file becomes his who replaces it
+            os.fchown(descriptor, wanted.st_uid, wanted.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing; wait until the disk has their names."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)  # another process may be as far
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder; where the file system cannot tell, do not wait.
+
+    Raises:
+        OSError: an error of the disk, or there is no such folder. It names the folder.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written and not read cannot be opened for it
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            error.filename = str(folder)
+            raise
+    finally:
+        os.close(descriptor)

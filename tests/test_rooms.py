@@ -1,0 +1,79 @@
+"""Which room of the code may know which: a room knows those below it and none above, and no two modules each other."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from upstream import REPOSITORY
+
+# What a module's name begins with, its room's first: the rooms that it may know besides its own.
+COMMON = {"ckpt_patches", "ckpt_patches.errors", "ckpt_patches.progress"}
+ROOMS = {
+    "ckpt_patches.engine": COMMON,
+    "ckpt_patches.formats": COMMON,
+    "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
+    "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine", "ckpt_patches.formats.durable"},
+    "ckpt_patches.audit": COMMON | {"ckpt_patches.formats"},
+    "deepspeed_patches.ds_to_universal": COMMON
+    | {"ckpt_patches.formats", "ckpt_patches.engine.installed", "ckpt_patches.engine.registry"},
+    "deepspeed_patches": {"ckpt_patches.engine"},
+    "megatron.patches": {"ckpt_patches.engine"},
+}
+# The entrances know all rooms, and nobody knows them.
+ENTRANCES = ("ckpt_patches.startup", "ckpt_patches.cli", "ckpt_patches.status", "ckpt_patches.__main__")
+FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches")
+
+
+def modules() -> dict[str, Path]:
+    paths = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")]
+    named = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in paths}
+    return {
+        name.removesuffix(".__init__"): path for name, path in named.items() if "upstream_tests" not in name.split(".")
+    }
+
+
+MODULES = modules()
+
+
+def imported(path: Path, *, when_loaded: bool = False) -> set[str]:
+    """Modules of ours that a module imports; not for type checkers alone. `when_loaded`: not those in functions."""
+    found = set()
+    for node in _nodes(ast.parse(path.read_text()), into_functions=not when_loaded):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in MODULES else str(node.module) for name in full}
+    return {name for name in found if name in MODULES}
+
+
+def _nodes(node: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
+    """The nodes of a module, but for what is under `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        if into_functions or not isinstance(child, ast.FunctionDef):
+            yield from _nodes(child, into_functions=into_functions)
+
+
+def room(name: str) -> str:
+    return next((room for room in ROOMS if name == room or name.startswith(f"{room}.")), "")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ENTRANCES])
+def test_a_room_knows_the_rooms_below_it_and_none_above(name: str) -> None:
+    own = room(name)
+    allowed = ROOMS[own] if own else COMMON
+    known = {other for other in imported(MODULES[name]) if room(other) != own or not own}
+    assert {other for other in known if other not in allowed and room(other) not in allowed} == set()
+
+
+def test_no_two_modules_need_each_other_to_be_loaded() -> None:
+    graph = {name: imported(path, when_loaded=True) for name, path in MODULES.items()}
+    done: set[str] = set()
+    while ready := {name for name, needs in graph.items() if name not in done and needs <= done | {name}}:
+        done |= ready
+    assert graph.keys() - done == set()
