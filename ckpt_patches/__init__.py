@@ -24,6 +24,7 @@ class StrictModeError(RuntimeError):
 def is_rank_zero(environ: "Mapping[str, str]") -> bool:
     """Whether this process is the first of its process group, by the launcher's environment; true outside a group."""
     for variable in RANK_VARIABLES:
-        if variable in environ:
-            return environ[variable].strip() == "0"
+        rank = environ.get(variable, "").strip()
+        if rank:
+            return rank == "0"
     return True

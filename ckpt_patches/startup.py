@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
+
+    Hook = Any
 
 MODES = ("off", "warn", "strict")
 # What every target module's name begins with. The registry itself is read when the first such name is met.
@@ -55,6 +58,7 @@ class PatchFinder:
 
     def __init__(self, switches: Switches) -> None:
         self.switches = switches
+        self.uneasy = False  # something may have been loaded without us
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -64,14 +68,27 @@ class PatchFinder:
             from ckpt_patches.engine.registry import TARGETS
 
             if fullname in TARGETS:
-                from ckpt_patches.hook.finder import patched_spec
-
-                return patched_spec(self, fullname, path, target)
-        if sys.meta_path[:1] == [self] or not _any_loaded() or _is_needed_here(fullname):
+                found: ModuleSpec | None = _hook().patched_spec(self, fullname, path, target)
+                return found
+        in_front = sys.meta_path and sys.meta_path[0] is self
+        if (in_front and not self.uneasy) or not _any_loaded() or _is_needed_here(fullname):
             return None
-        from ckpt_patches.hook.finder import checked_spec
+        looked: ModuleSpec | None = _hook().checked_spec(self, fullname, path, target)
+        return looked
 
-        return checked_spec(self, fullname, path, target)
+
+def _hook() -> "Hook":
+    """What is behind this module. A thread in `find_spec` holds the lock of the import system and then takes those of
+    the modules that it imports; all others must take them in that order as well.
+    """
+    import _imp
+
+    _imp.acquire_lock()
+    try:
+        from ckpt_patches.hook import finder
+    finally:
+        _imp.release_lock()
+    return finder
 
 
 def _is_needed_here(fullname: str) -> bool:
@@ -100,8 +117,13 @@ class Handle:
 
     def uninstall(self) -> None:
         atexit.unregister(_examine_at_exit)
+        _installed.discard(self.finder)
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
+
+
+# The finder that was installed, also where somebody has thrown it out of sys.meta_path.
+_installed: "set[PatchFinder]" = set()
 
 
 def install() -> "Handle | None":
@@ -117,15 +139,19 @@ def install() -> "Handle | None":
     switches = Switches(os.environ)
     if switches.errors and is_rank_zero(os.environ):
         for error in switches.errors:
-            print(f"ckpt-patches: {error}", file=sys.stderr)
+            _print(error)
     if switches.mode == "off":
         return None
     finder = installed_finder()
     if finder is None:
         finder = PatchFinder(switches)
         sys.meta_path.insert(0, finder)
-        atexit.register(_examine_at_exit, finder)
-        verify()
+        _installed.clear()
+        _installed.add(finder)
+        atexit.unregister(_examine_at_exit)
+        atexit.register(_examine_at_exit, switches, os.getpid())
+        if _any_loaded():
+            _hook().running.examine(switches)
     return Handle(finder)
 
 
@@ -136,20 +162,26 @@ def verify() -> None:
     when a target is imported, when any module is imported while another hook stands in front of ours, and at exit.
 
     Raises:
-        StrictModeError: there is one, in strict mode.
+        StrictModeError: there is one, in strict mode; every time.
     """
-    finder = installed_finder()
-    if finder is not None and _any_loaded():
-        from ckpt_patches.hook.running import examine
-
-        examine(finder.switches)
+    for finder in tuple(_installed):
+        if _any_loaded():
+            _hook().running.examine(finder.switches, again=True)
 
 
-def _examine_at_exit(finder: PatchFinder) -> None:
-    if _any_loaded():
-        from ckpt_patches.hook.running import examine_at_exit
+def _examine_at_exit(switches: Switches, process: int) -> None:
+    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more."""
+    if not _any_loaded() or os.getpid() != process or not is_rank_zero(os.environ):
+        return
+    try:
+        _hook().running.examine(switches, at_exit=True)
+    except StrictModeError as error:
+        _print(str(error))
 
-        examine_at_exit(finder.switches)
+
+def _print(message: str) -> None:
+    if sys.stderr is not None:
+        print(f"ckpt-patches: {message}", file=sys.stderr)
 
 
 def run() -> None:
@@ -157,6 +189,6 @@ def run() -> None:
     try:
         install()
     except StrictModeError as error:
-        print(f"ckpt-patches: {error}", file=sys.stderr)
+        _print(str(error))
     except Exception as error:
-        print(f"ckpt-patches: the import hook is not active: {type(error).__name__}: {error}", file=sys.stderr)
+        _print(f"the import hook is not active: {type(error).__name__}: {error}")

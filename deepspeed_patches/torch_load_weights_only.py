@@ -104,7 +104,7 @@ def define_and_call(source: Source) -> None:
     replace(source, calls)
 
 
-@fix.edit(*READERS)
+@fix.edit(*READERS, optional=True)
 def import_and_call(source: Source) -> None:
     calls = plain_loads(source)
     imports = [statement for statement in source.tree.body if isinstance(statement, ast.ImportFrom)]

@@ -19,6 +19,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/issues/6918",),
     affected="DeepSpeed 0.12.0 to 0.19.8; 0.17.3 and later accept the argument that their converter does not pass",
+    concerns=CONVERTER,
     test="tests/unit/checkpoint/test_universal_tensor_paddings.py",
 )
 

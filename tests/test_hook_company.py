@@ -1,12 +1,14 @@
 """The import hook beside other hooks, late, in threads: never half a fix, never in the way, and what it says runs."""
 
+import py_compile
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import upstream
-from small_tree import IS_PATCHED, IS_PATCHED_SECOND, MODULE, SECOND, make, make_two, python
+from small_tree import IS_PATCHED, IS_PATCHED_SECOND, MODULE, SECOND, UPSTREAM, make, make_two, python
 
 # Imported by the command line, so that it is the last thing that is looked for in sys.meta_path.
 LATER = "later"
@@ -134,8 +136,6 @@ def test_a_module_that_another_hook_loads_takes_the_whole_fix_away(tmp_path: Pat
 
 
 def test_a_module_without_source_takes_the_whole_fix_away(tmp_path: Path) -> None:
-    import py_compile
-
     _, second = make_two(tmp_path)
     py_compile.compile(str(second), cfile=str(second) + "c", doraise=True)
     second.unlink()
@@ -172,7 +172,7 @@ def test_a_module_of_another_tree_takes_the_whole_fix_away(tmp_path: Path) -> No
     status, output, stderr = program(tmp_path / "one", textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}")
     assert status == 0
     assert output.splitlines()[0] == "False"
-    assert f"would be loaded from {other}, of another tree" in stderr
+    assert f"is loaded from {other}, of another tree" in stderr
 
 
 # The real hooks of others
@@ -206,6 +206,36 @@ def test_wrapt_which_asks_the_others_hands_the_module_to_our_loader(tmp_path: Pa
     text = f"import wrapt\nwrapt.when_imported({MODULE!r})(lambda m: print('seen', m.__name__))\n{IS_PATCHED}"
     status, output, stderr = program(tmp_path, text, **STRICT)
     assert (status, output) == (0, f"seen {MODULE}\nTrue"), stderr
+
+
+def test_a_loader_around_ours_that_calls_it_runs_the_edited_code(tmp_path: Path) -> None:
+    """As those of ddtrace and New Relic do, which are no proxies."""
+    make_two(tmp_path)
+    text = f"""{OTHER}
+class Around:
+    def __init__(self, loader): self.loader = loader
+    def create_module(self, spec): return self.loader.create_module(spec)
+    def exec_module(self, module):
+        import {LATER}
+        self.loader.exec_module(module)
+        print("ran", module.__name__.rpartition(".")[2])
+class Watches:
+    asking = False
+    def find_spec(self, name, path=None, target=None):
+        if self.asking or not name.startswith("megatron.core.dist_checkpointing."): return None
+        self.asking = True
+        try: spec = importlib.util.find_spec(name)
+        finally: self.asking = False
+        spec.loader = Around(spec.loader)
+        return spec
+sys.meta_path.insert(0, Watches())
+{IS_PATCHED}
+{IS_PATCHED_SECOND}
+from ckpt_patches.startup import verify
+verify()
+"""
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output.splitlines()) == (0, ["ran exchange_utils", "True", "ran mapping", "True"]), stderr
 
 
 # Asking, and being asked
@@ -349,6 +379,188 @@ def test_what_no_fix_needs_is_no_reason_to_say_anything(tmp_path: Path) -> None:
         assert (status, output, warnings(stderr)) == (0, "", [])
 
 
+def test_python_dash_m_of_a_module_that_is_not_ours_is_said_and_refused_in_strict_mode(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    py_compile.compile(str(path), cfile=str(path) + "c", doraise=True)
+    path.unlink()
+    done = python("-m", MODULE, tree=tmp_path)
+    assert done.stdout.strip() == "False"
+    about(done.stderr, "no source, only bytecode")
+    done = python("-m", MODULE, tree=tmp_path, env=STRICT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "StrictModeError" in done.stderr
+
+
+def test_strict_mode_refuses_again_what_was_swallowed_once(tmp_path: Path) -> None:
+    make(tmp_path, UPSTREAM.replace("import numpy as np\n", "import sys\nnp = sys\n"))
+    text = f"""{takes(MODULE, "0")}
+import {MODULE}
+from ckpt_patches.startup import verify
+for _ in range(2):
+    for attempt in ("import {LATER}", "verify()"):
+        try: exec(attempt)
+        except Exception as error: print(type(error).__name__)
+"""
+    status, output, _ = program(tmp_path, text, **STRICT)
+    assert (status, output.split()) == (0, ["StrictModeError"] * 4)
+
+
+def test_to_verify_after_the_meta_path_was_wiped_says_it(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import sys, importlib.machinery as im
+    from ckpt_patches.startup import verify
+    sys.meta_path[:] = [im.BuiltinImporter, im.FrozenImporter, im.PathFinder]
+    import {MODULE}
+    verify()
+    """
+    status, _, stderr = program(tmp_path, text, **STRICT)
+    assert status == 1
+    assert "StrictModeError" in stderr
+
+
+def test_a_loader_of_the_old_kind_is_said_after_the_import(tmp_path: Path) -> None:
+    """It has no method in front of which anything could be said."""
+    make(tmp_path)
+    text = f"""{OTHER}
+class Old:
+    def __init__(self, inner): self.inner = inner
+    def load_module(self, name): return self.inner.load_module(name)
+class Takes:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = im.PathFinder.find_spec(name, path)
+        if name == {MODULE!r}: spec.loader = Old(spec.loader)
+        return spec
+sys.meta_path.insert(1, Takes)
+{IS_PATCHED}
+"""
+    status, output, stderr = program(tmp_path, f"{text}\nimport {LATER}")
+    assert (status, output) == (0, "False")
+    about(stderr, "exchange_utils.py", "by a finder in front of it")
+    assert program(tmp_path, f"{text}\nimport {LATER}", **STRICT)[0] == 1
+
+
+STUBS = {
+    "a module that loads itself when it is touched": """
+import types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name): raise ImportError("must not be touched")
+stub = Lazy("stub")
+""",
+    "a mock": "from unittest.mock import MagicMock\nstub = MagicMock()",
+    "no module": "import types\nstub = types.SimpleNamespace()",
+    "nothing": "stub = None",
+    "an empty module": "import types\nstub = types.ModuleType('stub')",
+}
+
+
+@pytest.mark.parametrize("stub", STUBS)
+@pytest.mark.parametrize("hook", [takes(MODULE, "0"), ""], ids=["beside a hook", "alone"])
+def test_a_stub_in_the_place_of_a_target_disturbs_nothing(tmp_path: Path, stub: str, hook: str) -> None:
+    """Programs put them there to do without a package."""
+    make_two(tmp_path)
+    text = f"{STUBS[stub]}\nimport sys\nsys.modules[{SECOND!r}] = stub\n{hook}\n{IS_PATCHED}\nimport {LATER}"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, "Traceback" in stderr, "could not look" in stderr) == (0, False, False), stderr
+    module = "module" in stub and stub != "no module"
+    assert output == str(not hook and not module)  # a module that nobody of us has loaded takes the fix away
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_finder_that_cannot_be_compared_is_not_compared(tmp_path: Path, at: int) -> None:
+    make_two(tmp_path)
+    text = f"""
+    import sys
+    class Strange:
+        def __eq__(self, other): raise TypeError("not with me")
+        def find_spec(self, name, path=None, target=None): return None
+    sys.meta_path.insert({at}, Strange())
+    """
+    text = textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}\nimport {LATER}"
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (0, "True\nTrue"), stderr
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "def __init__(self, inner): self.inner = inner\n    def create_module(self, spec):\n"
+        "        assert spec.loader is self\n    def exec_module(self, module): self.inner.exec_module(module)",
+        "def __init__(self, inner): self.inner = inner\n    def exec_module(self, module): pass",
+    ],
+    ids=["that looks for itself", "without create_module"],
+)
+def test_a_loader_behind_ours_finds_what_it_would_find_without_us(tmp_path: Path, loader: str) -> None:
+    make(tmp_path)
+    text = f"""{OTHER}
+class Own:
+    {loader}
+class Takes:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = im.PathFinder.find_spec(name, path)
+        if name in ({MODULE!r}, {LATER!r}): spec.loader = Own(spec.loader)
+        return spec
+sys.meta_path.insert(1, Takes)
+for name in ({MODULE!r}, {LATER!r}):
+    try: print(importlib.import_module(name).__loader__.__class__.__name__)
+    except ImportError as error: print(error)
+"""
+    for env in ({}, {"CKPT_PATCHES": "off"}):
+        text_now = text if not env else text.replace("insert(1", "insert(0")
+        status, output, _ = program(tmp_path, text_now, **env)
+        expected = "loaders that define exec_module() must also define create_module()" if "pass" in loader else "Own"
+        assert (status, output.splitlines()) == (0, [expected] * 2)
+
+
+def test_a_finder_that_keeps_its_specs_is_no_reason_to_refuse_a_fix(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = f"""{OTHER}
+import functools
+class Keeps:
+    @staticmethod
+    @functools.cache
+    def kept(name, path): return im.PathFinder.find_spec(name, list(path))
+    @classmethod
+    def find_spec(cls, name, path=None, target=None): return cls.kept(name, tuple(path or sys.path))
+sys.meta_path.insert(1, Keeps)
+{IS_PATCHED}
+{IS_PATCHED_SECOND}
+"""
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (0, "True\nTrue"), stderr
+
+
+def test_a_finder_that_begins_to_take_modules_later_takes_the_rest_of_a_fix_and_is_said(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = f"""{takes(SECOND, "1").replace("if name ==", "if ready and name ==")}
+ready = False
+{IS_PATCHED}
+ready = True
+{IS_PATCHED_SECOND}
+"""
+    status, output, stderr = program(tmp_path, text)
+    assert (status, output) == (0, "True\nFalse")
+    about(stderr, f"Its part in {MODULE} is loaded already")
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_does_not_halve_a_fix(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = """
+    import builtins
+    real = builtins.open
+    def flaky(path, *rest, **more):
+        if str(path).endswith("mapping.py") and planned: raise OSError(5, "Input/output error")
+        return real(path, *rest, **more)
+    planned = False
+    builtins.open = flaky
+    """
+    text = textwrap.dedent(text) + f"{IS_PATCHED}\nplanned = True\n{IS_PATCHED_SECOND}"
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output) == (0, "True\nTrue"), stderr
+
+
 @pytest.mark.parametrize("rank", ["1", "7"])
 def test_only_rank_zero_says_it_and_every_rank_refuses(tmp_path: Path, rank: str) -> None:
     make(tmp_path)
@@ -376,6 +588,99 @@ def test_a_reload_plans_anew_also_for_a_module_that_had_no_edit(tmp_path: Path) 
     assert (status, output.splitlines()) == (0, ["SourceFileLoader", "PatchedLoader True", "SourceFileLoader 1"]), (
         stderr
     )
+
+
+def test_a_reload_after_a_late_install_gets_the_fix(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import importlib, os, {MODULE} as m
+    os.environ["CKPT_PATCHES"] = "warn"
+    from ckpt_patches.startup import install
+    install()
+    importlib.reload(m)
+    """
+    status, output, stderr = program(tmp_path, textwrap.dedent(text) + IS_PATCHED, CKPT_PATCHES="off")
+    assert (status, output) == (0, "True"), stderr
+
+
+def test_a_module_that_no_fix_edits_any_more_shows_its_own_lines(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    text = f"""
+    import importlib, inspect, pathlib, {MODULE} as m
+    pathlib.Path({str(path)!r}).write_text("def size(shape):\\n    return 'as it is now'\\n")
+    importlib.reload(m)
+    print(inspect.getsource(m.size).splitlines()[-1].strip())
+    """
+    assert program(tmp_path, text)[1] == "return 'as it is now'"
+
+
+def test_a_tree_by_another_spelling_of_its_path_shows_the_edited_lines(tmp_path: Path) -> None:
+    make(tmp_path / "tree")
+    (tmp_path / "beside").mkdir()
+    code = f"import inspect, {MODULE} as m\nprint(m.size.__code__.co_filename == m.__file__)\n"
+    code += "print(inspect.getsource(m.size).splitlines()[-1].strip())"
+    done = python("-c", code, tree=tmp_path / "beside/../tree", env=STRICT)
+    assert done.stdout.splitlines() == ["True", "return np.prod(shape)"]
+
+
+def test_the_spec_of_an_edited_module_can_be_pickled(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import pickle, {MODULE} as m; print(type(pickle.loads(pickle.dumps(m.__spec__)).loader).__name__)"
+    assert python("-c", code, tree=tmp_path).stdout.strip() == "SourceFileLoader"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="before Python 3.12 such finders are asked")
+def test_a_finder_that_python_does_not_ask_is_not_asked(tmp_path: Path) -> None:
+    make(tmp_path)
+    status, output, stderr = program(tmp_path, f"import sys\nsys.meta_path.insert(1, object())\n{IS_PATCHED}", **STRICT)
+    assert (status, output) == (0, "True"), stderr
+
+
+# Who gets to see it
+
+
+def test_a_program_that_switches_all_loggers_off_gets_it_on_stderr(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = takes(MODULE, "1") + "import logging, logging.config\nlogging.getLogger('ckpt_patches')\n"
+    text += "logging.config.dictConfig({'version': 1, 'root': {'level': 'INFO', 'handlers': []}})\n"
+    text += f"logging.getLogger().addHandler(logging.NullHandler())\nimport {MODULE}"
+    about(program(tmp_path, text)[2], "Other")
+
+
+def test_what_is_said_at_exit_is_on_stderr_whatever_became_of_logging(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import logging, os, sys
+    logging.basicConfig(filename={str(tmp_path / "log")!r}, filemode="w")
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "PatchFinder"]
+    import {MODULE}
+    for _ in range(3):
+        if os.fork() == 0: sys.exit()
+        os.wait()
+    """
+    about(program(tmp_path, text)[2], "by a finder in front of it")  # once: not in each child of a fork
+
+
+def test_an_empty_rank_is_none(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert "INFO" in program(tmp_path, f"import {MODULE}", RANK="")[2]
+
+
+def test_other_ranks_modules_keep_their_loaders(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = takes(MODULE, "0") + f"import {MODULE}, {LATER}, importlib.util\n"
+    text += f"print(type({LATER}.__loader__).__name__, type(importlib.util.find_spec('pytest').loader).__name__)"
+    for rank in ("0", "3"):
+        assert program(tmp_path, text, RANK=rank)[1] == "SourceFileLoader SourceFileLoader"
+
+
+def test_what_is_found_out_late_leaves_no_frame_of_ours_in_a_traceback(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "fails.py").write_text("raise KeyError('its own')\n")
+    status, _, stderr = program(tmp_path, takes(MODULE, "0") + f"import {MODULE}\nimport fails")
+    assert status == 1
+    assert "NOT active" in stderr
+    assert "ckpt_patches/hook" not in stderr.split("Traceback")[1]
 
 
 # Threads, forks, locks
@@ -426,6 +731,15 @@ def test_a_fork_in_another_thread_while_a_tree_is_planned_does_not_wait_for_it(t
     make(tmp_path)
     status, output, stderr = program(tmp_path, FORK)
     assert (status, output.splitlines()) == (0, ["forked 0", "True"]), stderr
+
+
+def test_the_child_of_a_fork_while_a_tree_is_planned_collects_garbage(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = FORK.replace("os._exit(0)", "os._exit(0 if gc.isenabled() else 9)").replace(
+        "import logging", "import gc, logging"
+    )
+    status, output, stderr = program(tmp_path, text + "print(gc.isenabled())")
+    assert (status, output.splitlines()) == (0, ["forked 0", "True", "True"]), stderr
 
 
 def test_an_import_in_another_thread_does_not_wait_for_a_plan(tmp_path: Path) -> None:
@@ -494,8 +808,6 @@ print(sorted(os.environ.keys() - before[0].keys()), gc.isenabled() == before[1],
 
 def test_what_is_left_behind_in_a_process(tmp_path: Path) -> None:
     """docs/hook.md lists it."""
-    import sys
-
     make(tmp_path)
     kept = str(sys.version_info >= (3, 13))
     assert program(tmp_path, LEFT)[1] == f"['CKPT_PATCHES_ANNOUNCED'] True {kept}"

@@ -203,8 +203,17 @@ class Source:
         return bool(self.all(pattern, within))
 
     def functions_there(self, prefix: str, *functions: Callable[..., Any]) -> dict[str, bool]:
-        """For `check_parts`: which of these functions of a fix's file the source has (`prefix`: "" or "Class.")."""
-        return {f"{prefix}{f.__name__}": self.has_function(f"{prefix}{f.__name__}") for f in functions}
+        """For `check_parts`: which of these functions of a fix's file the source has (`prefix`: "" or "Class.").
+
+        Raises NoMatch for one of that name that is another: of an earlier version of the fix, perhaps.
+        """
+        there = {f"{prefix}{function.__name__}": function for function in functions}
+        for name, function in there.items():
+            if self.has_function(name) and _logic(self.function(name)) != _logic(
+                ast.parse(function_text(function)).body[0]
+            ):
+                raise NoMatch(f"expected {name} as this fix has it, or none; found another one")
+        return {name: self.has_function(name) for name in there}
 
     # Edits
 
@@ -329,7 +338,8 @@ class Source:
         """Raises NoMatch if there is anything but indentation in front of a statement, on its line."""
         line_start = self._lines[statement.lineno - 1]
         before = self.data[line_start : self._span(statement)[0]]
-        continued = self.data[:line_start].rstrip(b"\r\n").endswith(b"\\")
+        above = self.data[:line_start].rstrip(b"\r\n").rpartition(b"\n")[2]
+        continued = above.endswith(b"\\") and not above.lstrip().startswith(b"#")
         if before.strip() or continued:
             raise NoMatch(f"line {statement.lineno}: expected `{self.text(statement)}` to begin its line")
 
@@ -353,6 +363,14 @@ class Source:
             if start < other.stop and other.start < stop:
                 raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
         self.edits.append(TextEdit(start, stop, text.encode()))
+
+
+def _logic(function: ast.stmt) -> str:
+    """A function's syntax, without its docstring."""
+    assert isinstance(function, ast.FunctionDef)
+    documented = ast.get_docstring(function, clean=False) is not None
+    nodes: list[ast.AST] = [*function.decorator_list, function.args, *function.body[documented:]]
+    return "\n".join(map(ast.dump, nodes))
 
 
 def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """What the finder does for a target module: ask the finders behind it, and put our loader in. Nothing else.
 
 All of this runs while Python holds the lock of its import system, which every import and every `os.fork` waits for:
-no file is read here, nothing is planned, nothing is logged, and only what is light is imported.
+no file is read here, nothing is planned, nothing is logged. Nothing is imported here, nor by the modules that this one
+imports, but what is loaded in every interpreter: a thread that holds that lock must not wait for the lock of a module.
 """
 
 import sys
-from _thread import get_ident
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from _frozen_importlib import ModuleSpec
+from _frozen_importlib_external import SourceFileLoader
+from _thread import _local
 
 from ckpt_patches.hook import running
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
@@ -18,9 +20,8 @@ if TYPE_CHECKING:
 
     from ckpt_patches.startup import PatchFinder
 
-
-# What each thread asks the other finders for. One that asks all others in its turn comes back to ours.
-_asked: set[tuple[int, str]] = set()
+# What this thread asks the other finders for. One that asks all others in its turn comes back to ours.
+_asking = _local()
 
 
 def patched_spec(
@@ -28,10 +29,16 @@ def patched_spec(
 ) -> ModuleSpec | None:
     """The spec that the finders behind ours give for a target module, with a loader of ours in it."""
     spec = _spec_behind(finder, fullname, path, target)
-    if spec is not None and type(spec.loader) is SourceFileLoader:
-        spec.loader = PatchedLoader(spec.loader, finder.switches)
+    loader = spec.loader if spec is not None else None
+    if spec is None or loader is None or isinstance(loader, PatchedLoader | CheckedLoader):
         return spec
-    return _checked(spec, finder)
+    if type(loader) is SourceFileLoader:
+        _put(spec, PatchedLoader(loader, finder.switches), finder)
+    elif hasattr(loader, "exec_module"):
+        _put(spec, CheckedLoader(loader, finder.switches, fullname), finder)
+    else:
+        finder.uneasy = True  # of before Python 3.4
+    return spec
 
 
 def checked_spec(
@@ -40,40 +47,45 @@ def checked_spec(
     """The spec of any module, if there is something to say before it is loaded; else None.
 
     Another hook can stand in front of ours and load a target without us. What it loaded is looked at when the next
-    module is imported.
+    module is loaded.
     """
     if not running.not_examined():
+        finder.uneasy = False
         return None
-    return _checked(_spec_behind(finder, fullname, path, target), finder)
-
-
-def _checked(spec: ModuleSpec | None, finder: "PatchFinder") -> ModuleSpec | None:
-    """A spec with a loader that looks at what runs, and then does what the spec's own loader does."""
-    # Loaders of modules that are part of the interpreter are classes, and nobody's in particular.
-    if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type | CheckedLoader):
-        spec.loader = CheckedLoader(spec.loader, finder.switches)  # type: ignore[assignment]
+    spec = _spec_behind(finder, fullname, path, target)
+    loader = spec.loader if spec is not None else None
+    # Those of modules that are part of the interpreter are classes, and nobody's in particular.
+    if spec is not None and hasattr(loader, "create_module") and not isinstance(loader, type | CheckedLoader):
+        _put(spec, CheckedLoader(loader, finder.switches), finder)
     return spec
+
+
+def _put(spec: ModuleSpec, loader: "PatchedLoader | CheckedLoader", finder: "PatchFinder") -> None:
+    try:
+        spec.loader = loader  # type: ignore[assignment]
+    except Exception:  # a spec of another hook's own making: what it loads is looked at later
+        finder.uneasy = True
 
 
 def _spec_behind(
     finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
     """What Python would find without us: asks the finders behind ours in their order. Raises what they raise."""
-    question = (get_ident(), fullname)
-    if question in _asked:
+    names = _asking.__dict__.setdefault("names", set())
+    if fullname in names:
         return None
-    _asked.add(question)
+    names.add(fullname)
     try:
         for other in _behind(finder):
             find_spec = getattr(other, "find_spec", None)
-            if find_spec is None:
-                return None  # of before Python 3.4; up to 3.11 the import system asks it in its own way
-            spec: ModuleSpec | None = find_spec(fullname, path, target)
+            if find_spec is None and sys.version_info < (3, 12):
+                return None  # of before Python 3.4: the import system asks it in its own way, and then those behind it
+            spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec is not None else None
             if spec is not None:
                 return spec
         return None
     finally:
-        _asked.discard(question)
+        names.discard(fullname)
 
 
 def _behind(finder: "PatchFinder") -> list[object]:

@@ -1,7 +1,7 @@
 """The loaders that the finder puts in: here a module's tree is planned, outside of the lock of the import system."""
 
 import sys
-from importlib.machinery import SourceFileLoader
+from _frozen_importlib_external import SourceFileLoader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,56 +26,86 @@ class PatchedLoader(SourceFileLoader):
         self.switches = switches
         self.file: FilePlan | None = None  # once its code was handed out
 
+    def __reduce__(self) -> "tuple[Any, ...]":
+        return SourceFileLoader, (self.name, self.path)
+
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         """Hand a module without an edit back: it then fails, and caches its bytecode, as it would without us."""
-        from ckpt_patches.hook import report, running
-
-        if spec.loader is self:
-            plan = running.plan_for(self.name, self.path, self.switches)
-            if plan is None or self.name not in plan.files:
-                spec.loader = self.ordinary
-                running.keep_unedited(self.name, spec)
-                if plan is not None:
-                    report.tell(plan, self.switches)
+        if spec.loader is self and self._plan(tell_edited=False) is None:
+            self._hand_back(spec)
         return None
 
-    def get_code(self, fullname: str) -> "CodeType | None":
-        """The edited code, or upstream's where another hook loads the module by this loader, in its own way.
+    def exec_module(self, module: "ModuleType") -> None:
+        """Run the edited code in a module, also where another hook's loader calls this one.
 
         Raises:
-            StrictModeError: in strict mode, if a fix of this module's tree does not match.
+            StrictModeError: in strict mode, if a fix of this module's tree is not active.
         """
-        from ckpt_patches.hook import report, running
+        from ckpt_patches.hook import running
 
-        module = sys.modules.get(fullname)  # none for `python -m`
-        spec = getattr(module, "__spec__", None)
-        if spec is not None and not isinstance(spec.loader, PatchedLoader):
+        self.file = self._plan()
+        spec = module.__spec__
+        if self.file is None:  # a reload
+            if spec is not None and spec.loader is self:
+                module.__loader__ = self.ordinary
+                self._hand_back(spec)
+            super().exec_module(module)
+            return
+        running.record(module, self.file)
+        exec(self._code(self.file), module.__dict__)
+
+    def get_code(self, fullname: str) -> "CodeType | None":
+        """The edited code for `python -m`, which makes it `__main__`; upstream's for a hook that runs it itself.
+
+        Raises:
+            StrictModeError: in strict mode, if a fix of this module's tree is not active.
+        """
+        from ckpt_patches.hook import running
+
+        if fullname in sys.modules and not running.is_ours(fullname):
             return super().get_code(fullname)
-        plan = running.plan_for(self.name, self.path, self.switches)
-        if plan is not None:
-            report.tell(plan, self.switches)
-        self.file = plan.files.get(self.name) if plan is not None else None
-        if self.file is not None:
-            self._show_edited_lines()
-            return self.file.code
-        if module is not None and spec is not None and spec.loader is self:  # a reload
-            spec.loader = module.__loader__ = self.ordinary
-            running.keep_unedited(self.name, spec)
-        return super().get_code(fullname)
+        file = self._plan()
+        if file is None:
+            return super().get_code(fullname)
+        self.file = file
+        return self._code(file)
 
     def get_data(self, path: "Any") -> bytes:
         return self.file.patched if self.file is not None and path == self.path else super().get_data(path)
 
-    def _show_edited_lines(self) -> None:
-        """What tracebacks, pdb and inspect.getsource show is what runs."""
+    def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
+        """What this module gets. Says what there is to say, at the latest when an edited module is run."""
+        from ckpt_patches.hook import report, running
+
+        plan = running.plan_for(self.name, self.path, self.switches)
+        file = plan.files.get(self.name) if plan is not None else None
+        if plan is not None and (file is None or tell_edited):
+            report.tell(plan, self.switches)
+        return file
+
+    def _hand_back(self, spec: "ModuleSpec") -> None:
+        from ckpt_patches.hook import running
+
+        spec.loader = self.ordinary
+        running.keep_unedited(self.name, spec)
+        self.file = None
+        if "linecache" in sys.modules:
+            sys.modules["linecache"].cache.pop(self.path, None)
+
+    def _code(self, file: "FilePlan") -> "CodeType":
+        """The code of the edited file, under the path that this module goes by; with what shows its lines."""
         import linecache
 
         lines = (self.get_source(self.name) or "").splitlines(keepends=True)
         # Without a time of change it is not compared with the file.
-        linecache.cache[self.path] = (sum(map(len, lines)), None, lines, self.path)
+        linecache.cache[self.path] = (len(file.patched), None, lines, self.path)
         # Up to Python 3.12 the interpreter itself prints what nobody caught, with the lines of the file on disk.
         if sys.version_info < (3, 13) and sys.excepthook is sys.__excepthook__:
             sys.excepthook = _print_exception
+        if file.path == self.path:
+            return file.code
+        code: CodeType = compile(file.patched, self.path, "exec", dont_inherit=True)
+        return code
 
 
 def _print_exception(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
@@ -86,25 +116,51 @@ def _print_exception(kind: type[BaseException], error: BaseException, trace: "Tr
 
 
 class CheckedLoader:
-    """Another's loader, behind a look at what runs. The module that it loads keeps nothing of this one."""
+    """Another's loader, behind a look at what runs. It goes before the module is loaded, and leaves nothing behind."""
 
-    def __init__(self, loader: "Any", switches: "Switches") -> None:
+    def __init__(self, loader: "Any", switches: "Switches", target: str = "") -> None:
         self.loader = loader
         self.switches = switches
+        self.target = target  # the module's name, if a fix may need it
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        """Raises StrictModeError in strict mode, if a fix that is needed does not run."""
+        self._put_back(spec)
+        self._look()
+        if not hasattr(self.loader, "create_module"):
+            raise ImportError("loaders that define exec_module() must also define create_module()")
         module: ModuleType | None = self.loader.create_module(spec)
         return module
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Raises StrictModeError in strict mode, if a fix that is needed does not run."""
-        from ckpt_patches.hook import running
-
-        for holder, name in ((module.__spec__, "loader"), (module, "__loader__")):
-            if getattr(holder, name, None) is self:
-                setattr(holder, name, self.loader)
-        running.examine(self.switches)
+        """Only for a reload, and for hooks that call loaders themselves. Raises as `create_module` does."""
+        self._put_back(module.__spec__)
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self.loader
+        self._look()
         self.loader.exec_module(module)
 
+    def get_code(self, fullname: str) -> "CodeType | None":
+        """For `python -m`. Raises as `create_module` does."""
+        self._look()
+        code: CodeType | None = self.loader.get_code(fullname)
+        return code
+
+    def _put_back(self, spec: "Any") -> None:
+        if getattr(spec, "loader", None) is self:
+            spec.loader = self.loader
+
+    def _look(self) -> None:
+        from ckpt_patches.hook import report, running
+
+        if self.target:
+            path = getattr(self.loader, "path", None) or getattr(self.loader, "filename", None) or "?"
+            plan = running.plan_for(self.target, str(path), self.switches)
+            if plan is not None:
+                report.tell(plan, self.switches)
+        running.examine(self.switches)
+
     def __getattr__(self, name: str) -> "Any":
+        if name == "loader":  # while it is copied
+            raise AttributeError(name)
         return getattr(self.loader, name)

@@ -20,21 +20,24 @@ ANNOUNCED = "CKPT_PATCHES_ANNOUNCED"
 _warned: set[str] = set()
 
 
-def tell(plan: TreePlan, switches: "Switches") -> None:
+def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None:
     """Say on rank 0 what is active in a tree, once a process group, and warn of what is not.
+
+    `at_exit`: on stderr, as logging is shut down by then.
 
     Raises:
         StrictModeError: something is not, in strict mode; on every rank.
     """
-    _announce(plan)
+    if not at_exit:
+        _announce(plan)
     messages = [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
     for message in messages:
-        _warn(message)
+        _warn(message, at_exit)
     if messages and switches.mode == "strict":
         raise StrictModeError(messages[0])
 
 
-def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches") -> None:
+def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
     """Warn that a module is loaded without its fixes, whichever they are; in strict mode raise StrictModeError."""
     fixes = [name for name in fixes_for(TARGETS[module], switches.skip) if module in FIXES[name]]
     if not fixes:
@@ -43,7 +46,7 @@ def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches
         f"{', '.join(fixes)} NOT active: {module} ({path}): {error}. The bug may be there: install "
         f"{module.split('.')[0]} with its source files, or set CKPT_PATCHES_SKIP={','.join(fixes)} to go on without"
     )
-    _warn(message)
+    _warn(message, at_exit)
     if switches.mode == "strict":
         raise StrictModeError(message) from error
 
@@ -76,11 +79,14 @@ def _announce(plan: TreePlan) -> None:
     _say(logging.INFO, f"training-checkpoint-patches {__version__} on {upstream}: {active}")
 
 
-def _warn(message: str) -> None:
+def _warn(message: str, at_exit: bool) -> None:
     """One warning, on rank 0 alone, once a process."""
     if is_rank_zero(os.environ) and message not in _warned:
         _warned.add(message)
-        _say(logging.WARNING, message)
+        if at_exit:
+            _print(logging.WARNING, message)
+        else:
+            _say(logging.WARNING, message)
 
 
 def _upstream(plan: TreePlan) -> str:
@@ -88,16 +94,25 @@ def _upstream(plan: TreePlan) -> str:
 
 
 def _enabled(level: int) -> bool:
-    return not logger.hasHandlers() or logger.isEnabledFor(level)
+    return not _is_set_up() or logger.isEnabledFor(level)
+
+
+def _is_set_up() -> bool:
+    """Whether the program has set up logging, and has not switched off all loggers that were there before."""
+    return logger.hasHandlers() and not logger.disabled
 
 
 def _say(level: int, message: str) -> None:
     """Log it; where nobody has set up logging yet, which is so while modules are imported, on stderr."""
+    if not _is_set_up():
+        _print(level, message)
+        return
     try:
-        if logger.hasHandlers():
-            logger.log(level, message)
-        elif sys.stderr is not None:
-            print(f"[{logger.name}] {logging.getLevelName(level)}: {message}", file=sys.stderr)
+        logger.log(level, message)
     except Exception as error:  # of a handler of the program's: an import must not fail for it
-        if sys.stderr is not None:
-            print(f"ckpt-patches: {message} ({type(error).__name__} in a logging handler: {error})", file=sys.stderr)
+        _print(level, f"{message} ({type(error).__name__} in a logging handler: {error})")
+
+
+def _print(level: int, message: str) -> None:
+    if sys.stderr is not None:
+        print(f"[{logger.name}] {logging.getLevelName(level)}: {message}", file=sys.stderr)

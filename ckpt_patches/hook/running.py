@@ -1,14 +1,15 @@
 """What runs in this process, and the plans that follow from it: a fix is active in all of its modules, or in none.
 
-What runs is what `sys.modules` holds, and never what was intended: another hook may have loaded a target, or it was
-imported before ours was there. A fix that edits such a module is taken away as a whole, and that is said.
-No lock is held anywhere in here. Two threads that meet their first targets at once may plan the same twice.
+What runs is what our loader has run in the modules that `sys.modules` holds, and never what was intended: another hook
+may have loaded a target, or it was imported before ours was there. A fix that edits such a module is taken away as a
+whole, and that is said. No lock is held anywhere in here. Two threads that meet their first targets at once may plan
+the same twice. Modules and finders are others' code: nothing of theirs is called but `find_spec`.
 """
 
-import gc
 import os
 import sys
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from _frozen_importlib import ModuleSpec
+from _frozen_importlib_external import SourceFileLoader
 
 from ckpt_patches import StrictModeError, is_rank_zero
 from ckpt_patches.engine.registry import FIXES, TARGETS
@@ -16,15 +17,38 @@ from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ckpt_patches.engine.plan import TreePlan
+    from types import ModuleType
+    from typing import Any
+
+    from ckpt_patches.engine.plan import FilePlan, TreePlan
     from ckpt_patches.startup import Switches
 
 INSTEAD = "import it before another import hook is installed, or write the fix into the files with `ckpt-patches apply`"
 
-# By tree, package, and the fixes to skip: the plan, and the finders that were there when it was made.
-_plans: "dict[tuple[str, str, frozenset[str]], tuple[TreePlan, tuple[object, ...]]]" = {}
-# Targets in sys.modules of which all has been said: the module's name, and which load of it.
-_examined: set[tuple[str, int]] = set()
+# By tree, package, and the fixes to skip: the plan, and why fixes could not edit modules when it was made.
+_plans: "dict[tuple[str, str, frozenset[str]], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
+# Targets in which our loader has run edited code: the module, its spec then, and the file.
+_run: "dict[str, tuple[ModuleType, Any, FilePlan]]" = {}
+# Loads of targets that were not ours, or had no edit, and of which all has been said: the module's name, and its spec.
+_examined: "dict[str, Any]" = {}
+
+
+def record(module: "ModuleType", file: "FilePlan") -> None:
+    """Note that our loader runs a file's edited code in a module."""
+    _run[file.module] = (module, module.__spec__, file)
+
+
+def keep_unedited(module: str, spec: ModuleSpec) -> None:
+    """Note that the plan has nothing for a module which its ordinary loader is about to load."""
+    _run.pop(module, None)
+    _examined[module] = spec
+
+
+def is_ours(module: str) -> bool:
+    """Whether a loaded target was loaded by us, or is about to be."""
+    if _file_in(module) is not None or type(_loader_of(module)) is PatchedLoader:
+        return True
+    return _get(_spec_of(module), "_initializing") is True and _patched_in(_loader_of(module)) is not None
 
 
 def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
@@ -35,79 +59,66 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
     Raises:
         StrictModeError: there is none, in strict mode.
     """
-    from ckpt_patches.hook import report
-
     try:
         path = os.path.abspath(path)
-        with open(path, "rb") as file:
-            text = hash(file.read())
-        return _current_plan(_root(module, path), TARGETS[module], switches, {module: text})
+        return _current_plan(_root(module, path), TARGETS[module], switches, module, _text(path))
     except Exception as error:  # never stop a program that would have run without us
+        from ckpt_patches.hook import report
+
         report.tell_unpatched(module, path, error, switches)
         return None
 
 
-def make_plan(root: str, package: str, skip: frozenset[str]) -> "TreePlan":
-    """Plan a tree, without the fixes that would run by halves in this process."""
+def make_plan(root: str, package: str, skip: frozenset[str]) -> "tuple[TreePlan, dict[tuple[str, str], str]]":
+    """Plan a tree, without the fixes that would run by halves in this process; and why these would."""
     from ckpt_patches.engine.plan import fixes_for, plan_tree
+    from ckpt_patches.hook.pause import without_garbage_collection
 
     unavailable: dict[tuple[str, str], str] = {}
-    collects = gc.isenabled()
-    gc.disable()  # a tree's nodes are tens of thousands of objects: to collect meanwhile takes as long as to parse
-    try:
+    with without_garbage_collection():
         while True:
             plan = plan_tree(root, package, fixes_for(package, skip), unavailable=unavailable)
             found = _unavailable(plan)
             if not found:
-                return plan
+                return plan, unavailable
             unavailable.update(found)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def keep_unedited(module: str, spec: ModuleSpec) -> None:
-    """Remember that the plan has nothing for a module which an ordinary loader is about to load."""
-    _examined.add((module, id(spec)))
 
 
 def not_examined() -> list[str]:
     """Targets that are loaded, not by us, and of which nothing has been said yet."""
-    return [module for module in TARGETS if (load := _load_of_others(module)) and (module, load) not in _examined]
+    return [module for module in TARGETS if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
 
 
-def examine(switches: "Switches") -> None:
-    """Say which fixes do not run because of what `not_examined` finds.
+def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False) -> None:
+    """Say which fixes do not run because of what `not_examined` finds (`again`: of all targets that are loaded).
 
     Raises:
-        StrictModeError: there is one, in strict mode.
+        StrictModeError: there is one, in strict mode; every time.
     """
-    if switches.mode != "strict" and not is_rank_zero(os.environ):
-        return
+    try:
+        modules = [module for module in TARGETS if _is_loaded(module)] if again else not_examined()
+        if switches.mode == "strict" or is_rank_zero(os.environ):
+            _say_what_does_not_run(modules, switches, at_exit)
+        _examined.update((module, _spec_of(module)) for module in modules)
+    except StrictModeError:
+        raise
+    except Exception as error:  # never stop a program that would have run without us
+        if sys.stderr is not None:
+            print(f"ckpt-patches: could not look at what runs: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _say_what_does_not_run(modules: list[str], switches: "Switches", at_exit: bool) -> None:
     from ckpt_patches.hook import report
 
-    modules = not_examined()
-    _examined.update((module, _load_of_others(module)) for module in modules)
     trees: dict[tuple[str, str], None] = {}
     for module in modules:
         path = os.path.abspath(_origin(module))
         try:
             trees[_root(module, path), TARGETS[module]] = None
         except Unpatchable as error:
-            report.tell_unpatched(module, path, error, switches)
+            report.tell_unpatched(module, path, error, switches, at_exit=at_exit)
     for root, package in trees:
-        report.tell(_current_plan(root, package, switches), switches)
-
-
-def examine_at_exit(switches: "Switches") -> None:
-    """The last look: nothing is imported any more, and nothing can be stopped."""
-    if not is_rank_zero(os.environ):
-        return
-    try:
-        examine(switches)
-    except StrictModeError as error:
-        if sys.stderr is not None:
-            print(f"ckpt-patches: {error}", file=sys.stderr)
+        report.tell(_current_plan(root, package, switches), switches, at_exit=at_exit)
 
 
 class Unpatchable(Exception):
@@ -123,90 +134,134 @@ def _root(module: str, path: str) -> str:
     return root
 
 
-def _current_plan(root: str, package: str, switches: "Switches", texts: "dict[str, int] | None" = None) -> "TreePlan":
-    """The plan of a tree as it is now, given the texts (their hashes) of some of its modules."""
+def _text(path: str) -> int | None:
+    """The hash of a file's text; None if it cannot be read (now: the plan that there is may be from a better time)."""
+    try:
+        with open(path, "rb") as file:
+            return hash(file.read())
+    except OSError:
+        return None
+
+
+def _current_plan(
+    root: str, package: str, switches: "Switches", module: str = "", text: int | None = None
+) -> "TreePlan":
+    """The plan of a tree as it is now, given the text (its hash) of one of its modules."""
     key = (root, package, switches.skip)
-    finders = tuple(sys.meta_path)
-    plan, before = _plans.get(key, (None, ()))
-    if plan is not None and texts and any(plan.texts.get(m, text) != text for m, text in texts.items()):
-        plan = None
-    if plan is None or _unavailable(plan, predict=finders != before):
-        plan = make_plan(root, package, switches.skip)
-    _plans[key] = (plan, finders)
+    plan, unavailable = _plans.get(key, (None, {}))
+    changed = plan is not None and text is not None and plan.texts.get(module, text) != text
+    if plan is None or changed or _unavailable(plan) or _is_available_again(root, unavailable):
+        plan, unavailable = make_plan(root, package, switches.skip)
+    _plans[key] = (plan, unavailable)
     return plan
 
 
-def _unavailable(plan: "TreePlan", *, predict: bool = True) -> dict[tuple[str, str], str]:
-    """By fix and module, why a fix of the plan does not run in a module that it edits.
-
-    `predict`: also for modules that are not loaded yet, by asking who would load them.
-    """
+def _unavailable(plan: "TreePlan") -> dict[tuple[str, str], str]:
+    """By fix and module, why a fix of the plan does not run in a module that it edits."""
     found = {}
     for module, file in plan.files.items():
-        reason = _why_not_ours(module, file.path, predict)
-        loaded_with = _fixes_in(module)
+        reason = _why_not_ours(module, file.path)
+        loaded = _file_in(module)
         for fix in file.fixes:
             if reason:
                 found[fix, module] = reason + _half(fix)
-            elif loaded_with is not None and fix not in loaded_with:
-                found[fix, module] = "it was loaded without this fix: reload it"
+            elif loaded is not None and fix not in loaded.fixes:
+                found[fix, module] = "it was loaded without this fix: start again"
     return found
 
 
-def _why_not_ours(module: str, path: str, predict: bool) -> str:
+def _is_available_again(root: str, unavailable: dict[tuple[str, str], str]) -> bool:
+    """Whether a module that kept a fix away does so no more: it is being reloaded, or another hook is gone."""
+    from ckpt_patches.engine.plan import module_path
+
+    return any(
+        not _why_not_ours(module, module_path(root, module)) and _file_in(module) is None for _, module in unavailable
+    )
+
+
+def _why_not_ours(module: str, path: str) -> str:
     """Why the hook does not load a target, or has not; empty if it does."""
-    loaded = sys.modules.get(module)
-    if loaded is not None:
-        loader = getattr(loaded.__spec__, "loader", None)
-        if isinstance(loader, PatchedLoader):
-            return ""
-        if type(loader) is SourceFileLoader:
-            return (
-                "it was imported before the hook was installed, or by a finder in front of it: install the hook first"
-            )
-        return f"{type(loader).__name__} has loaded it: {INSTEAD}"
-    return _who_else_would_load(module, path) if predict else ""
+    if not _is_loaded(module):
+        return _who_else_would_load(module, path)
+    loader = _loader_of(module)
+    if is_ours(module):
+        return _other_tree(_patched_in(loader), path)
+    if type(loader) is SourceFileLoader:
+        return "it was imported before the hook was installed, or by a finder in front of it: install the hook first"
+    return f"{type(loader).__name__} has loaded it: {INSTEAD}"
 
 
 def _who_else_would_load(module: str, path: str) -> str:
     from ckpt_patches.engine.installed import find_spec
 
-    parent = sys.modules.get(module.rpartition(".")[0])
-    folders = list(getattr(parent, "__path__", [os.path.dirname(path)]))
     try:
-        spec = find_spec(module, folders)
+        parent = sys.modules.get(module.rpartition(".")[0])
+        spec = find_spec(module, list(_attribute(parent, "__path__") or [os.path.dirname(path)]))
     except Exception:
         return ""  # the import will raise the same
     loader = spec.loader if spec is not None else None
-    if isinstance(loader, PatchedLoader):
-        other = os.path.abspath(loader.path)
-        return "" if other == path else f"it would be loaded from {other}, of another tree"
     if isinstance(loader, CheckedLoader):
         loader = loader.loader
+    patched = _patched_in(loader)
+    if patched is not None:
+        return _other_tree(patched, path)
     return f"{type(loader).__name__}, of another import hook, loads it: {INSTEAD}" if loader is not None else ""
+
+
+def _patched_in(loader: object) -> PatchedLoader | None:
+    """Our loader, by itself or in another one: tracing tools put theirs around ours, and call it."""
+    inner = loader if type(loader) is PatchedLoader else _get(loader, "loader")
+    return inner if type(inner) is PatchedLoader else None
+
+
+def _other_tree(loader: PatchedLoader | None, path: str) -> str:
+    other = path if loader is None else os.path.abspath(loader.path)
+    return "" if other == path else f"it is loaded from {other}, of another tree"
 
 
 def _half(fix: str) -> str:
     """What to say where another part of a fix runs already, and cannot be taken back."""
-    loaded = [module for module in FIXES[fix] if fix in (_fixes_in(module) or ())]
+    files = {module: _file_in(module) for module in FIXES[fix]}
+    loaded = [module for module, file in files.items() if file is not None and fix in file.fixes]
     return f". Its part in {', '.join(loaded)} is loaded already: start again without that hook" if loaded else ""
 
 
-def _fixes_in(module: str) -> tuple[str, ...] | None:
-    """The fixes that a module was loaded with; None if it is not loaded, not yet, or not by us."""
-    loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
-    return loader.file.fixes if isinstance(loader, PatchedLoader) and loader.file is not None else None
+# What sys.modules holds. An entry can be anything: a stub, a module that loads itself when it is touched.
 
 
-def _load_of_others(module: str) -> int:
-    """Identifies a load of a target that was not ours; 0 if it is not loaded, or by us."""
-    loaded = sys.modules.get(module)
-    spec = getattr(loaded, "__spec__", None)
-    if loaded is None or isinstance(getattr(spec, "loader", None), PatchedLoader):
-        return 0
-    return id(spec) if spec is not None else id(loaded)
+def _file_in(module: str) -> "FilePlan | None":
+    """The file whose edited code our loader has run in a module that is loaded."""
+    loaded, spec, file = _run.get(module, (None, None, None))
+    return file if loaded is not None and sys.modules.get(module) is loaded and _spec_of(module) is spec else None
+
+
+def _is_loaded(module: str) -> bool:
+    return issubclass(type(sys.modules.get(module)), type(sys))
+
+
+def _is_examined(module: str) -> bool:
+    return module in _examined and _examined[module] is _spec_of(module)
+
+
+def _spec_of(module: str) -> "Any":
+    return _attribute(sys.modules.get(module), "__spec__")
+
+
+def _loader_of(module: str) -> "Any":
+    return _get(_spec_of(module), "loader")
 
 
 def _origin(module: str) -> str:
-    loaded = sys.modules[module]
-    return getattr(getattr(loaded, "__spec__", None), "origin", None) or getattr(loaded, "__file__", None) or "?"
+    return str(_get(_spec_of(module), "origin") or _attribute(sys.modules.get(module), "__file__") or "?")
+
+
+def _get(thing: object, name: str) -> "Any":
+    try:
+        return getattr(thing, name, None)
+    except Exception:
+        return None
+
+
+def _attribute(module: object, name: str) -> "Any":
+    """An attribute of a module, without asking the module for it."""
+    return object.__getattribute__(module, "__dict__").get(name) if issubclass(type(module), type(sys)) else None

@@ -6,7 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/602
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import Function, Source
+from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ def complete_saved_states(source: Source) -> None:
     """Every look-up of a state that is about to be saved gets what is missing in it."""
     look_ups = [LOOK_UP] if source.has_function(f"{CLASS}.{LOOK_UP}") else list(OLDER_LOOK_UPS)
     look_ups = [name for name in look_ups if source.has_function(f"{CLASS}.{name}")]
+    if not look_ups:
+        raise NoMatch(f"expected one of {', '.join((LOOK_UP, *OLDER_LOOK_UPS))} in {CLASS}, found none")
     saves = [name for name in SAVES if source.has_function(f"{CLASS}.{name}")]
     source.check_parts(
         {

@@ -34,6 +34,10 @@ SAVES = {
 }
 
 
+SKIP_STEP = """if key == "step":
+    continue  # loaded with the param groups"""
+
+
 def check_concerned(source: Source) -> None:
     """Raises NotConcerned where upstream's optimizer does not work without Apex or Transformer Engine at all."""
     if "HAVE_APEX_OR_TE" not in source.text(source.function("DistributedOptimizer.load_state_dict")):
@@ -55,11 +59,9 @@ def load_without_step(source: Source) -> None:
     loops = [loop for loop in loops if source.text(loop.iter) == "dst_tensors"]
     if not loops:
         raise NoMatch("expected `for key in dst_tensors`, found none")
-    source.check_parts({f"the step, line {loop.lineno}": source.has("key == 'step'", loop) for loop in loops})
+    source.check_parts({f"the step, line {loop.lineno}": source.has(SKIP_STEP, loop) for loop in loops})
     for loop in loops:
-        skip_step = """if key == "step":
-    continue  # loaded with the param groups"""
-        source.insert_before(loop.body[0], skip_step)
+        source.insert_before(loop.body[0], SKIP_STEP)
 
 
 @fix.edit(DISTRIB_OPTIMIZER)

@@ -1,0 +1,34 @@
+"""A pause of the garbage collector while a tree is planned."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_paused = False
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """A syntax tree is tens of thousands of objects; collecting while it grows takes as long as parsing it."""
+    global _paused
+    if _paused or not gc.isenabled():
+        yield
+        return
+    _paused = True
+    gc.disable()
+    try:
+        yield
+    finally:
+        _end_pause()
+
+
+def _end_pause() -> None:
+    """Also in the child of a fork meanwhile, in which nobody plans."""
+    global _paused
+    if _paused:
+        _paused = False
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_end_pause)
