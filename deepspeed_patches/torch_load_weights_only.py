@@ -35,7 +35,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/6751",
         "https://github.com/deepspeedai/DeepSpeed/pull/6094",
     ),
-    affected="DeepSpeed up to 0.15.4, with torch 2.6 and later; 0.16.0 and later pass weights_only=False",
+    affected="DeepSpeed 0.12.0 to 0.15.4, with torch 2.6 and later; 0.16.0 and later pass weights_only=False",
     test="tests/unit/checkpoint/test_torch_load_weights_only.py",
 )
 

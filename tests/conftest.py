@@ -69,7 +69,8 @@ def _leave_out_older_releases_in_place(config: pytest.Config, items: list[pytest
 
 
 def _release(item: pytest.Item) -> tuple[int, ...]:
-    return tuple(int(part) for part in str(_parameters(item).get("version", "0")).split("."))
+    version = str(_parameters(item).get("version", "0"))
+    return (sys.maxsize,) if version == "main" else tuple(int(part) for part in version.split("."))
 
 
 def _no_gpu() -> str:
@@ -87,15 +88,16 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words.
 
-    The record property "resume" is noted as it is, for docs/resume.md.
+    The record property "resume" is noted as it is, for docs/resume.md, whose rows are releases.
     """
     report = yield
-    if report.when == "call" and "resume" in dict(report.user_properties):
+    if report.when == "call" and "resume" in dict(report.user_properties) and not _on_main(item):
         item.config.stash[_RESUMES][item.nodeid] = dict(report.user_properties)["resume"]
     marker = item.get_closest_marker("compat")
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
         item.config.stash[_CELLS][item.nodeid] = {
+            **(_commit(marker.kwargs["fix"]) if _on_main(item) else {}),
             "fix": marker.kwargs["fix"],
             "version": parameters["version"],
             "delivery": parameters["delivery"],
@@ -107,6 +109,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             "torch": _version("torch"),
         }
     return report
+
+
+def _on_main(item: pytest.Item) -> bool:
+    return bool(_parameters(item).get("version") == "main")
+
+
+def _commit(fix: str) -> dict[str, str]:
+    """Which commit of upstream's main branch a fix was tested on."""
+    from ckpt_patches.engine.fix import package_of
+    from ckpt_patches.engine.installed import DISTRIBUTIONS
+    from upstream import main_branch
+
+    checkout = main_branch(DISTRIBUTIONS[package_of(fix)])
+    return {"commit": checkout.commit, "commit_date": checkout.date} if checkout else {}
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -127,9 +143,11 @@ def _version(distribution: str) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add the results of a session over all releases to those of earlier ones, by test."""
+    """Add the results of a session over all releases, or on a main branch, to those of earlier ones, by test."""
+    cells = session.config.stash[_CELLS]
+    _record(RECORDED / "main.json", {test: cell for test, cell in cells.items() if "commit" in cell})
     if os.environ.get("CKPT_PATCHES_TEST_ALL") == "1":
-        _record(RECORDED / "compatibility.json", session.config.stash[_CELLS])
+        _record(RECORDED / "compatibility.json", {test: cell for test, cell in cells.items() if "commit" not in cell})
         _record(RECORDED / "resume.json", session.config.stash[_RESUMES])
 
 

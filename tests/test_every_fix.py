@@ -3,6 +3,7 @@
 import ast
 import importlib
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, TARGETS
 from ckpt_patches.engine.source import function_text
 from ckpt_patches.startup import PREFIXES
-from upstream import REPOSITORY, releases, tree
+from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
+from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, main_branch, releases, tree
 
 NAMES = list(FIXES)
 
@@ -64,6 +66,24 @@ def test_no_fix_is_without_a_match_on_a_megatron_core_release(version: str) -> N
 @pytest.mark.parametrize("version", releases("deepspeed"))
 def test_no_fix_is_without_a_match_on_a_deepspeed_release(version: str) -> None:
     assert plan_tree(str(tree("deepspeed", version)), DEEPSPEED).named(Outcome.NO_MATCH) == []
+
+
+# A fix and the main branch of its package, where a checkout of that is named.
+ON_MAIN = [
+    pytest.param(name, MAIN, PLAN, id=f"{name}-{MAIN}-{PLAN}", marks=pytest.mark.compat(fix=name))
+    for name in NAMES
+    if main_branch(DISTRIBUTIONS[fixes.package_of(name)])
+]
+
+
+@pytest.mark.skipif(not ON_MAIN, reason=f"needs a checkout in one of {', '.join(MAIN_VARIABLES.values())}")
+@pytest.mark.parametrize(("name", "version", "delivery"), ON_MAIN)
+def test_a_plan_on_main(name: str, version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
+    """Edited by itself, as in `apply NAME`; the compatibility page says so of a fix that was not run there."""
+    result, _ = edits.plan(tree(DISTRIBUTIONS[fixes.package_of(name)], version), name)
+    assert result.outcome is not Outcome.NO_MATCH, result.reason
+    words = {Outcome.APPLIES: "applies", Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
+    record_property("compat", words[result.outcome])
 
 
 @pytest.mark.parametrize("version", releases("megatron-core"))

@@ -21,22 +21,37 @@ def reshardable(version: str) -> str:
     return "dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space"
 
 
+def leaves_the_flag_out(version: str) -> bool:
+    """Since Megatron-LM#3537 (23dd639cf3, 2026-02-23) the load passes over what is no tensor, the flag with it."""
+    return numbers(version) >= (0, 17)
+
+
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", ["none"])
 @pytest.mark.parametrize("version", AFFECTED)
-def test_upstream_takes_the_flag_for_a_state(version: str, delivery: str, tmp_path: Path) -> None:
+def test_upstream_takes_the_flag_for_a_state(
+    version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     name = reshardable(version)
     found = save_and_resume(version, delivery, tmp_path, *TWO_STEPS, only=(name,))[name]
-    assert found["error"] == "load: KeyError: 'padding'"
+    if leaves_the_flag_out(version):
+        assert (found["error"], found["resume"]) == ("", "bit-equal")
+        record_property("compat", "no bug")
+    else:
+        assert found["error"] == "load: KeyError: 'padding'"
 
 
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("version", AFFECTED)
-def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
+def test_a_resume_is_bit_equal(
+    version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     name = reshardable(version)
     found = save_and_resume(version, delivery, tmp_path, *TWO_STEPS, only=(name,))[name]
     assert (found["error"], found["resume"]) == ("", "bit-equal")
+    if leaves_the_flag_out(version):
+        record_property("compat", "not needed")
 
 
 @pytest.mark.compat(fix=FIX)

@@ -14,7 +14,7 @@ FIX = "universal_tensor_paddings"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
 PYTEST = Path(pytest.__file__).parent / "__main__.py"
 
-RELEASES = releases("deepspeed", oldest="0.12.0", newest="0.19.8")
+RELEASES = releases("deepspeed", oldest="0.12.0")
 OLD_WRITER, NEW_WRITER = "0.16.2", "0.19.8"
 
 # Up to 0.14.0 a step that is a tensor is stripped as well, and the converter dies of that one line earlier.

@@ -16,6 +16,12 @@ def versions(parameters: list[Any]) -> list[str]:
     return [parameter.id for parameter in parameters]
 
 
+@pytest.fixture(autouse=True)
+def no_main_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in upstream.MAIN_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
 def test_default_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
     assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.12.0", "0.16.1"]
@@ -30,6 +36,60 @@ def test_all_releases_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {parameter.id: [mark.kwargs["reason"] for mark in parameter.marks] for parameter in found}
     assert [version for version, reason in reasons.items() if reason] == ["0.14.1", "0.14.2", "0.14.3"]
     assert "_get_socket_with_port" in reasons["0.14.1"][0]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        env={**os.environ, "GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z"},
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+    ).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit, named as megatron-core's main branch."""
+    folder = tmp_path / "any name"
+    (folder / "megatron").mkdir(parents=True)
+    (folder / "megatron" / "package.py").write_text("")
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "first")
+    monkeypatch.setenv("CKPT_PATCHES_TEST_MEGATRON_MAIN", str(folder))
+    return folder
+
+
+def test_a_main_branch_is_the_last_of_a_range_without_end(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
+    assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.12.0", "0.16.1", "main"]
+    assert versions(upstream.releases("megatron-core", oldest="0.16.1")) == ["0.16.1", "main"]
+    assert versions(upstream.releases("megatron-core", newest="0.14.0")) == ["0.7.0", "0.12.0", "0.14.0"]
+    assert "main" not in versions(upstream.releases("deepspeed"))
+    assert all(upstream.numbers(release.version) < upstream.numbers("main") for release in upstream.RELEASES)
+    assert upstream.tree("megatron-core", "main") == checkout
+    expected = upstream.Checkout(checkout, git(checkout, "rev-parse", "HEAD"), "2026-01-02")
+    assert upstream.main_branch("megatron-core") == expected
+
+
+def test_a_main_branch_that_is_not_named_has_no_tree() -> None:
+    with pytest.raises(ValueError, match="found deepspeed main"):
+        upstream.tree("deepspeed", "main")
+
+
+def test_a_changed_checkout_is_not_a_commit(checkout: Path) -> None:
+    (checkout / "megatron" / "package.py").write_text("changed")
+    with pytest.raises(ValueError, match=r"(?s)MEGATRON_MAIN: expected the files of a commit .*M megatron/package.py"):
+        upstream.releases("megatron-core")
+
+
+def test_a_folder_of_another_repository_is_not_a_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commit would be the other's."""
+    monkeypatch.setenv("CKPT_PATCHES_TEST_MEGATRON_MAIN", str(checkout / "megatron"))
+    with pytest.raises(ValueError, match=r"expected the top folder of a git checkout, found .*megatron;"):
+        upstream.releases("megatron-core")
 
 
 def test_no_release_stands_twice_in_the_table() -> None:

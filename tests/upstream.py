@@ -3,6 +3,13 @@
 A release is installed on its own into a folder (a tree); a program runs in a process with that tree first on its path.
 Trees lie in `.trees/`, or where `CKPT_PATCHES_TREES` says, and are installed when first asked for.
 `CKPT_PATCHES_TEST_ALL=1` runs every release of the table in place of the default ones.
+
+`CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a git checkout, without changes, of
+the main branch of an upstream repository. It is one release more, `main`, newer than those of the table, and what tests
+marked `compat` find on it is recorded with its commit in tests/recorded/main.json. What a main branch imports and the
+releases do not (Megatron-LM: triton) is installed in this environment by hand. For docs/compatibility.md:
+
+    CKPT_PATCHES_TEST_MEGATRON_MAIN=... python -m pytest -m compat -k "main- or -main" && python tests/compatibility.py
 """
 
 import atexit
@@ -32,6 +39,8 @@ PROGRAMS = REPOSITORY / "tests" / "programs"
 
 # How a fix reaches a program: by the import hook, or written into the files of the tree.
 DELIVERIES = ("hook", "in place")
+# In the place of a delivery: nothing was run, the edits were looked for.
+PLAN = "plan"
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,51 @@ STAND_INS: dict[tuple[str, str], Path] = {
 }
 
 
+# The version of a checkout of an upstream repository's main branch, and the variables that name one.
+MAIN = "main"
+MAIN_VARIABLES = {
+    "megatron-core": "CKPT_PATCHES_TEST_MEGATRON_MAIN",
+    "deepspeed": "CKPT_PATCHES_TEST_DEEPSPEED_MAIN",
+}
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout of an upstream repository's main branch."""
+
+    tree: Path
+    commit: str  # 40 hexadecimal digits
+    date: str  # of the commit, as YYYY-MM-DD
+
+
+def main_branch(distribution: str) -> Checkout | None:
+    """The checkout that a distribution's variable names; None if it is not set.
+
+    Raises:
+        ValueError: it is not the top folder of a git checkout, or its files are not those of the commit.
+    """
+    folder = os.environ.get(MAIN_VARIABLES.get(distribution, ""))
+    return _checkout(Path(folder).resolve(), MAIN_VARIABLES[distribution]) if folder else None
+
+
+@functools.cache
+def _checkout(folder: Path, variable: str) -> Checkout:
+    if _git(folder, "rev-parse", "--show-toplevel") != str(folder):
+        raise ValueError(f"{variable}: expected the top folder of a git checkout, found {folder}; clone upstream there")
+    if changes := _git(folder, "status", "--porcelain"):
+        raise ValueError(
+            f"{variable}: expected the files of a commit in {folder}, found changes; take them back:\n{changes}"
+        )
+    commit, date = _git(folder, "log", "-1", "--format=%H %cs").split()
+    return Checkout(folder, commit, date)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """What git says of a folder; nothing if it fails."""
+    done = subprocess.run(["git", "-C", str(folder), *arguments], text=True, capture_output=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def all_releases() -> bool:
     """Whether this run is over every release of the table."""
     return os.environ.get("CKPT_PATCHES_TEST_ALL") == "1"
@@ -94,7 +148,7 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     """Pytest parameters, one a version, of a distribution's releases in an inclusive range.
 
     Only default ones, the two oldest and the newest of them, unless `CKPT_PATCHES_TEST_ALL=1`. One that cannot be run
-    here is skipped with its reason.
+    here is skipped with its reason. A checkout of the main branch, if one is named, is the last of a range without end.
     """
     chosen = [
         r
@@ -106,8 +160,10 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     ]
     if not all_releases() and len(chosen) > 3:
         chosen = [*chosen[:2], chosen[-1]]
+    main = [Release(distribution, MAIN, default=True)] if newest is None and main_branch(distribution) else []
     return [
-        pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ()) for r in chosen
+        pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ())
+        for r in (*chosen, *main)
     ]
 
 
@@ -117,8 +173,8 @@ def newest_by_default(parameters: list[Any]) -> list[Any]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A version as numbers, to compare."""
-    return tuple(int(part) for part in version.split("."))
+    """A version as numbers, to compare; the main branch is newer than any."""
+    return (sys.maxsize,) if version == MAIN else tuple(int(part) for part in version.split("."))
 
 
 def checkpoint_formats(version: str) -> list[str]:
@@ -134,12 +190,14 @@ def checkpoint_formats(version: str) -> list[str]:
 
 
 def tree(distribution: str, version: str) -> Path:
-    """The folder with a release, and nothing else, in it. Installed on demand; read-only for tests.
+    """The folder with a release, and nothing else, in it (or that of `main`). Installed on demand; read-only for tests.
 
     Raises:
-        ValueError: the release is not in the table.
+        ValueError: the release is not in the table, or no checkout of the main branch is named.
         RuntimeError: pip could not install it; its last lines are in the message.
     """
+    if version == MAIN and (main := main_branch(distribution)):
+        return main.tree
     if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
         raise ValueError(f"expected a release of the table in {__file__}, found {distribution} {version}; add it there")
     folder = _trees() / f"{distribution}-{version}"
@@ -221,7 +279,7 @@ def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:
 @functools.cache
 def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
     copy = Path(_session_folder(), str(len(os.listdir(_session_folder()))), tree.name)
-    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__", ".git"), symlinks=True)
     command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"

@@ -9,7 +9,7 @@ from ckpt_patches.engine.source import AlreadyThere, Source
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1563",),
-    affected="megatron-core up to 0.15.3; gone in 0.16.0",
+    affected="megatron-core 0.7.0 to 0.15.3; gone in 0.16.0",
     test="tests/unit_tests/dist_checkpointing/test_numpy2_product.py",
 )
 

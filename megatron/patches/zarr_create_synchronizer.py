@@ -11,7 +11,7 @@ ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1053",),
-    affected="megatron-core 0.4.0 to 0.14.0; fixed in 0.15.0; the zarr strategy is gone in 0.16.0",
+    affected="megatron-core 0.7.0 to 0.14.0; fixed in 0.15.0; the zarr strategy is gone in 0.16.0",
     test="tests/unit_tests/dist_checkpointing/test_zarr_create_synchronizer.py",
 )
 

@@ -36,7 +36,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/834",
         "https://github.com/NVIDIA/Megatron-LM/issues/1053",
     ),
-    affected="megatron-core 0.4.0 to 0.15.3; the zarr strategy is gone in 0.16.0",
+    affected="megatron-core 0.7.0 to 0.15.3; the zarr strategy is gone in 0.16.0",
     test="tests/unit_tests/dist_checkpointing/test_zarr_range_write.py",
 )
 
