@@ -81,7 +81,9 @@ def optimizer(group):
     optimizer.data_parallel_group = optimizer.data_parallel_group_gloo = group
     optimizer.ddp_config = SimpleNamespace(use_custom_fsdp=False, use_megatron_fsdp=False)
     optimizer.config = SimpleNamespace(
-        use_precision_aware_optimizer=False, use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
+        optimizer="adam",
+        use_precision_aware_optimizer=False,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
     )
     optimizer.is_stub_optimizer = False
     for param in main_params:

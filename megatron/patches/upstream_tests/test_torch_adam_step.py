@@ -31,6 +31,7 @@ def optimizer(monkeypatch):
     optimizer.gbuf_ranges = [{(torch.float32, torch.float32): [{"param_map": param_map}]}]
     optimizer.ddp_config = SimpleNamespace(use_custom_fsdp=False, use_megatron_fsdp=False)
     optimizer.config = SimpleNamespace(
+        optimizer="adam",
         fp16=False,
         use_precision_aware_optimizer=False,
         use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
