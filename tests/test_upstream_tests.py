@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ckpt_patches.diffs import upstream_test
 
+from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import folder, load, package_of
+from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, FIXES
 from test_reshardable_padding_flag import leaves_the_flag_out

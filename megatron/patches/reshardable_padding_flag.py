@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/2576
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -28,6 +28,9 @@ def drop_padding_flag(source: Source) -> None:
     affected = [function for function in functions if source.all(pattern, within=function)]
     if not affected:
         raise NotConcerned  # up to 0.10 the keys are the optimizer's own
+    states = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
+    if source.has("if not isinstance(v, torch.Tensor):\n    continue", within=states):
+        raise AlreadyThere  # what is no tensor is passed over, the flag with it
     drop = 'src_tensors.pop("padding", None)'
     source.check_parts({f"{drop} in {function.name}": source.has(drop, function) for function in affected})
     for function in affected:
