@@ -52,6 +52,7 @@ def test_status_tells_no_match_with_its_reason(tmp_path: Path) -> None:
     for folder in (path.parent, path.parent.parent):
         (folder / "__init__.py").touch()
     path.touch()
+    path.with_name("ds_to_universal.py").touch()
     done = command("status", on=tmp_path)
     assert done.returncode == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("universal_tensor_paddings")]
