@@ -116,14 +116,14 @@ class Handle:
         self.finder = finder
 
     def uninstall(self) -> None:
+        global _installed
         atexit.unregister(_examine_at_exit)
-        _installed.discard(self.finder)
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
+        _installed = None
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self.finder]
 
 
 # The finder that was installed, also where somebody has thrown it out of sys.meta_path.
-_installed: "set[PatchFinder]" = set()
+_installed: "PatchFinder | None" = None
 
 
 def install() -> "Handle | None":
@@ -136,6 +136,7 @@ def install() -> "Handle | None":
     Raises:
         StrictModeError: there is such a fix, in strict mode. The finder is in place.
     """
+    global _installed
     switches = Switches(os.environ)
     if switches.errors and is_rank_zero(os.environ):
         for error in switches.errors:
@@ -144,10 +145,8 @@ def install() -> "Handle | None":
         return None
     finder = installed_finder()
     if finder is None:
-        finder = PatchFinder(switches)
+        finder = _installed = PatchFinder(switches)
         sys.meta_path.insert(0, finder)
-        _installed.clear()
-        _installed.add(finder)
         atexit.unregister(_examine_at_exit)
         atexit.register(_examine_at_exit, switches, os.getpid())
         if _any_loaded():
@@ -164,9 +163,8 @@ def verify() -> None:
     Raises:
         StrictModeError: there is one, in strict mode; every time.
     """
-    for finder in tuple(_installed):
-        if _any_loaded():
-            _hook().running.examine(finder.switches, again=True)
+    if _installed is not None and _any_loaded():
+        _hook().running.examine(_installed.switches, again=True)
 
 
 def _examine_at_exit(switches: Switches, process: int) -> None:
