@@ -94,9 +94,17 @@ def load_checkpoint_file(path: str, map_location: object = None) -> object:
 # The edits
 
 
-@fix.edit(ENGINE, SCRIPT)
+@fix.edit(ENGINE)
+def define_for_all(source: Source) -> None:
+    """The other modules import the function from here: where upstream has repaired this one, none of them may."""
+    try:
+        define_and_call(source)
+    except NotConcerned:
+        raise AlreadyThere from None
+
+
+@fix.edit(SCRIPT)
 def define_and_call(source: Source) -> None:
-    """The engine has the function for all other modules; the script has one of its own."""
     calls = plain_loads(source)
     first = next(statement for statement in source.tree.body if calls[0] in ast.walk(statement))
     source.insert_function_before(first, checkpoint_classes)
@@ -127,10 +135,11 @@ def may_be_concerned(source: Source) -> bool:
 
 
 def plain_loads(source: Source) -> list[ast.Call]:
-    """The calls that leave the choice to torch; upstream's own repair says weights_only=False in every one.
+    """The calls that leave the choice to torch.
 
     Raises:
-        AlreadyThere: there is none, and the module has all of this fix, or nothing of it.
+        AlreadyThere: there is none, and the module has all of this fix.
+        NotConcerned: there is none, as upstream's own repair says weights_only=False in every one.
         NoMatch: it has a part of it, or there is a call in another form.
     """
     name = load_checkpoint_file.__name__
@@ -140,10 +149,11 @@ def plain_loads(source: Source) -> list[ast.Call]:
     ]
     there = source.imports(name) or source.has_function(name)
     if there or source.has(f"{name}(...)"):
-        definitions = source.functions_there("", checkpoint_classes) if source.has_function(name) else {}
+        functions = (checkpoint_classes, load_checkpoint_file) if source.has_function(name) else ()
+        definitions = source.functions_there("", *functions)
         source.check_parts({name: there, **definitions, f"{name} in place of torch.load": not calls})
     if source.some("torch.load(...)") and not calls:
-        raise AlreadyThere
+        raise NotConcerned
     for call in calls:
         if len(call.args) != 1 or any(keyword.arg != "map_location" for keyword in call.keywords):
             raise NoMatch(f"expected `torch.load(path, map_location=...)`, found `{source.text(call)}`")

@@ -294,6 +294,15 @@ def test_calls_that_are_repaired_stay(copy: Path) -> None:
     assert "deepspeed.checkpoint.ds_to_universal" in plan.files
 
 
+def test_where_the_engine_is_repaired_no_other_module_imports_from_it(copy: Path) -> None:
+    """It would import a function that is not there."""
+    engine = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
+    edits.rewrite(copy, engine, "torch.load(path,", "torch.load(path, weights_only=False,")
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
+    assert "a part of this fix is there already (define_for_all in deepspeed.runtime" in result.reason
+
+
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
