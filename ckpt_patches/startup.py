@@ -9,8 +9,6 @@ import atexit
 import os
 import sys
 
-from ckpt_patches import StrictModeError, is_rank_zero
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,8 +136,10 @@ def install() -> "Handle | None":
     """
     global _installed
     switches = Switches(os.environ)
-    if switches.errors and is_rank_zero(os.environ):
-        for error in switches.errors:
+    if switches.errors:
+        from ckpt_patches.ranks import is_rank_zero
+
+        for error in switches.errors if is_rank_zero(os.environ) else ():
             _print(error)
     if switches.mode == "off":
         return None
@@ -169,7 +169,12 @@ def verify() -> None:
 
 def _examine_at_exit(switches: Switches, process: int) -> None:
     """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more."""
-    if not _any_loaded() or os.getpid() != process or not is_rank_zero(os.environ):
+    if not _any_loaded() or os.getpid() != process:
+        return
+    from ckpt_patches.errors import StrictModeError
+    from ckpt_patches.ranks import is_rank_zero
+
+    if not is_rank_zero(os.environ):
         return
     try:
         _hook().running.examine(switches, at_exit=True)
@@ -186,7 +191,6 @@ def run() -> None:
     """Install the hook from the .pth file. Never raises: whatever goes wrong, Python starts."""
     try:
         install()
-    except StrictModeError as error:
-        _print(str(error))
     except Exception as error:
-        _print(f"the import hook is not active: {type(error).__name__}: {error}")
+        state = "active" if installed_finder() else "not active"
+        _print(f"the import hook is {state}: {type(error).__name__}: {error}")

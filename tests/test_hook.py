@@ -218,7 +218,7 @@ def test_bytecode_alone_is_said_to_have_no_source(tmp_path: Path) -> None:
     assert "CKPT_PATCHES_SKIP=numpy2_product" in line
     done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "strict"}, check=False)
     assert done.returncode != 0
-    assert "ckpt_patches.StrictModeError" in done.stderr
+    assert "ckpt_patches.errors.StrictModeError" in done.stderr
 
 
 UNKNOWN = {  # a real fix's anchor is gone from this text

@@ -327,7 +327,7 @@ def test_strict_mode_is_not_swallowed_by_the_idiom_for_a_missing_package(tmp_pat
     text = takes(MODULE, "1") + f"try:\n    import {MODULE}\nexcept ImportError:\n    print('swallowed')"
     status, output, stderr = program(tmp_path, text, **STRICT)
     assert (status, output) == (1, "")
-    assert "ckpt_patches.StrictModeError" in stderr
+    assert "ckpt_patches.errors.StrictModeError" in stderr
 
 
 def test_to_ask_for_a_module_raises_nothing(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ckpt_patches import RANK_VARIABLES, StrictModeError, __version__, is_rank_zero
+from ckpt_patches import __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
 from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.errors import StrictModeError
+from ckpt_patches.ranks import RANK_VARIABLES, is_rank_zero
 
 if TYPE_CHECKING:
     from ckpt_patches.startup import Switches

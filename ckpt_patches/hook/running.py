@@ -11,9 +11,10 @@ import sys
 from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 
-from ckpt_patches import StrictModeError, is_rank_zero
 from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.errors import StrictModeError
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
+from ckpt_patches.ranks import is_rank_zero
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
