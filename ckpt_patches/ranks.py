@@ -1,0 +1,17 @@
+"""Which process of its group this is: the first one speaks for all."""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Set by the launchers in use: torchrun, Slurm, Open MPI.
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def is_rank_zero(environ: "Mapping[str, str]") -> bool:
+    """Whether this process is the first of its process group, by the launcher's environment; true outside a group."""
+    for variable in RANK_VARIABLES:
+        rank = environ.get(variable, "").strip()
+        if rank:
+            return rank == "0"
+    return True
