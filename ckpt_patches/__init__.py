@@ -1,6 +1,163 @@
 """Checkpoint fixes for megatron-core and DeepSpeed, and tools for their checkpoints.
 
-This package is imported at every start of the interpreter, so nothing is imported here.
+What stands here runs at every start of the interpreter, from the .pth file: read the switches, put the finder in
+front. It is the only module of ours that is loaded then, held under a millisecond: `os` and `sys` are there already,
+`atexit` is part of the interpreter. Everything else is imported when the first target module is met. It never imports
+`megatron`: a script beside a regular package of that name has to get its own. What programs call is in
+`ckpt_patches.startup`.
 """
 
+import atexit
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    Hook = Any
+
 __version__ = "0.1.0"
+
+MODES = ("off", "warn", "strict")
+# What every target module's name begins with. The registry itself is read when the first such name is met.
+PREFIXES = ("megatron.", "deepspeed.")
+# Without one of these in sys.modules no target has been loaded.
+PACKAGES = ("megatron.core", "deepspeed")
+
+
+class Switches:
+    """The environment's switches: the mode, the fixes to skip, and what was wrong with them."""
+
+    def __init__(self, environ: "os._Environ[str] | dict[str, str]") -> None:
+        self.errors: list[str] = []
+        self.mode = environ.get("CKPT_PATCHES") or "warn"
+        if self.mode not in MODES:
+            self.errors.append(f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with warn")
+            self.mode = "warn"
+        self.skip: frozenset[str] = frozenset()
+        if "CKPT_PATCHES_SKIP" in environ:
+            self._read_skip(environ["CKPT_PATCHES_SKIP"])
+
+    def _read_skip(self, value: str) -> None:
+        from ckpt_patches.engine.registry import FIXES
+
+        names = [name.strip() for name in value.split(",")]
+        self.skip = frozenset(name for name in names if name in FIXES)
+        unknown = [name for name in names if name and name not in FIXES]
+        if unknown:
+            self.errors.append(
+                f"CKPT_PATCHES_SKIP={','.join(unknown)}: no such fix, nothing is skipped for it; "
+                f"the fixes are {', '.join(FIXES)}"
+            )
+
+
+class PatchFinder:
+    """A meta path finder that answers for the target modules only, with the ordinary finders' spec and our loader."""
+
+    def __init__(self, switches: Switches) -> None:
+        self.switches = switches
+        self.uneasy = False  # something may have been loaded without us
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """Called with the lock of the import system held, for every import of the process."""
+        if fullname.startswith(PREFIXES):
+            from ckpt_patches.engine.registry import TARGETS
+
+            if fullname in TARGETS:
+                found: ModuleSpec | None = load_hook().patched_spec(self, fullname, path, target)
+                return found
+        in_front = sys.meta_path and sys.meta_path[0] is self
+        if (in_front and not self.uneasy) or not any_loaded() or _is_needed_here(fullname):
+            return None
+        looked: ModuleSpec | None = load_hook().checked_spec(self, fullname, path, target)
+        return looked
+
+
+def load_hook() -> "Hook":
+    """What is behind this module. A thread in `find_spec` holds the lock of the import system and then takes those of
+    the modules that it imports; all others must take them in that order as well.
+    """
+    import _imp
+
+    _imp.acquire_lock()
+    try:
+        from ckpt_patches.hook import finder
+    finally:
+        _imp.release_lock()
+    return finder
+
+
+def _is_needed_here(fullname: str) -> bool:
+    """Whether a look at what runs may need that module, which is about to be imported."""
+    top = fullname.partition(".")[0]
+    return top == "ckpt_patches" or top in sys.stdlib_module_names
+
+
+def any_loaded() -> bool:
+    return any(package in sys.modules for package in PACKAGES)
+
+
+# The finder that was installed, also where somebody has thrown it out of sys.meta_path.
+installed: "PatchFinder | None" = None
+
+
+def start() -> "PatchFinder | None":
+    """The finder, put in front of the meta path unless there is one already; None where `CKPT_PATCHES=off`.
+
+    Raises:
+        StrictModeError: a target is imported already, in strict mode. The finder is in place.
+    """
+    global installed
+    switches = Switches(os.environ)
+    if switches.errors:
+        from ckpt_patches.ranks import is_rank_zero
+
+        for error in switches.errors if is_rank_zero(os.environ) else ():
+            tell(error)
+    if switches.mode == "off":
+        return None
+    for finder in sys.meta_path:
+        if isinstance(finder, PatchFinder):
+            return finder
+    installed = PatchFinder(switches)
+    sys.meta_path.insert(0, installed)
+    atexit.unregister(examine_at_exit)
+    atexit.register(examine_at_exit, switches, os.getpid())
+    if any_loaded():
+        load_hook().running.examine(switches)
+    return installed
+
+
+def examine_at_exit(switches: Switches, process: int) -> None:
+    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more."""
+    if not any_loaded() or os.getpid() != process:
+        return
+    from ckpt_patches.errors import StrictModeError
+    from ckpt_patches.ranks import is_rank_zero
+
+    if not is_rank_zero(os.environ):
+        return
+    try:
+        load_hook().running.examine(switches, at_exit=True)
+    except StrictModeError as error:
+        tell(str(error))
+
+
+def tell(message: str) -> None:
+    if sys.stderr is not None:
+        print(f"ckpt-patches: {message}", file=sys.stderr)
+
+
+def run() -> None:
+    """What the .pth file calls. Never raises: whatever goes wrong, Python starts."""
+    try:
+        start()
+    except Exception as error:
+        state = "active" if installed in sys.meta_path else "not active"
+        tell(f"the import hook is {state}: {type(error).__name__}: {error}")

@@ -7,14 +7,14 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches import __version__
+from ckpt_patches import Switches, __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, locate, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
 from ckpt_patches.inplace import rewrite
-from ckpt_patches.startup import Switches, installed_finder
+from ckpt_patches.startup import installed_finder
 
 ACTIVE = "active"
 APPLIED_IN_PLACE = "applied in place"

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import edits
+from ckpt_patches import PREFIXES
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, TARGETS
 from ckpt_patches.engine.source import function_text
-from ckpt_patches.startup import PREFIXES
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, main_branch, releases, tree
 

@@ -231,20 +231,20 @@ def test_interpreter_options(options: list[str], environment: Environment, wheel
     assert "PatchFinder" in done.stdout
 
 
-def remove_startup(installed: Path) -> None:
-    (installed / "startup.py").unlink()
+def remove_package(installed: Path) -> None:
+    (installed / "__init__.py").unlink()
     shutil.rmtree(installed / "__pycache__")
 
 
-def damage_startup(installed: Path) -> None:
-    (installed / "startup.py").write_text("def run(:\n")
+def damage_package(installed: Path) -> None:
+    (installed / "__init__.py").write_text("def run(:\n")
 
 
-def empty_startup(installed: Path) -> None:
-    (installed / "startup.py").write_text("")
+def empty_package(installed: Path) -> None:
+    (installed / "__init__.py").write_text("")
 
 
-@pytest.mark.parametrize("damage", [remove_startup, damage_startup, empty_startup, shutil.rmtree])
+@pytest.mark.parametrize("damage", [remove_package, damage_package, empty_package, shutil.rmtree])
 def test_broken_install_says_so_in_one_line(
     damage: Callable[[Path], None], environment: Environment, wheel: Path
 ) -> None:
@@ -268,7 +268,7 @@ def test_errors_are_said_once(environment: Environment, wheel: Path) -> None:
 
 def test_broken_install_without_stderr(environment: Environment, wheel: Path) -> None:
     environment.install(str(wheel))
-    remove_startup(environment.site_packages / "ckpt_patches")
+    remove_package(environment.site_packages / "ckpt_patches")
     command = f"exec '{environment.executable}' -c 'print(\"started\")' 2>&-"
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "started\n"
 

@@ -21,8 +21,8 @@ ROOMS = {
     "deepspeed_patches": {"ckpt_patches.engine"},
     "megatron.patches": {"ckpt_patches.engine"},
 }
-# The entrances know all rooms, and nobody knows them.
-ENTRANCES = ("ckpt_patches.startup", "ckpt_patches.cli", "ckpt_patches.status", "ckpt_patches.__main__")
+# The entrances know all rooms, and nobody knows them but for the package itself, which every interpreter has loaded.
+ENTRANCES = ("ckpt_patches", "ckpt_patches.startup", "ckpt_patches.cli", "ckpt_patches.status", "ckpt_patches.__main__")
 FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-    from ckpt_patches.startup import PatchFinder
+    from ckpt_patches import PatchFinder
 
 # What this thread asks the other finders for. One that asks all others in its turn comes back to ours.
 _asking = _local()

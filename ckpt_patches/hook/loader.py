@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType, TracebackType
     from typing import Any
 
+    from ckpt_patches import Switches
     from ckpt_patches.engine.plan import FilePlan
-    from ckpt_patches.startup import Switches
 
 
 class PatchedLoader(SourceFileLoader):

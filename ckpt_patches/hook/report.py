@@ -13,7 +13,7 @@ from ckpt_patches.errors import StrictModeError
 from ckpt_patches.ranks import RANK_VARIABLES, is_rank_zero
 
 if TYPE_CHECKING:
-    from ckpt_patches.startup import Switches
+    from ckpt_patches import Switches
 
 logger = logging.getLogger("ckpt_patches")
 # Processes that rank 0 starts (data loader workers, converters) inherit it, and do not repeat the line.

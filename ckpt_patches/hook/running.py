@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
+    from ckpt_patches import Switches
     from ckpt_patches.engine.plan import FilePlan, TreePlan
-    from ckpt_patches.startup import Switches
 
 INSTEAD = "import it before another import hook is installed, or write the fix into the files with `ckpt-patches apply`"
 
