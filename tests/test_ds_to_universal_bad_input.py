@@ -120,7 +120,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         flipped,
         f"{RANK_1} is corrupt: the checksum of its record {RANK_1.removesuffix('.pt')}/data.pkl is wrong",
     ),
-    "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "or no torch file at all"),
+    "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "is no file of torch.save"),
     "two degrees": (optimizer(of_dp_5), f"{RANK_1} is of 5 data-parallel ranks, the folder has files of 3"),
     "another degree": (model(lambda s: s.update(dp_world_size=5)), f"{MODEL} is of 5 data-parallel ranks"),
     "a rank too many": (

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches.formats import stored_zip, torch_file
+from ckpt_patches.formats import stored_zip, torch_file, torch_writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.progress import Progress, line
-from deepspeed_patches.ds_to_universal import torch_writer
 from deepspeed_patches.ds_to_universal.outputs import storages
 from upstream import PROGRAMS
 
@@ -74,6 +73,18 @@ def test_torch_loads_what_it_had_saved(name: str, large: bool, tmp_path: Path, m
         assert same(torch.load(path, weights_only=False, **options), VALUES[name])
     if name not in ("containers", "objects", "plain"):  # frozenset, Namespace, bytes() are refused of torch itself
         assert same(torch.load(path, weights_only=True), VALUES[name])
+
+
+def test_quantized_tensors_come_back_with_their_scales(tmp_path: Path) -> None:
+    scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1])
+    value = [
+        torch.quantize_per_tensor(BASE, 0.5, 1, torch.qint8),
+        torch.quantize_per_channel(BASE.view(2, 12), scales, zeros, 0, torch.quint8),
+    ]
+    one, other = torch.load(rewritten(value, tmp_path), weights_only=False)
+    assert (one.int_repr().equal(value[0].int_repr()), one.q_scale(), one.q_zero_point()) == (True, 0.5, 1)
+    assert other.int_repr().equal(value[1].int_repr())
+    assert other.q_per_channel_scales().equal(scales)
 
 
 def test_views_and_lists_are_shared_as_they_were(tmp_path: Path) -> None:

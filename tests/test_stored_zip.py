@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_patches.formats import stored_zip
+from ckpt_patches.formats import stored_zip, torch_writer
 from ckpt_patches.formats.stored_zip import Archive, BadArchiveError, Writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
-from deepspeed_patches.ds_to_universal import torch_writer
 from upstream import all_releases
 
 NAMES = st.binary(min_size=1, max_size=80).map(lambda name: re.sub(rb"[^a-z0-9./]", b"_", name))
@@ -49,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same_as_zipfile(path: Path) -> None:
     with opened(path) as archive, zipfile.ZipFile(path) as expected:
         assert expected.testzip() is None
-        assert {name.decode(): entry for name, entry in archive.entries.items()} == {
+        assert {name.decode(): entry[:4] for name, entry in archive.entries.items()} == {
             info.filename: (info.header_offset, info.file_size, info.CRC, info.compress_type)
             for info in expected.infolist()
         }
@@ -108,7 +107,7 @@ def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
     with opened(path) as archive, zipfile.ZipFile(path) as expected:
         for info in expected.infolist():
             name = info.filename.encode()
-            assert archive.entries[name] == (info.header_offset, info.file_size, info.CRC, info.compress_type)
+            assert archive.entries[name][:4] == (info.header_offset, info.file_size, info.CRC, info.compress_type)
         assert archive.read(b"state/data/1") == last.numpy().tobytes()
     first, second = torch.load(path, mmap=True, weights_only=True)
     assert (first.numel(), first[-1].item()) == (numel, 0)

@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import pickle
+import pickletools
 import subprocess
 import sys
 import zipfile
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.torch_file import BadFileError, Instance, TensorHeader, UnlistedClassError
+from ckpt_patches.formats import pickles, torch_file
+from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
+from ckpt_patches.formats.torch_file import BadFileError, Instance, NotReadError, TensorHeader, UnlistedClassError
 
 
 @pytest.fixture
@@ -51,6 +53,66 @@ TENSORS = {
     "view": BASE[5:11],
     "parameter": torch.nn.Parameter(BASE.clone()),
 }
+
+
+def can_be_saved(dtype: torch.dtype, path: Path) -> bool:
+    """Types of a few bits have no name in a file."""
+    if str(dtype).startswith("torch.q"):
+        return True
+    try:
+        torch.save(torch.empty(3, dtype=dtype), path)
+    except KeyError:
+        return False
+    return True
+
+
+DTYPES = sorted({str(found) for found in vars(torch).values() if isinstance(found, torch.dtype)})
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_of_elements_that_torch_can_save_is_known_by_its_size(name: str, path: Path) -> None:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    if not can_be_saved(dtype, path):
+        assert name.removeprefix("torch.") not in ITEM_SIZE
+        return
+    if name.startswith("torch.q"):
+        tensor = torch.quantize_per_tensor(torch.arange(7.0), 0.5, 1, dtype)
+    else:
+        tensor = torch.arange(7 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    header = saved(tensor, path)
+    assert (f"torch.{header.dtype}", header.numel, header.is_known) == (name, 7, True)
+    stored = bytes(tensor.untyped_storage().tolist())
+    assert data(path, header) == stored[: header.nbytes]
+    assert header.nbytes == len(stored)
+
+
+def test_a_quantized_tensor_keeps_its_scales(path: Path) -> None:
+    scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1])
+    header = saved(torch.quantize_per_channel(BASE.view(2, 12), scales, zeros, 0, torch.qint8), path)
+    function, ((how, found, *_), *_) = header.wrapping
+    assert (function, how.__name__) == ("torch._utils._rebuild_qtensor", "per_channel_affine")
+    assert data(path, found) == scales.numpy().tobytes()
+
+
+def test_an_unknown_type_of_elements_is_not_corrupt(path: Path) -> None:
+    """Of a torch that comes after this: the tensors beside it are read."""
+    torch.save({"new": BASE.to(torch.float8_e8m0fnu), "other": BASE}, path)
+    found = torch_file.read(with_other_name(path, b"float8_e8m0fnu", b"float9_e9m0fnu"), trust=True).value
+    assert data(path, found["other"]) == BASE.numpy().tobytes()
+    assert (found["new"].dtype, found["new"].shape, found["new"].is_known) == ("float9_e9m0fnu", (24,), False)
+    for size in ("item_size", "offset", "nbytes"):
+        with pytest.raises(UnknownDtypeError, match=r"found torch\.float9_e9m0fnu"):
+            getattr(found["new"], size)
+
+
+def with_other_name(path: Path, old: bytes, new: bytes) -> Path:
+    """The file with something else in its pickle, and right checksums."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content.replace(old, new) if name.endswith("data.pkl") else content)
+    return path
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -220,6 +282,60 @@ def test_a_crafted_pickle_is_one_clear_line(name: str, path: Path, monkeypatch: 
     assert torch_file.Ordered(a=1) == {"a": 1}
 
 
+BOMBS = {
+    "a value at place two thousand million": b"\x80\x02Nr\x00\x00\x00\x77.",
+    "the same in text": b"N" + b"p2000000000\n" + b".",
+    "the same behind all that has a length": b"\x80\x04\x8c\x01a\x8cB" + bytes(66) + b"X\x02\x00\x00\x00ab"
+    b"\x8d\x01\x00\x00\x00\x00\x00\x00\x00aC\x01aB\x01\x00\x00\x00a\x8a\x01aI1\ncbuiltins\nset\nG"
+    + bytes(8)
+    + b"r\x00\x00\x00\x77.",
+    "a bytearray that does not follow": b"\x80\x05\x96\x00\x00\x00\x00\x10\x00\x00\x00.",
+}
+MEMORY = """
+import resource, sys
+from ckpt_patches.formats import pickles, torch_file
+from ckpt_patches.errors import UserError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    torch_file.read(sys.argv[1], trust=True)
+except UserError as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_short_pickle_cannot_ask_for_gigabytes(name: str, path: Path) -> None:
+    with_pickle(path, BOMBS[name])
+    done = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True, check=True)
+    message, grown = done.stdout.splitlines()
+    assert message.startswith(f"{path} is corrupt, or not a torch file: UnpicklingError: ")
+    assert int(grown) < 32 << 10  # KiB
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_pickle_of_python_passes_the_check(protocol: int) -> None:
+    value: list[Any] = [
+        {"a": [1, 2.5, 2**70, -1, 300, 70000, None, True], "b": (b"x" * 300, "y" * 300, {3}, frozenset({4}))}
+    ]
+    value += [[index, str(index)] for index in range(70_000)] + [pickle.PickleError, OrderedDict(a=1), (), (1,), (1, 2)]
+    pickles.check(pickle.dumps(value, protocol))
+    with pytest.raises(pickle.UnpicklingError, match="expected the end"):
+        pickles.check(pickle.dumps(value, protocol)[:-1])
+
+
+def test_the_check_knows_every_opcode() -> None:
+    for opcode in pickletools.opcodes:
+        code = opcode.code.encode("latin1")
+        operand = {-1: b"1\n", -2: b"\1a", -3: b"\1\0\0\0a", -4: b"\1\0\0\0a", -5: b"\1" + bytes(7) + b"a"}
+        width = opcode.arg.n if opcode.arg else 0
+        behind = bytes(width) if width >= 0 else operand[width] * (2 if opcode.name in ("GLOBAL", "INST") else 1)
+        pickles.check(code + behind + b".")
+        if width and opcode.name != "STOP":
+            with pytest.raises(pickle.UnpicklingError):
+                pickles.check(code + behind)
+
+
 def save_tensor(path: Path) -> Path:
     torch.save(BASE, path)
     return path
@@ -276,7 +392,11 @@ def test_missing_empty_and_old_files(path: Path) -> None:
     with pytest.raises(BadFileError, match="is empty"):
         torch_file.read(path)
     torch.save(BASE, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(BadFileError, match=r"format before 1\.6"):
+    path.write_bytes(b"text")
+    with pytest.raises(BadFileError, match=r"no file of torch\.save"):
+        torch_file.read(path)
+    torch.save(BASE, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(NotReadError, match=r"format before 1\.6"):
         torch_file.read(path)
 
 
@@ -291,7 +411,7 @@ def test_big_endian_data_is_refused(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("state/data.pkl", pickle.dumps({}))
         archive.writestr("state/byteorder", b"big")
-    with pytest.raises(BadFileError, match="big-endian"):
+    with pytest.raises(NotReadError, match="big-endian"):
         torch_file.read(path)
 
 

@@ -94,7 +94,7 @@ def audit(path: Path, workers: int = WORKERS) -> Report:
     found = reader(path)
     _read_repaired(found)
     shards = [*found.shards, *records.rest(found.records, found.shards)]
-    pieces: list[records.Piece] = []
+    pieces: list[records.PartRead] = []
     checked = frozenset(record.path for record in found.records)
     findings, empty = list(found.findings), set()
     # The others are bytes that no array has; they are read for the checksums.

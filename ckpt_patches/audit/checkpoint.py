@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.formats.torch_file import ITEM_SIZE
+from ckpt_patches.formats.dtypes import ITEM_SIZE
 
 # The arrays of one parameter. The weight is the model's own, which a mixed-precision run rounds from the master.
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
@@ -54,7 +54,7 @@ class Record(NamedTuple):
     offset: int
     nbytes: int
     crc: int
-    zip: tuple[int, int] = (0, 0)  # where in the file the zip is that it belongs to: offset, bytes
+    zip: tuple[int, int]  # where in the file the zip is that it belongs to: offset, bytes
 
 
 @dataclass(frozen=True)

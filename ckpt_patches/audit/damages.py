@@ -114,6 +114,12 @@ REPAIRED = _kind(
     "repaired", NOTE, "ranges that `ckpt-patches repair` has mended, by the list beside the checkpoint", NO_HARM
 )
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
+NOT_READ = _kind(
+    "not_read",
+    SUSPICION,
+    "a file in a format, or elements of a type, that is not read here; it may be sound",
+    "load it with what wrote it",
+)
 BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its checksums")
 
 

@@ -11,7 +11,7 @@ from ckpt_patches.audit import blocks, damages
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
-from ckpt_patches.audit.records import Piece, wrong
+from ckpt_patches.audit.records import PartRead, wrong
 from ckpt_patches.audit.scan import Runs, rows_of
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
@@ -219,7 +219,7 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
 )
 
 
-def checksums(found: Checkpoint, pieces: list[Piece]) -> Iterator[Finding]:
+def checksums(found: Checkpoint, pieces: list[PartRead]) -> Iterator[Finding]:
     """Records whose bytes are not what was written."""
     arrays = {
         (extent.path, extent.offset): stream.array

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,12 +10,13 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.torch_dist import COMMON
 
 PREFIX = "optimizer.state."
-STATES = {"fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+# Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
+STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 # The formats that keep the buckets of many parameters name them so.
 BUCKETS = "optimizer.distributed."
-BUCKET_STATES = {"param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 Value = TypeVar("Value")
 
 
@@ -27,7 +29,7 @@ def parameter_and_role(name: str) -> tuple[str, str]:
     """Which parameter an array belongs to, and as what."""
     if is_bucket(name):
         bucket, _, state = name.rpartition(".")
-        return (bucket, BUCKET_STATES[state]) if state in BUCKET_STATES else (name, WEIGHT)
+        return (bucket, STATES[state]) if state in STATES else (name, WEIGHT)
     start = name.find(PREFIX)  # with several optimizers there is something in front
     state, _, parameter = name[start + len(PREFIX) :].partition(".")
     if start < 0 or state not in STATES:
@@ -44,8 +46,9 @@ def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
     return parameters
 
 
-def check_siblings(found: Checkpoint, parameters: dict[str, dict[str, str]]) -> None:
-    """Arrays that most parameters have, and one has not; `parameters` are names of arrays by parameter and role."""
+def check_siblings(found: Checkpoint, arrays: Iterable[str]) -> None:
+    """Arrays that most parameters have, and one has not; of those that are there the names, also if not read."""
+    parameters = by_parameter({name: name for name in arrays})
     with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
     usual = Counter(role for roles in with_state.values() for role in roles)
     for name, roles in with_state.items():
@@ -59,16 +62,11 @@ def check_siblings(found: Checkpoint, parameters: dict[str, dict[str, str]]) -> 
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
 
 
-def read_common(found: Checkpoint) -> None:
-    """The optimizer's step and what else `common.pt` says of the run."""
-    path = found.path / "common.pt"
-    if not path.exists():
-        found.findings.append(Finding(damages.BAD_METADATA, path.name, detail="the file is missing"))
-        return
-    try:
-        common = torch_file.read(path, trust=True).value  # runs nothing; unknown classes are stand-ins
-    except torch_file.BadFileError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, path.name, detail=str(error)))
+def set_common(found: Checkpoint, common: Any) -> None:
+    """The optimizer's step and what else is said of the run in what is not sharded."""
+    if not isinstance(common, dict):
+        detail = f"expected a dict in {COMMON}, found {type(common).__name__}"
+        found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
         return
     set_run(found, param_groups(common.get("optimizer")), common.get("args"))
 

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages, torch_files
-from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Shard
+from ckpt_patches.audit.checkpoint import WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import param_groups, set_run
+from ckpt_patches.audit.megatron import STATES, param_groups, set_run
 
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
-STATES = {"param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
 
 def is_megatron_torch(path: Path) -> bool:
@@ -27,9 +26,9 @@ def read(path: Path) -> Checkpoint:
             found.findings.append(Finding(damages.BAD_FILE, f"{label}/{OPTIMIZER}", detail="the file is missing"))
             continue
         for name, bucket in _buckets(torch_files.read(folder / OPTIMIZER, found), ()):
-            tensors = {STATES[key]: bucket[key] for key in STATES if torch_files.is_tensor(bucket.get(key))}
+            tensors = {role: bucket[key] for key, role in STATES.items() if torch_files.is_tensor(bucket.get(key))}
             sizes = {tensor.numel for tensor in tensors.values()}
-            if len(sizes) != 1 or len(tensors) != len(STATES):
+            if len(sizes) != 1 or len(tensors) != len(set(STATES.values())):
                 detail = ", ".join(f"{role}: {tensor.numel}" for role, tensor in tensors.items()) or "no state"
                 found.findings.append(Finding(damages.MISSING_ARRAY, name, label, detail=detail))
             streams = {

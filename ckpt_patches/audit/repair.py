@@ -31,9 +31,9 @@ from ckpt_patches.audit.checkpoint import (
 )
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.scan import read_elements
-from ckpt_patches.audit.zarr import LOCKS
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.durable import make_folder, sync_folder, write_durably
+from ckpt_patches.formats.zarr import LOCKS
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements

@@ -4,10 +4,8 @@ import bisect
 import itertools
 import math
 import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +13,9 @@ import numpy.typing as npt
 
 from ckpt_patches.audit import blocks
 from ckpt_patches.audit.checkpoint import Extent, Shard, Stream, item_size
-from ckpt_patches.audit.records import Piece
+from ckpt_patches.audit.records import PartRead
 from ckpt_patches.formats.checksum import crc32
+from ckpt_patches.formats.ranged import RangedFiles
 
 BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
 SPAN = 128 * BLOCK  # elements that a worker takes at a time
@@ -50,11 +49,11 @@ class Found(NamedTuple):
     """What a worker found in a span."""
 
     runs: Runs
-    pieces: list[Piece]
+    pieces: list[PartRead]
 
 
 def scan(
-    shards: list[Shard], workers: int, progress: Callable[[int], None], checked: frozenset[str], pieces: list[Piece]
+    shards: list[Shard], workers: int, progress: Callable[[int], None], checked: frozenset[str], pieces: list[PartRead]
 ) -> Iterator[Runs]:
     """The odd runs of every shard in turn, so that no more than one shard's are in memory.
 
@@ -86,21 +85,37 @@ def _spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
 def _look_at_all(spans: list[Span], workers: int) -> Iterator[tuple[Span, Found]]:
     """In order."""
     if workers < 2 or sum(span.end - span.begin for span in spans) < QUICK_SPAN:
-        yield from zip(spans, map(look, spans), strict=True)
+        with RangedFiles() as files:
+            for span in spans:
+                yield span, look(span, files)
         return
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-    with ProcessPoolExecutor(workers, context) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, _begin_worker) as pool:
         # In portions: a checkpoint of terabytes has more spans than should wait in a queue.
         for first in range(0, len(spans), 1024):
             portion = spans[first : first + 1024]
-            yield from zip(portion, pool.map(look, portion), strict=True)
+            yield from zip(portion, pool.map(_look, portion), strict=True)
 
 
-def look(span: Span) -> Found:
+# A worker's own, as long as it lives: for one scan.
+_files = RangedFiles()
+
+
+def _begin_worker() -> None:
+    """With no file open that the process that forked it has read."""
+    global _files
+    _files = RangedFiles()
+
+
+def _look(span: Span) -> Found:
+    return look(span, _files)
+
+
+def look(span: Span, files: RangedFiles) -> Found:
     """Read a span, and find its odd runs."""
     parts = []
     most = min(BLOCK, span.end - span.begin)
-    readers = {role: _Reader(stream, most, checked=span.checked) for role, stream in span.streams.items()}
+    readers = {role: BlockReader(stream, most, files, checked=span.checked) for role, stream in span.streams.items()}
     for begin in range(span.begin, span.end, BLOCK):
         end = min(begin + BLOCK, span.end)
         block = {role: (reader.read(begin, end), reader.stream.dtype) for role, reader in readers.items()}
@@ -109,14 +124,15 @@ def look(span: Span) -> Found:
     return Found(longest(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
 
 
-class _Reader:
+class BlockReader:
     """Reads a stream block by block into one buffer, and keeps the checksums of what it read, if they are wanted."""
 
-    def __init__(self, stream: Stream, most: int, *, checked: bool) -> None:
+    def __init__(self, stream: Stream, most: int, files: RangedFiles, *, checked: bool) -> None:
         self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
+        self.files = files
         self.buffer = np.empty(most * self.item_size, np.uint8)
         self.starts = [0, *itertools.accumulate(extent.nbytes for extent in stream.extents)]
-        self.pieces: list[Piece] = []
+        self.pieces: list[PartRead] = []
 
     def read(self, begin: int, end: int) -> blocks.Block:
         """Elements `begin` to `end`, valid until the next call."""
@@ -131,43 +147,23 @@ class _Reader:
         return self.buffer[: last - first]
 
     def _read_extent(self, extent: Extent, begin: int, into: memoryview) -> None:
-        file, done, offset = _open(extent.path), 0, extent.offset + begin
-        while done < len(into):
-            count = os.preadv(file, [into[done:]], offset + done)
-            if count == 0:
-                raise OSError(f"{extent.path} became shorter while it was read")
-            done += count
+        offset = extent.offset + begin
+        self.files.read(extent.path, offset, into)
         if self.checked:
             self._check(extent.path, offset, into)
 
     def _check(self, path: str, offset: int, data: memoryview) -> None:
         last = self.pieces[-1] if self.pieces else None
         if last and last.path == path and last.offset + last.nbytes == offset:
-            self.pieces[-1] = Piece(path, last.offset, last.nbytes + len(data), crc32(data, last.crc))
+            self.pieces[-1] = PartRead(path, last.offset, last.nbytes + len(data), crc32(data, last.crc))
         else:
-            self.pieces.append(Piece(path, offset, len(data), crc32(data)))
-
-
-class _File:
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        os.close(self.number)
-
-
-@lru_cache(maxsize=64)
-def _opened(path: str) -> _File:
-    return _File(path)
-
-
-def _open(path: str) -> int:
-    return _opened(path).number
+            self.pieces.append(PartRead(path, offset, len(data), crc32(data)))
 
 
 def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
     """The bytes of elements `begin` to `end`."""
-    return _Reader(stream, end - begin, checked=False).read(begin, end)
+    with RangedFiles() as files:
+        return BlockReader(stream, end - begin, files, checked=False).read(begin, end)
 
 
 def runs_of(code: blocks.Codes, begin: int) -> Runs:

@@ -1,162 +1,111 @@
-"""Megatron's distributed checkpoints in torch_dist: torch.distributed.checkpoint's files, with a pickled index.
-
-`.metadata` lists each tensor's chunks and where in `__<rank>_<n>.distcp` each lies, a zip of torch.save of its own. A
-flattened shard has the shape (fragments of each axis, elements of the shard), and a chunk for each data-parallel rank.
-"""
+"""Megatron's distributed checkpoints in torch_dist: each tensor's chunks, put together where a rank has cut it."""
 
 import itertools
 import math
-import pickle
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Owner, Record, Shard, Stream, item_size
+from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Owner, Record, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, read_common
-from ckpt_patches.audit.records import records
-from ckpt_patches.formats import torch_file
+from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_dist import Offsets, Tensor
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 
-Offsets = tuple[int, ...]
 
+@dataclass(frozen=True)
+class Chunked:
+    """A tensor, and where the elements of its chunks lie."""
 
-@dataclass
-class Tensor:
-    """A tensor of the index."""
-
-    name: str
-    dtype: str
-    size: tuple[int, ...]
-    whole: tuple[int, ...] | None = None  # the shape that a flattened one was made of
-    chunks: dict[Offsets, tuple[int, ...]] = field(default_factory=dict)  # sizes
-    places: dict[Offsets, tuple[Extent, str]] = field(default_factory=dict)  # the bytes, and the file's name
-
-    @property
-    def is_flattened(self) -> bool:
-        return self.whole is not None
+    tensor: Tensor
+    extents: dict[Offsets, Extent] = field(default_factory=dict)
 
     def shards(self) -> dict[str, list[Offsets]]:
         """The chunks of each tensor-parallel rank's shard, in the order of their elements, by the shard's index."""
         found: dict[str, list[Offsets]] = {}
-        for offsets in sorted(self.chunks):
-            index = offsets[:-1] if self.is_flattened else self._index(offsets)
+        for offsets in sorted(self.tensor.chunks):
+            index = offsets[:-1] if self.tensor.whole is not None else self._index(offsets)
             found.setdefault(".".join(map(str, index)), []).append(offsets)
         return found
 
     def _index(self, offsets: Offsets) -> tuple[int, ...]:
-        return tuple(at // size if size else 0 for at, size in zip(offsets, self.chunks[offsets], strict=True))
+        return tuple(at // size if size else 0 for at, size in zip(offsets, self.tensor.chunks[offsets], strict=True))
 
     def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
         """Of a shard; a flattened one's is the whole's by the number of fragments on each axis."""
-        if self.whole is None:
-            return self.chunks[offsets[0]]
-        shape = tuple(n // parts for n, parts in zip(self.whole, self.size, strict=False))
-        numel = sum(math.prod(self.chunks[at]) for at in offsets)
+        if self.tensor.whole is None:
+            return self.tensor.chunks[offsets[0]]
+        shape = tuple(n // parts for n, parts in zip(self.tensor.whole, self.tensor.size, strict=False))
+        numel = sum(math.prod(self.tensor.chunks[at]) for at in offsets)
         return shape if math.prod(shape) == numel else (numel,)
 
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "megatron torch_dist")
-    read_common(found)
-    tensors = _tensors(found)
-    _find_bytes(tensors, found)
-    parameters = by_parameter(tensors)
-    check_siblings(found, {name: {role: t.name for role, t in roles.items()} for name, roles in parameters.items()})
-    for parameter, roles in parameters.items():
+    index = _index(found)
+    try:
+        set_common(found, torch_dist.read_common(path, index))
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(Finding(damages.BAD_METADATA, torch_dist.COMMON, detail=str(error)))
+    tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
+    with RangedFiles() as files:
+        for chunked in tensors.values():
+            _find_elements(chunked, found, files)
+    check_siblings(found, tensors)
+    for parameter, roles in by_parameter(tensors).items():
         found.shards += _shards(parameter, roles)
     return found
 
 
-class _Unpickler(pickle.Unpickler):
-    """Finds stand-ins only: nothing that the index names is imported or run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        kept = {"torch.Size": torch_file.Size, "collections.OrderedDict": torch_file.Ordered}
-        return kept.get(f"{module}.{name}") or torch_file.stand_in(module, name)
-
-
-def _tensors(found: Checkpoint) -> dict[str, Tensor]:
-    """What the index lists, with the places where it says that the bytes are."""
+def _index(found: Checkpoint) -> torch_dist.Index:
+    """What the index lists; nothing, and a finding, if it cannot be read."""
     try:
-        with open(found.path / ".metadata", "rb") as file:
-            index = _Unpickler(file).load().fields
-        tensors = {
-            name: _tensor(name, entry.fields, index.get("mcore_data") or {})
-            for name, entry in index["state_dict_metadata"].items()
-            if "chunks" in entry.fields
-        }
-        for key, place in index["storage_data"].items():
-            if (tensor := tensors.get(key.fields["fqn"])) is not None:
-                where = place.fields
-                extent = Extent(str(found.path / where["relative_path"]), where["offset"], where["length"])
-                tensor.places[tuple(key.fields["offset"])] = extent, where["relative_path"]
-    except Exception as error:  # a damaged pickle can raise anything; none of its code runs
-        detail = f"{type(error).__name__}: {error}"
-        found.findings.append(Finding(damages.BAD_METADATA, ".metadata", detail=detail))
-        return {}
-    return tensors
+        return torch_dist.read_index(found.path)
+    except UserError as error:
+        found.findings.append(Finding(damages.BAD_METADATA, torch_dist.INDEX, detail=str(error)))
+        return torch_dist.Index({}, {})
 
 
-def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:
-    dtype = entry["properties"].state[0] if isinstance(entry["properties"].state, tuple) else None
-    dtype = dtype or entry["properties"].fields["dtype"]
-    chunks = {tuple(c.fields["offsets"]): tuple(c.fields["sizes"]) for c in entry["chunks"]}
-    whole = of_megatron.get(name, {}).get("nd_reformulated_orig_global_shape")
-    return Tensor(name, dtype.__name__, tuple(entry["size"]), whole and tuple(whole), chunks)
+def _find_elements(chunked: Chunked, found: Checkpoint, files: RangedFiles) -> None:
+    """Of each chunk the place of its elements in the file, with their checksum."""
+    tensor = chunked.tensor
+    if tensor.dtype not in ITEM_SIZE:
+        detail = f"elements of torch.{tensor.dtype}, a type that is not known here"
+        found.findings.append(Finding(damages.NOT_READ, tensor.name, detail=detail))
+        return
+    for offsets in tensor.chunks:
+        if offsets not in tensor.places:
+            finding = Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
+            found.findings.append(finding)
+            continue
+        try:
+            part = torch_dist.read_chunk(files, found.path, tensor, offsets)
+        except (BadFileError, NotReadError) as error:
+            kind = damages.NOT_READ if isinstance(error, NotReadError) else damages.BAD_FILE
+            found.findings.append(Finding(kind, tensor.name, str(offsets), detail=str(error)))
+            continue
+        span = tensor.places[offsets][1:]
+        found.records += [Record(str(part.path), *stored, span) for stored in part.storages]
+        chunked.extents[offsets] = Extent(str(part.path), part.value.offset, part.value.nbytes)
 
 
-def _find_bytes(tensors: dict[str, Tensor], found: Checkpoint) -> None:
-    """Replace each chunk's place, a zip, by that of the elements in it."""
-    by_file: dict[str, list[tuple[Tensor, Offsets]]] = {}
-    for tensor in tensors.values():
-        for offsets in tensor.chunks:
-            if offsets in tensor.places:
-                by_file.setdefault(tensor.places[offsets][0].path, []).append((tensor, offsets))
-            else:
-                found.findings.append(
-                    Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
-                )
-    for path, chunks in sorted(by_file.items()):
-        for tensor, offsets in chunks:
-            place, name = tensor.places.pop(offsets)
-            record = _record(place, found, tensor, offsets)
-            if record:
-                found.records.append(record)
-                tensor.places[offsets] = Extent(path, record.offset, record.nbytes), name
-
-
-def _record(place: Extent, found: Checkpoint, tensor: Tensor, offsets: Offsets) -> Record | None:
-    name = Path(place.path).name
-    try:
-        (all_records,) = records(place.path, [(place.offset, place.nbytes)])
-        record = all_records["data/0"]
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
-        detail = getattr(error, "strerror", None) or str(error)
-        found.findings.append(Finding(damages.BAD_FILE, tensor.name, str(offsets), detail=f"{name}: {detail}"))
-        return None
-    expected = math.prod(tensor.chunks[offsets]) * item_size(tensor.dtype)
-    if record.nbytes != expected:
-        detail = f"{name}: {record.nbytes} bytes of {expected}"
-        found.findings.append(Finding(damages.BAD_FILE, tensor.name, str(offsets), detail=detail))
-        return None
-    return record
-
-
-def _shards(parameter: str, roles: dict[str, Tensor]) -> list[Shard]:
+def _shards(parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
     """The arrays of a parameter by shard, those together that have the same number of elements."""
     alike: dict[tuple[str, tuple[int, ...]], dict[str, Stream]] = {}
     owners: dict[tuple[str, tuple[int, ...]], tuple[Owner, ...]] = {}
-    for role, tensor in roles.items():
-        for label, offsets in tensor.shards().items():
-            if all(at in tensor.places for at in offsets):
-                key = label, tensor.shape(offsets)
-                extents = tuple(tensor.places[at][0] for at in offsets)
-                alike.setdefault(key, {})[role] = Stream(tensor.name, tensor.dtype, extents)
+    for role, chunked in roles.items():
+        for label, offsets in chunked.shards().items():
+            if all(at in chunked.extents for at in offsets):
+                key = label, chunked.shape(offsets)
+                extents = tuple(chunked.extents[at] for at in offsets)
+                alike.setdefault(key, {})[role] = Stream(chunked.tensor.name, chunked.tensor.dtype, extents)
                 if len(offsets) > 1:
-                    owners[key] = _owners(tensor, offsets)
+                    owners[key] = _owners(chunked.tensor, offsets)
     return [
         Shard(parameter, label, shape, streams, owners.get((label, shape), ()), has_rows=not is_bucket(parameter))
         for (label, shape), streams in alike.items()
@@ -168,5 +117,5 @@ def _owners(tensor: Tensor, offsets: list[Offsets]) -> tuple[Owner, ...]:
     sizes = [math.prod(tensor.chunks[at]) for at in offsets]
     ends = list(itertools.accumulate(sizes))
     return tuple(
-        Owner(tensor.places[at][1], end - size, end) for at, size, end in zip(offsets, sizes, ends, strict=True)
+        Owner(tensor.places[at].file, end - size, end) for at, size, end in zip(offsets, sizes, ends, strict=True)
     )

@@ -2,26 +2,26 @@
 
 import os
 import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Stream
+from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Record, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.records import records
 from ckpt_patches.formats import torch_file
 
 
-def read(path: Path, found: Checkpoint) -> Any:
-    """What a file holds, and its checksums to the checkpoint's; None, and a finding, if it is not whole."""
+def read(path: Path, found: Checkpoint, damage: damages.Kind = damages.BAD_FILE) -> Any:
+    """What a file holds, and its checksums to the checkpoint's; None, and a finding, if it cannot be read."""
     try:
-        file = torch_file.read(path, trust=True)  # runs nothing; unknown classes are stand-ins
-        (own,) = records(path)
-    except (torch_file.BadFileError, OSError, zipfile.BadZipFile) as error:
-        found.findings.append(Finding(damages.BAD_FILE, path.name, detail=str(error)))
+        file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins
+    except torch_file.BadFileError as error:
+        found.findings.append(Finding(damage, path.name, detail=str(error)))
         return None
-    found.records += [record for name, record in own.items() if name.startswith("data/") and record.nbytes]
+    except torch_file.NotReadError as error:
+        found.findings.append(Finding(damages.NOT_READ, path.name, detail=str(error)))
+        return None
+    found.records += [Record(str(path), *stored, (0, file.size)) for stored in file.storages]
     return file.value
 
 

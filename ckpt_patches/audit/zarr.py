@@ -1,96 +1,46 @@
-"""Megatron's distributed checkpoints in zarr: a directory an array, a file a chunk: one rank's shard as raw bytes.
+"""Megatron's distributed checkpoints in zarr: a chunk is one tensor-parallel rank's shard."""
 
-The format: Zarr v2 without compression, chunks in C order; see https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html.
-"""
-
-import itertools
-import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import damages
+from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, read_common
-
-LOCKS = ".sync"  # what a lock directory's name ends in
-ITEM_SIZE = {
-    "<f4": ("float32", 4),
-    "<f2": ("float16", 2),
-    "<f8": ("float64", 8),
-    "bfloat16": ("bfloat16", 2),
-    "|u1": ("uint8", 1),
-    "|i1": ("int8", 1),
-    "|b1": ("bool", 1),
-    "<i2": ("int16", 2),
-    "<i4": ("int32", 4),
-    "<i8": ("int64", 8),
-}
-
-
-@dataclass(frozen=True)
-class Array:
-    """The metadata of one array."""
-
-    name: str
-    dtype: str  # torch's name
-    item_size: int  # bytes
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]  # the shape of one
-    separator: str = "."
-
-    def labels(self) -> Iterator[str]:
-        """The names of all chunks' files."""
-        grid = [range(-(-size // chunk)) for size, chunk in zip(self.shape, self.chunks, strict=True)]
-        for index in itertools.product(*grid):
-            yield self.separator.join(map(str, index)) or "0"
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Each is written whole, also at an edge."""
-        return math.prod(self.chunks) * self.item_size
+from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
+from ckpt_patches.formats.torch_dist import COMMON
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, is_array, read_array
 
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "megatron zarr")
-    read_common(found)
-    arrays = [array for folder in sorted(path.iterdir()) if folder.is_dir() for array in _array(folder, found)]
-    parameters = by_parameter({array.name: array for array in arrays})
-    check_siblings(found, {name: {role: a.name for role, a in roles.items()} for name, roles in parameters.items()})
-    for parameter, roles in parameters.items():
+    if (common := torch_files.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
+        set_common(found, common)
+    folders = _array_folders(found)
+    check_siblings(found, (folder.name for folder in folders))
+    arrays = {array.name: array for folder in folders if (array := _array(folder, found))}
+    for parameter, roles in by_parameter(arrays).items():
         found.shards += _shards(parameter, roles, found)
     return found
 
 
-def _array(folder: Path, found: Checkpoint) -> list[Array]:
-    """The array of a directory, if it is one that can be read."""
-    if folder.name.endswith(LOCKS):
-        found.findings.append(Finding(damages.LOCK_DIRECTORY, folder.name))
-        return []
-    metadata = folder / ".zarray"
-    if not metadata.exists():
-        if any(file.name[0].isdigit() for file in folder.iterdir()):
-            found.findings.append(Finding(damages.BAD_METADATA, folder.name, detail=".zarray is missing"))
-        return []
+def _array_folders(found: Checkpoint) -> list[Path]:
+    folders = [folder for folder in sorted(found.path.iterdir()) if folder.is_dir()]
+    locks = [folder for folder in folders if folder.name.endswith(LOCKS)]
+    found.findings += [Finding(damages.LOCK_DIRECTORY, folder.name) for folder in locks]
+    return [folder for folder in folders if folder not in locks and is_array(folder)]
+
+
+def _array(folder: Path, found: Checkpoint) -> Array | None:
+    """The array of a folder; None, and a finding, if it cannot be read."""
     try:
-        return [_parse(folder.name, json.loads(metadata.read_bytes()))]
-    except (ValueError, KeyError, TypeError) as error:
-        detail = f".zarray: {type(error).__name__}: {error}"
-        found.findings.append(Finding(damages.BAD_METADATA, folder.name, detail=detail))
-        return []
-
-
-def _parse(name: str, metadata: dict[str, object]) -> Array:
-    if metadata["compressor"] is not None or metadata["filters"] or metadata["order"] != "C":
-        raise ValueError("expected raw chunks in C order, which is what Megatron writes")
-    dtype, item_size = ITEM_SIZE[str(metadata["dtype"])]
-    shape, chunks = (tuple(map(int, metadata[key])) for key in ("shape", "chunks"))  # type: ignore[call-overload]
-    if len(shape) != len(chunks) or any(n < 0 for n in shape) or any(n < 1 for n in chunks):
-        raise ValueError(f"expected chunks {chunks} to divide the shape {shape}")
-    return Array(name, dtype, item_size, shape, chunks, str(metadata.get("dimension_separator", ".")))
+        return read_array(folder)
+    except BadFileError as error:
+        found.findings.append(Finding(damages.BAD_METADATA, folder.name, detail=str(error)))
+    except NotReadError as error:
+        found.findings.append(Finding(damages.NOT_READ, folder.name, detail=str(error)))
+    return None
 
 
 def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[Shard]:
@@ -110,7 +60,7 @@ def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[
 
 def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
     """One chunk's bytes, and whether they are all there."""
-    file = found.path / array.name / label
+    file = array.path / label
     stream = Stream(array.name, array.dtype, (Extent(str(file), 0, array.chunk_bytes),))
     try:
         nbytes = file.stat().st_size
@@ -130,7 +80,7 @@ def _whole_chunk(kind: damages.Kind, array: Array, label: str, detail: str) -> F
 def _check_strays(roles: dict[str, Array], found: Checkpoint) -> None:
     """Chunk files outside of the array's grid."""
     for array in roles.values():
-        expected = {".zarray", ".zattrs", *array.labels()}
-        strays = sorted({file.name for file in (found.path / array.name).iterdir()} - expected)
+        expected = {METADATA, ATTRIBUTES, *array.labels()}
+        strays = sorted({file.name for file in array.path.iterdir()} - expected)
         if strays:
             found.findings.append(Finding(damages.STRAY_FILE, array.name, detail=", ".join(strays[:5])))

@@ -15,9 +15,10 @@ STORED = 0  # the method of a record that is not compressed
 # A record begins with: signature, version, flags, method, time, date, checksum, size, size, length of the name, of the
 # extra field; then come these two.
 LOCAL, LOCAL_READ = struct.Struct("<4s5H3L2H"), struct.Struct("<4s22x2H")  # reading needs the lengths alone
+LOCAL_CHECKSUM, ENTRY_CHECKSUM, BEHIND_CHECKSUM = 14, 16, 4  # where in a record's headers its checksum stands
 # Its place in the directory: signature, version, version, flags, method, time, date, checksum, size, size, lengths of
 # name, extra field and comment, disk, attributes, attributes, position of the record.
-ENTRY, ENTRY_READ = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s6xH4x3L3H8xL")
+ENTRY, ENTRY_READ = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4x2H4x3L3H8xL")
 # The end: signature, disk, disk, records, records, bytes and position of the directory, length of a comment.
 END = struct.Struct("<4s4H2LH")
 # With more than 32 bits there is another end before it, and between the two a locator that says where it is.
@@ -30,6 +31,7 @@ PART_64 = struct.Struct("<2H2Q")
 PADDING = int.from_bytes(b"FB", "little")  # torch's kind of a part that only makes the field longer
 HEADER_AT_ONCE = 512  # bytes: a record's header with name and extra field
 AT_ONCE = 4096  # bytes at the beginning and at the end that are read at once: all of a small file's headers
+READ_AT_ONCE = 1 << 24  # bytes of a record's data
 
 CHECKSUM_BEHIND = 8  # a record's flag
 # What stands behind such a record: a signature, the checksum, and the size twice.
@@ -47,6 +49,8 @@ class Entry(NamedTuple):
     nbytes: int
     checksum: int
     method: int
+    flags: int
+    listed: int  # where in the directory this stands
 
 
 class BadArchiveError(ValueError):
@@ -57,29 +61,54 @@ class NoDirectoryError(BadArchiveError):
     """An archive that was cut off, or no archive."""
 
 
+class Stored(NamedTuple):
+    """Where a record's data lies, in bytes from the start of the file, and its checksum."""
+
+    offset: int
+    nbytes: int
+    checksum: int
+
+
 class Archive:
-    """The records of an open file, by name.
+    """The records of an open file, by name, or of a part of one: `size` bytes from `begin` on.
 
     Raises:
         BadArchiveError: here and by every method: what is wrong with the file, and not its name.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self._size = descriptor, size
-        self._head = os.pread(descriptor, AT_ONCE, 0)
-        self._tail = os.pread(descriptor, AT_ONCE, max(0, size - AT_ONCE))
+    def __init__(self, descriptor: int, size: int, begin: int = 0) -> None:
+        self._descriptor, self._size, self._begin = descriptor, size, begin
+        self._head = os.pread(descriptor, min(AT_ONCE, size), begin)
+        self._tail = os.pread(descriptor, AT_ONCE, begin + size - AT_ONCE) if size > AT_ONCE else self._head
+        self._directory_at = 0
         self.entries = self._directory()
 
     def read(self, name: bytes) -> bytes:
         """A small record, whole, if its checksum is right."""
         entry = self.entries[name]
-        data = self._bytes(self.position(name), entry.nbytes)
+        data = self._bytes(self.position(name) - self._begin, entry.nbytes)
         if crc32(data) != entry.checksum:
             raise BadArchiveError(f"the checksum of its record {name.decode('latin1')} is wrong")
         return data
 
+    def stored(self, name: bytes) -> Stored:
+        """Where a record's data lies; all of it is in the archive."""
+        found = Stored(self.position(name), self.entries[name].nbytes, self.entries[name].checksum)
+        if found.offset + found.nbytes > self._begin + self._size:
+            raise BadArchiveError(f"it ends before the end of its record {name.decode('latin1')}")
+        return found
+
+    def checksum_places(self, name: bytes) -> tuple[int, int]:
+        """Where in the file the checksum of a record stands: in the directory, and behind or before its data."""
+        entry = self.entries[name]
+        if entry.flags & CHECKSUM_BEHIND:
+            beside = self.position(name) + entry.nbytes + BEHIND_CHECKSUM
+        else:
+            beside = self._begin + entry.position + LOCAL_CHECKSUM
+        return self._begin + self._directory_at + entry.listed + ENTRY_CHECKSUM, beside
+
     def position(self, name: bytes) -> int:
-        """Where a record's data begins: behind its header, which is longer than the directory knows."""
+        """Where in the file a record's data begins: behind its header, which is longer than the directory knows."""
         entry = self.entries[name]
         header = self._bytes(entry.position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - entry.position)))
         signature, name_length, extra_length = LOCAL_READ.unpack_from(header)
@@ -88,7 +117,7 @@ class Archive:
         agrees = signature == b"PK\3\4" and header[LOCAL.size : extra] == name and entry.method == STORED
         if not agrees or end > len(header) or _parts(header, extra, end)[1] != end:
             raise BadArchiveError(f"its record {name.decode('latin1')} is not what its directory says")
-        return entry.position + end
+        return self._begin + entry.position + end
 
     def _bytes(self, position: int, nbytes: int) -> bytes:
         if not 0 <= position <= self._size - nbytes:
@@ -98,7 +127,7 @@ class Archive:
         from_tail = position - (self._size - len(self._tail))
         if from_tail >= 0:
             return self._tail[from_tail : from_tail + nbytes]
-        return os.pread(self._descriptor, nbytes, position)
+        return os.pread(self._descriptor, nbytes, self._begin + position)
 
     def _directory(self) -> dict[bytes, Entry]:
         end = self._size - END.size
@@ -115,22 +144,44 @@ class Archive:
                 raise BadArchiveError("its directory is not where it should be")
         if position + nbytes != end:
             raise BadArchiveError("its directory does not end where it should")
+        self._directory_at = position
         return _entries(self._bytes(position, nbytes), count)
 
 
+def update_checksum(descriptor: int, span: tuple[int, int], record: Stored) -> None:
+    """Write into an archive, a part of a file that is open for writing, the checksum of what a record holds now.
+
+    `span` is the archive's first byte and its length.
+    """
+    archive = Archive(descriptor, span[1], span[0])
+    (name,) = (name for name in archive.entries if archive.position(name) == record.offset)
+    checksum, at, end = 0, record.offset, record.offset + record.nbytes
+    while at < end:
+        data = os.pread(descriptor, min(READ_AT_ONCE, end - at), at)
+        checksum, at = crc32(data, checksum), at + len(data)
+    for place in archive.checksum_places(name):
+        os.pwrite(descriptor, struct.pack("<L", checksum), place)
+
+
 def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
-    found, at = {}, 0
+    found: dict[bytes, Entry] = {}
+    at = 0
     for _ in range(count):
         if at + ENTRY.size > len(data):
             raise BadArchiveError("its directory is damaged")
-        signature, method, checksum, stored, nbytes, name, extra, comment, position = ENTRY_READ.unpack_from(data, at)
+        signature, flags, method, checksum, stored, nbytes, name, extra, comment, position = ENTRY_READ.unpack_from(
+            data, at
+        )
         name_end = at + ENTRY.size + name
         extra_end = name_end + extra
         if ELSEWHERE in (nbytes, stored, position):
             nbytes, stored, position = _of_64_bits((nbytes, stored, position), data[name_end:extra_end])
         if signature != b"PK\1\2" or (stored != nbytes and method == STORED):
             raise BadArchiveError("its directory is damaged")
-        found[data[at + ENTRY.size : name_end]] = Entry(position, nbytes, checksum, method)
+        own = data[at + ENTRY.size : name_end]
+        if own in found:  # other readers may take the other one
+            raise BadArchiveError(f"it has two records of the name {own.decode('latin1')}")
+        found[own] = Entry(position, nbytes, checksum, method, flags, at)
         at = extra_end + comment
     if at != len(data):
         raise BadArchiveError("its directory is damaged")

@@ -21,43 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import stored_zip
+from ckpt_patches.formats import dtypes, pickles, stored_zip
+from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
 
 TRUST = "--trust_checkpoint"
-
-# Bytes an element, by torch's name of the type.
-ITEM_SIZE = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
-# torch's class of a storage of these elements; a type without one goes with an untyped storage.
-STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-UNTYPED = "uint8"  # an untyped storage counts bytes
+QUANTIZED = "torch._utils._rebuild_qtensor"
+# What a file in torch's format before 1.6 begins with: a pickle of a number that is torch's mark.
+BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 # Classes that ZeRO and Megatron checkpoints hold and that only carry data. A name stands here for what may be read,
 # not for what is run: nothing of it is imported.
@@ -84,6 +54,8 @@ LISTED = {
     *(f"torch.{dtype}" for dtype in ITEM_SIZE),
     *(f"torch.{storage}" for storage in STORAGES),
     "torch.storage.UntypedStorage",
+    *(f"torch.per_{what}_affine" for what in ("tensor", "channel")),  # how a quantized tensor is scaled
+    "torch.per_channel_affine_float_qparams",
 }
 
 
@@ -97,7 +69,7 @@ class StorageHeader(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEM_SIZE[self.dtype]
+        return self.numel * ITEM_SIZE[self.dtype]  # also of packed types
 
 
 class TensorHeader(NamedTuple):
@@ -116,17 +88,22 @@ class TensorHeader(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the type of its elements is; of what is not, the properties behind this raise UnknownDtypeError."""
+        return self.dtype in ITEM_SIZE
+
+    @property
     def item_size(self) -> int:
-        return ITEM_SIZE[self.dtype]
+        return dtypes.item_size(self.dtype)
 
     @property
     def offset(self) -> int:
         """Of the first element, in bytes from the start of the file."""
-        return self.storage.offset + self.start * self.item_size
+        return self.storage.offset + dtypes.nbytes(self.dtype, self.start)
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.item_size
+        return dtypes.nbytes(self.dtype, self.numel)
 
     @property
     def is_contiguous(self) -> bool:
@@ -145,30 +122,52 @@ class TorchFile(NamedTuple):
     size: int  # bytes
     mtime_ns: int  # of the last change
     value: Any  # dicts, lists, numbers and strings as they are; tensors and classes as stand-ins
+    storages: tuple[stored_zip.Stored, ...] = ()  # all of it that have bytes, with their checksums, if they were wanted
 
 
 class BadFileError(UserError):
     """A file that is not what torch.save writes, or not all of it."""
 
 
+class NotReadError(UserError):
+    """A file in a format that is not read here; it may be sound."""
+
+
 class UnlistedClassError(UserError):
     """A class that is not on the list of those that checkpoints are known to hold."""
 
 
-def read(path: str | Path, *, trust: bool = False) -> TorchFile:
+def read(path: str | Path, *, trust: bool = False, checksums: bool = False) -> TorchFile:
     """The structure of a file of torch.save.
 
-    `trust` lets classes pass that are not listed; they come out as stand-ins like the others.
+    `trust` lets classes pass that are not listed; they come out as stand-ins like the others. `checksums` asks for
+    those of the storages; the storages themselves are not read.
 
     Raises:
         UnlistedClassError: the file names a class that is not listed.
-        BadFileError: the file is missing, truncated, corrupt, or in torch's format before 1.6.
+        BadFileError: the file is missing, truncated, corrupt, or no file of torch.save.
+        NotReadError: it is in torch's format before 1.6, or big-endian.
     """
     path = path if isinstance(path, Path) else Path(path)  # there are thousands
     with _as_bad_file(path), _opened(path) as descriptor:
         status = os.fstat(descriptor)
-        archive = _Archive(descriptor, status.st_size, path)
-        return TorchFile(path, status.st_size, status.st_mtime_ns, _Unpickler(archive, trust).load())
+        archive = _Archive(descriptor, path, (0, status.st_size))
+        storages = archive.storages() if checksums else ()
+        return TorchFile(path, status.st_size, status.st_mtime_ns, _Unpickler(archive, trust).load(), storages)
+
+
+def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile:
+    """What torch.save has written into a part of an open file: `span` is its first byte and its length.
+
+    Classes that are not listed come out as stand-ins. Offsets are from the start of the file. Raises as `read`.
+    """
+    with _as_bad_file(path):
+        status = os.fstat(descriptor)
+        if sum(span) > status.st_size or min(span) < 0:
+            raise BadFileError(f"{path} has {status.st_size} bytes, expected {span[1]} from {span[0]} on")
+        archive = _Archive(descriptor, path, span)
+        storages = archive.storages()
+        return TorchFile(path, status.st_size, status.st_mtime_ns, _Unpickler(archive, trust=True).load(), storages)
 
 
 def instance(value: Any, name: str) -> bool:
@@ -262,6 +261,12 @@ def _tensor_of_type(
     return _checked(TensorHeader(storage, dtype.__name__, start, tuple(shape), tuple(stride), requires_grad))
 
 
+def _quantized(storage: Any, start: int, shape: Any, stride: Any, scales: Any, requires_grad: bool, *rest: Any) -> Any:
+    """torch._utils._rebuild_qtensor"""
+    wrapping = (QUANTIZED, (scales, requires_grad, *rest))
+    return _checked(TensorHeader(storage, storage.dtype, start, tuple(shape), tuple(stride), requires_grad, wrapping))
+
+
 def _parameter(tensor: TensorHeader, *rest: Any) -> TensorHeader:
     """torch._utils._rebuild_parameter"""
     return tensor._replace(wrapping=("torch._utils._rebuild_parameter", rest))
@@ -289,7 +294,8 @@ def _checked(tensor: TensorHeader) -> TensorHeader:
     if len(shape) != len(stride):
         raise pickle.UnpicklingError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
     last = tensor.start + sum(map(operator.mul, shape, stride)) - sum(stride)
-    if math.prod(shape) and (last + 1) * tensor.item_size > tensor.storage.nbytes:
+    fits = not tensor.is_known or dtypes.nbytes(tensor.dtype, last + 1) <= tensor.storage.nbytes
+    if math.prod(shape) and not fits:
         raise pickle.UnpicklingError(f"a tensor of {last + 1} elements in a storage of {tensor.storage.nbytes} bytes")
     return tensor
 
@@ -297,6 +303,7 @@ def _checked(tensor: TensorHeader) -> TensorHeader:
 _FUNCTIONS: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v2": _Function(_tensor),
     "torch._utils._rebuild_tensor_v3": _Function(_tensor_of_type),
+    QUANTIZED: _Function(_quantized),
     "torch._utils._rebuild_parameter": _Function(_parameter),
     "torch._tensor._rebuild_from_type_v2": _Function(_subclass),
     "_codecs.encode": _Function(_bytes),
@@ -320,7 +327,9 @@ class _Unpickler(pickle.Unpickler):
     """Finds stand-ins only, and makes headers of storages."""
 
     def __init__(self, archive: "_Archive", trust: bool) -> None:
-        super().__init__(io.BytesIO(archive.record("data.pkl")), encoding="utf-8")
+        data = archive.record("data.pkl")
+        pickles.check(data)
+        super().__init__(io.BytesIO(data), encoding="utf-8")
         self.archive, self.trust = archive, trust
         self.storages: dict[str, StorageHeader] = {}
 
@@ -349,17 +358,21 @@ class _Unpickler(pickle.Unpickler):
 class _Archive:
     """The records of a file of torch, all below one folder."""
 
-    def __init__(self, descriptor: int, size: int, path: Path) -> None:
+    def __init__(self, descriptor: int, path: Path, span: tuple[int, int]) -> None:
         self.path = path
-        self._zip = _open_zip(descriptor, size, path)
+        self._zip = _open_zip(descriptor, path, span)
         (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
         self._root = pickled.removesuffix(b"data.pkl")
         if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
-            raise BadFileError(f"{path}: expected little-endian data, found big-endian")
+            raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
     def record(self, name: str) -> bytes:
         """A small record, whole."""
         return self._zip.read(self._existing(name))
+
+    def storages(self) -> tuple[stored_zip.Stored, ...]:
+        names = [name for name, entry in self._zip.entries.items() if name.startswith(self._root + b"data/")]
+        return tuple(self._zip.stored(name) for name in names if self._zip.entries[name].nbytes)
 
     def data_offset(self, name: str, nbytes: int) -> int:
         """Where a record's bytes begin, if it has as many as expected."""
@@ -376,14 +389,18 @@ class _Archive:
         return full
 
 
-def _open_zip(descriptor: int, size: int, path: Path) -> stored_zip.Archive:
+def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.Archive:
     """Its directory stands at the end, so that a truncated file has none."""
-    start = os.pread(descriptor, 4, 0)
-    if start != b"PK\3\4":
-        what = "is empty" if not start else "is in torch's format before 1.6, or no torch file at all"
-        raise BadFileError(f"{path} {what}")
+    begin, size = span
+    start = os.pread(descriptor, len(BEFORE_1_6), begin)
+    if start == BEFORE_1_6:
+        raise NotReadError(
+            f"{path} is in torch's format before 1.6, which is not read here: load it, and save it again"
+        )
+    if start[:4] != b"PK\3\4":
+        raise BadFileError(f"{path} is {'no file of torch.save' if start else 'empty'}")
     try:
-        return stored_zip.Archive(descriptor, size)
+        return stored_zip.Archive(descriptor, size, begin)
     except stored_zip.NoDirectoryError:
         raise BadFileError(f"{path} is truncated: it has no directory of records at its end") from None
 

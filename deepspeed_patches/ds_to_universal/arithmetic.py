@@ -7,7 +7,7 @@ upper half of a float32.
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import ITEM_SIZE
+from ckpt_patches.formats.dtypes import ITEM_SIZE
 from deepspeed_patches.ds_to_universal.outputs import Content
 from deepspeed_patches.ds_to_universal.sources import Sources
 

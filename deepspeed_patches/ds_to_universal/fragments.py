@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import ITEM_SIZE
+from ckpt_patches.formats.dtypes import ITEM_SIZE
 from deepspeed_patches.ds_to_universal import rules
 from deepspeed_patches.ds_to_universal.outputs import Pieces, Run
 from deepspeed_patches.ds_to_universal.records import Checkpoint, Flat, Kind, Partition, Shape

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import ITEM_SIZE, Instance, StorageHeader, TensorHeader
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import Instance, StorageHeader, TensorHeader
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.records import File, Kind, ModelFile, Shape

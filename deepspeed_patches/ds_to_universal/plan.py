@@ -8,7 +8,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import ITEM_SIZE, TensorHeader
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import TensorHeader
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
 from deepspeed_patches.ds_to_universal.merge import Merge

@@ -1,15 +1,13 @@
-"""Read byte ranges of the checkpoint's files: by a read each, or from files that are mapped into memory."""
+"""Read byte ranges of the checkpoint's files, by their numbers."""
 
-import mmap
-import os
 import resource
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.ranged import RangedFiles
 from deepspeed_patches.ds_to_universal.outputs import Slice
 
 Access = Literal["read", "mmap"]
@@ -20,18 +18,14 @@ class Sources:
     """The files of a checkpoint, each opened when it is first needed, and kept open as long as there is room."""
 
     def __init__(self, paths: Sequence[Path], access: Access = "read") -> None:
-        self._paths = paths
-        self._access = access
-        self._open: OrderedDict[int, int] = OrderedDict()  # descriptors; the one used last is last
-        self._maps: dict[int, memoryview] = {}
-        self._room = _descriptors() - SPARE_DESCRIPTORS
+        self._paths = [str(path) for path in paths]
+        self._files = RangedFiles(_descriptors() - SPARE_DESCRIPTORS, mapped=access == "mmap")
 
     def __enter__(self) -> "Sources":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        while self._open:
-            self._close_oldest()
+        self._files.close()
 
     def read_slice(self, slice_: Slice, begin: int, into: memoryview) -> None:
         """Fill a buffer with the bytes of a slice from `begin` on."""
@@ -47,40 +41,9 @@ class Sources:
             UserError: the file has become shorter, or cannot be read.
         """
         try:
-            descriptor = self._descriptor(file)
-            if self._access == "mmap":
-                into[:] = self._mapped(file, descriptor)[offset : offset + len(into)]
-                return
-            while into:
-                found = os.preadv(descriptor, [into], offset)
-                if not found:
-                    raise ValueError("it is shorter than when the conversion began")
-                offset, into = offset + found, into[found:]
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self._paths[file]} cannot be read: {error}") from None
-
-    def _descriptor(self, file: int) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
-            return self._open[file]
-        if len(self._open) >= self._room:
-            self._close_oldest()
-        self._open[file] = os.open(self._paths[file], os.O_RDONLY)
-        return self._open[file]
-
-    def _mapped(self, file: int, descriptor: int) -> memoryview:
-        if file not in self._maps:
-            self._maps[file] = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        return self._maps[file]
-
-    def _close_oldest(self) -> None:
-        file, descriptor = self._open.popitem(last=False)
-        os.close(descriptor)
-        if file in self._maps:
-            mapped = self._maps.pop(file)
-            whole = mapped.obj
-            mapped.release()
-            whole.close()  # type: ignore[attr-defined]
+            self._files.read(self._paths[file], offset, into)
+        except OSError as error:
+            raise UserError(f"{self._paths[file]} cannot be read: {error.strerror or error}") from None
 
 
 def _descriptors() -> int:

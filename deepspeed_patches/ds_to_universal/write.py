@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import ITEM_SIZE
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_writer import torch_file
 from deepspeed_patches.ds_to_universal.layout import Block
 from deepspeed_patches.ds_to_universal.new_file import PAGE, NewFile, pages
 from deepspeed_patches.ds_to_universal.outputs import Content, CopiedOutput, Output, Slice, TorchOutput
 from deepspeed_patches.ds_to_universal.sources import Access, Sources
-from deepspeed_patches.ds_to_universal.torch_writer import torch_file
 
 TEMPORARY = ".unfinished-"  # what names of files begin with that are not whole yet
 SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ckpt_patches.formats.dtypes import STORAGES
 from ckpt_patches.formats.stored_zip import File, Writer
 from ckpt_patches.formats.torch_file import (
-    STORAGES,
+    QUANTIZED,
     Global,
     Instance,
     Ordered,
@@ -101,12 +102,18 @@ def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
             return stand_in("torch._utils", "_rebuild_tensor_v2"), view
         return stand_in("torch._utils", "_rebuild_tensor_v3"), (*view, stand_in("torch", tensor.dtype))
     function, rest, *inner = tensor.wrapping
-    made = stand_in(*function.rsplit(".", 1))
+    if function == QUANTIZED:
+        return _global(function), (tensor.storage, tensor.start, tensor.shape, tensor.stride, *rest)
+    made = _global(function)
     if not inner:
         return made, (tensor._replace(wrapping=()), *rest)
     kind, state = rest
     make, args = _made(tensor._replace(wrapping=inner[0]))
     return made, (make, kind, args, state)
+
+
+def _global(name: str) -> Any:
+    return stand_in(*name.rsplit(".", 1))
 
 
 def _reduced(instance: Instance) -> tuple[Any, ...]:

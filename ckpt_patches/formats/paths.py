@@ -1,0 +1,33 @@
+"""Names of files that stand in a checkpoint, which comes from elsewhere: none leads out of its folder."""
+
+from pathlib import Path, PurePosixPath
+
+from ckpt_patches.errors import UserError
+
+
+class LeavesFolderError(UserError):
+    """A name in a checkpoint that leads out of its folder."""
+
+
+def path_within(folder: Path, name: object) -> Path:
+    """The path of what a checkpoint names, below its folder; also where links on the way lead.
+
+    Raises:
+        LeavesFolderError: it is no relative name, has `..` in it, or is elsewhere by a link.
+    """
+    if not is_within(name):
+        raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {name!r:.200}")
+    path = folder / str(name)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise LeavesFolderError(
+            f"{path} is a link to {path.resolve()}, outside of the checkpoint: put the file itself there"
+        )
+    return path
+
+
+def is_within(name: object) -> bool:
+    """Whether a name stays below the folder that it is looked up in."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts

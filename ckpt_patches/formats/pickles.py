@@ -1,0 +1,70 @@
+"""Whether a pickle asks for more memory than its own length accounts for; to be told before it is unpickled.
+
+Python's unpickler makes room for the value that a pickle says it will keep at place 2,000,000,000, and for a bytearray
+of the length that it says follows. Both stand in the opcodes. `pickletools` knows these as well, and takes twenty times
+as long: there are thousands of files.
+https://docs.python.org/3/library/pickletools.html
+"""
+
+from pickle import UnpicklingError
+
+# How many bytes are behind each opcode.
+_FIXED = {
+    **dict.fromkeys(b".()012NQRabdelostu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98", 0),
+    **dict.fromkeys(b"Khq\x80\x82", 1),
+    **dict.fromkeys(b"M\x83", 2),
+    **dict.fromkeys(b"Jj\x84", 4),
+    **dict.fromkeys(b"G\x95", 8),
+}
+# Of these: a length of so many bytes, and then as many bytes as it says.
+_COUNTED = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BTX\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
+# Of these: so many lines.
+_LINES = {**dict.fromkeys(b"FILPSVgp", 1), **dict.fromkeys(b"ci", 2)}
+_KEEP, _KEEP_AS_TEXT = ord("r"), ord("p")  # a value at a place, which is four bytes, or a line of text
+_STOP = ord(".")
+
+_WIDTHS = [_FIXED.get(opcode, -1) for opcode in range(256)]
+
+
+def check(data: bytes) -> None:
+    """Go through a pickle's opcodes to its end.
+
+    Raises:
+        UnpicklingError: it keeps a value at a place beyond all that it can hold, is cut off, or is no pickle.
+    """
+    at, size = 0, len(data)
+    widths = _WIDTHS
+    while at < size:
+        opcode = data[at]
+        width = widths[opcode]
+        if width >= 0:
+            if opcode == _STOP:
+                return
+            at += 1 + width
+        elif opcode == _KEEP:
+            if int.from_bytes(data[at + 1 : at + 5], "little") > size:
+                raise _too_far(at)
+            at += 5
+        elif opcode in _COUNTED:
+            begin = at + 1 + _COUNTED[opcode]
+            at = begin + int.from_bytes(data[at + 1 : begin], "little")
+        else:
+            at = _behind_lines(data, at, opcode)
+    raise UnpicklingError(f"expected the end of a pickle, found that of its {size} bytes")
+
+
+def _behind_lines(data: bytes, at: int, opcode: int) -> int:
+    if opcode not in _LINES:
+        raise UnpicklingError(f"expected an opcode of a pickle at its byte {at}, found {opcode:#04x}")
+    end = at
+    for _ in range(_LINES[opcode]):
+        end = data.find(b"\n", end + 1)
+        if end < 0:
+            raise UnpicklingError(f"expected a line at byte {at} of a pickle, found its end")
+    if opcode == _KEEP_AS_TEXT and (end - at > 20 or not 0 <= int(data[at + 1 : end]) <= len(data)):
+        raise _too_far(at)
+    return end + 1
+
+
+def _too_far(at: int) -> UnpicklingError:
+    return UnpicklingError(f"at its byte {at} a pickle keeps a value at a place beyond all that it can hold")

@@ -1,0 +1,172 @@
+"""The files of torch.distributed.checkpoint, as Megatron writes them: an index, and what it says lies where.
+
+`.metadata` is a pickle: of each tensor its chunks, and of each chunk, and of each object, in which file
+`__<rank>_<n>.distcp` it lies, from which byte on, and how many bytes: what torch.save has written there. A flattened
+tensor has the shape (fragments of each axis, elements of a shard), with a chunk for each data-parallel rank.
+https://pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import io
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import pickles, torch_file
+from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
+
+INDEX = ".metadata"
+# What is not sharded: a file of its own, or since megatron-core 0.19 an object, a list of one, in the sharded files.
+COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
+
+Offsets = tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """A part of a file."""
+
+    file: str  # its name in the checkpoint's folder
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the index."""
+
+    name: str
+    dtype: str  # torch's name
+    size: tuple[int, ...]
+    whole: tuple[int, ...] | None  # the shape that a flattened one was made of
+    chunks: dict[Offsets, tuple[int, ...]]  # their sizes
+    places: dict[Offsets, Place] = field(default_factory=dict)  # of the chunks; one can be missing
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `.metadata` says."""
+
+    tensors: dict[str, Tensor]
+    objects: dict[str, Place]
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint. Nothing that it names is imported or run.
+
+    Raises:
+        BadFileError: it is missing, damaged, or names a file outside of the folder.
+    """
+    path = folder / INDEX
+    try:
+        data = path.read_bytes()
+        pickles.check(data)
+        return _index(folder, _Unpickler(data).load().fields)
+    except UserError:
+        raise
+    except OSError as error:
+        raise BadFileError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # a damaged pickle can raise anything; none of its code runs
+        raise BadFileError(f"{path} is corrupt: {type(error).__name__}: {error}") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds stand-ins only."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+
+    def find_class(self, module: str, name: str) -> Any:
+        kept = {"torch.Size": torch_file.Size, "collections.OrderedDict": torch_file.Ordered}
+        return kept.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+
+
+def _index(folder: Path, index: dict[str, Any]) -> Index:
+    found = Index({}, {})
+    for name, entry in index["state_dict_metadata"].items():
+        if "chunks" in entry.fields and isinstance(name, str):
+            found.tensors[name] = _tensor(name, entry.fields, index.get("mcore_data") or {})
+    for key, stored in index["storage_data"].items():
+        name, where = key.fields["fqn"], stored.fields
+        place = Place(where["relative_path"], *_numbers((where["offset"], where["length"])))
+        if name in found.tensors:
+            found.tensors[name].places[_numbers(key.fields["offset"])] = place
+        elif isinstance(name, str):
+            found.objects[name] = place
+    for file in {place.file for tensor in found.tensors.values() for place in tensor.places.values()}:
+        path_within(folder, file)
+    for place in found.objects.values():
+        path_within(folder, place.file)
+    return found
+
+
+def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:
+    dtype = entry["properties"].state[0] if isinstance(entry["properties"].state, tuple) else None
+    dtype = dtype or entry["properties"].fields["dtype"]
+    chunks = {_numbers(c.fields["offsets"]): _numbers(c.fields["sizes"]) for c in entry["chunks"]}
+    size, whole = _numbers(entry["size"]), of_megatron.get(name, {}).get("nd_reformulated_orig_global_shape")
+    if any(not len(offsets) == len(sizes) == len(size) for offsets, sizes in chunks.items()):
+        raise ValueError(f"expected chunks of {len(size)} dimensions in {name}, found {chunks!r:.200}")
+    return Tensor(name, dtype.__name__, size, None if whole is None else _numbers(whole), chunks)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Offsets or sizes."""
+    found = tuple(values)
+    if any(type(value) is not int or value < 0 for value in found):
+        raise ValueError(f"expected offsets or sizes, found {found!r:.200}")
+    return found
+
+
+def read_place(files: RangedFiles, folder: Path, place: Place) -> TorchFile:
+    """What torch.save has written at a place of the index; classes come out as stand-ins.
+
+    Raises:
+        BadFileError: the file is missing or shorter, or what lies there is damaged.
+        NotReadError: it is in torch's format before 1.6.
+    """
+    path = folder / place.file
+    try:
+        descriptor = files.descriptor(str(path))
+    except OSError as error:
+        raise BadFileError(f"{path}: {error.strerror or error}") from None
+    return torch_file.read_within(descriptor, path, (place.offset, place.nbytes))
+
+
+def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offsets) -> TorchFile:
+    """A chunk of a tensor that has a place: what is there is a contiguous tensor, as the index says.
+
+    Raises:
+        BadFileError, NotReadError: as `read_place`; and where another tensor lies there.
+    """
+    found = read_place(files, folder, tensor.places[offsets])
+    header, shape = found.value, tensor.chunks[offsets]
+    if (
+        not isinstance(header, TensorHeader)
+        or (header.dtype, header.shape) != (tensor.dtype, shape)
+        or not header.is_contiguous
+    ):
+        what = f"{header.dtype} {list(header.shape)}" if isinstance(header, TensorHeader) else type(header).__name__
+        raise BadFileError(
+            f"{found.path}: expected {tensor.dtype} {list(shape)} at its byte {tensor.places[offsets].offset}, "
+            f"found {what}"
+        )
+    return found
+
+
+def read_common(folder: Path, index: Index) -> Any:
+    """What a checkpoint holds that is not sharded: from its file, or where that is not there, from its object.
+
+    Raises:
+        BadFileError, NotReadError: it cannot be read, or there is none.
+    """
+    path = folder / COMMON
+    if path.exists() or COMMON_OBJECT not in index.objects:
+        return torch_file.read(path, trust=True).value  # runs nothing; unknown classes are stand-ins
+    with RangedFiles() as files:
+        found = read_place(files, folder, index.objects[COMMON_OBJECT])
+    if not isinstance(found.value, list) or len(found.value) != 1:
+        raise BadFileError(f"{found.path}: expected a list of one as {COMMON_OBJECT}, found {found.value!r:.200}")
+    return found.value[0]

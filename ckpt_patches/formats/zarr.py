@@ -1,0 +1,86 @@
+"""The arrays of zarr as Megatron writes them: a folder an array, in it `.zarray`, and a file a chunk: its raw bytes.
+
+The format: Zarr v2 without compression, chunks in C order; see https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+
+METADATA, ATTRIBUTES = ".zarray", ".zattrs"
+LOCKS = ".sync"  # what the name of a folder of locks beside an array ends in
+# torch's name of the type that zarr names so; what numpy does not have goes by the name of ml_dtypes.
+DTYPES = {
+    **{f"<f{size}": f"float{8 * size}" for size in (2, 4, 8)},
+    **{f"<i{size}": f"int{8 * size}" for size in (2, 4, 8)},
+    **{f"<u{size}": f"uint{8 * size}" for size in (2, 4, 8)},
+    **{f"<c{size}": f"complex{8 * size}" for size in (8, 16)},
+    "|i1": "int8",
+    "|u1": "uint8",
+    "|b1": "bool",
+    **{name: name for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")},
+    "float8_e8m0fnu": "float8_e8m0fnu",
+}
+
+
+@dataclass(frozen=True)
+class Array:
+    """The metadata of one array."""
+
+    path: Path  # its folder
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]  # the shape of one
+    separator: str = "."
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def labels(self) -> Iterator[str]:
+        """The names of all chunks' files."""
+        grid = [range(-(-size // chunk)) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+        for index in itertools.product(*grid):
+            yield self.separator.join(map(str, index)) or "0"
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Each is written whole, also at an edge."""
+        return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
+
+
+def is_array(folder: Path) -> bool:
+    """Whether a folder is one of an array; one whose metadata is lost still has its chunks."""
+    return (folder / METADATA).exists() or any(file.name[0].isdigit() for file in folder.iterdir())
+
+
+def read_array(folder: Path) -> Array:
+    """The metadata of an array.
+
+    Raises:
+        BadFileError: it is missing, or not what zarr writes.
+        NotReadError: the chunks are not raw bytes in C order, or of a type that is not known.
+    """
+    path = folder / METADATA
+    try:
+        metadata = json.loads(path.read_bytes())
+        shape, chunks = (tuple(map(int, metadata[key])) for key in ("shape", "chunks"))
+        if len(shape) != len(chunks) or any(n < 0 for n in shape) or any(n < 1 for n in chunks):
+            raise ValueError(f"expected chunks {chunks} to divide the shape {shape}")
+        dtype, separator = metadata["dtype"], str(metadata.get("dimension_separator", "."))
+        raw = metadata["compressor"] is None and not metadata["filters"] and metadata["order"] == "C"
+    except OSError as error:
+        raise BadFileError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise BadFileError(f"{path} is corrupt: {type(error).__name__}: {error}") from None
+    if not raw:
+        raise NotReadError(f"{path}: expected raw chunks in C order, which is what Megatron writes")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise NotReadError(f"{path}: expected a type of elements that is known here, found {dtype!r:.200}")
+    return Array(folder, DTYPES[dtype], shape, chunks, separator)

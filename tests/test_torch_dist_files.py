@@ -1,0 +1,223 @@
+"""The reader of torch.distributed.checkpoint's files, on those that torch writes."""
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats.paths import LeavesFolderError
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+
+FILE = "__0_0.distcp"
+STEP = 7
+TENSORS = {
+    "weight": torch.arange(1.0, 25.0).view(4, 6).bfloat16(),
+    "optimizer.state.param.weight": torch.arange(1.0, 25.0).view(4, 6),
+    "optimizer.state.exp_avg.weight": torch.full((4, 6), 0.5),
+    "optimizer.state.exp_avg_sq.weight": torch.full((4, 6), 0.25),
+}
+
+
+def common() -> dict[str, Any]:
+    return {"optimizer": {"param_groups": [{"step": STEP, "betas": (0.9, 0.99)}]}, "iteration": STEP}
+
+
+class Common:
+    """What is not sharded."""
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """As Megatron's, it serializes objects itself: a list of one."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        if isinstance(object, Common):
+            object = io.BytesIO()
+            torch.save([common()], object)
+        return object
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As megatron-core 0.19 writes it: what is not sharded is an object in the sharded files."""
+    folder = tmp_path_factory.mktemp("dcp") / "iter_0000007"
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
+    dcp.save({**TENSORS, torch_dist.COMMON_OBJECT: Common()}, storage_writer=writer, planner=Planner(), no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "iter_0000007")
+
+
+def test_the_index_says_where_each_tensor_lies(written: Path) -> None:
+    index = torch_dist.read_index(written)
+    assert index.tensors.keys() == TENSORS.keys()
+    with RangedFiles() as files:
+        for name, expected in TENSORS.items():
+            tensor = index.tensors[name]
+            assert (f"torch.{tensor.dtype}", tensor.size) == (str(expected.dtype), (4, 6))
+            (offsets,) = tensor.chunks
+            header = torch_dist.read_chunk(files, written, tensor, offsets).value
+            data = bytearray(header.nbytes)
+            files.read(str(written / FILE), header.offset, memoryview(data))
+            assert torch.frombuffer(data, dtype=expected.dtype).view(4, 6).equal(expected)
+
+
+def test_what_is_not_sharded_is_read_from_its_object(written: Path) -> None:
+    assert torch_dist.read_common(written, torch_dist.read_index(written)) == common()
+    found = audit(written)
+    assert (found.verdict, found.checkpoint.step) == (WHOLE, STEP)
+
+
+def test_a_file_of_what_is_not_sharded_is_read_first(folder: Path) -> None:
+    """As megatron-core does where there are both."""
+    torch.save({"optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
+    assert audit(folder).checkpoint.step == 3
+
+
+def test_neither_a_file_nor_an_object_of_what_is_not_sharded(folder: Path) -> None:
+    change_index(folder, lambda index: index.storage_data.pop(the_key(index, torch_dist.COMMON_OBJECT)))
+    found = audit(folder)
+    assert [(f.kind.name, f.array) for f in found.findings] == [("bad_metadata", "common.pt")]
+
+
+def change_index(folder: Path, change: Callable[[Any], object]) -> None:
+    path = folder / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    change(index)
+    path.write_bytes(pickle.dumps(index))
+
+
+def the_key(index: Any, name: str) -> Any:
+    return next(key for key in index.storage_data if key.fqn == name)
+
+
+# Names that lead elsewhere
+
+
+def leave(folder: Path, name: str) -> None:
+    def change(index: Any) -> None:
+        for key in (the_key(index, "weight"), the_key(index, torch_dist.COMMON_OBJECT)):
+            index.storage_data[key].relative_path = name
+
+    shutil.copy(folder / FILE, folder.parent / FILE)
+    change_index(folder, change)
+
+
+def link_elsewhere(folder: Path) -> None:
+    (folder / FILE).rename(folder.parent / FILE)
+    (folder / FILE).symlink_to(folder.parent / FILE)
+
+
+def link_a_folder(folder: Path) -> None:
+    (folder / "inner").symlink_to(folder.parent)
+    leave(folder, f"inner/{FILE}")
+
+
+LEAVING: dict[str, Callable[[Path], None]] = {
+    "by the folder above": lambda folder: leave(folder, f"../{FILE}"),
+    "by the folder above, inside": lambda folder: leave(folder, f"iter/../../{FILE}"),
+    "by an absolute name": lambda folder: leave(folder, str(folder.parent / FILE)),
+    "by a link": link_elsewhere,
+    "by a link to a folder": link_a_folder,
+}
+
+
+@pytest.mark.parametrize("how", LEAVING)
+def test_a_file_outside_of_the_folder_is_refused(folder: Path, how: str) -> None:
+    LEAVING[how](folder)
+    with pytest.raises(LeavesFolderError):
+        torch_dist.read_index(folder)
+    found = audit(folder)
+    assert (found.verdict, found.checkpoint.shards) == (DAMAGED, [])
+
+
+def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
+    (folder / FILE).rename(folder / "other")
+    (folder / FILE).symlink_to("other")
+    assert audit(folder).verdict == WHOLE
+
+
+# What is damaged, and what is only unknown
+
+
+def test_another_tensor_than_the_index_says(folder: Path) -> None:
+    def swap(index: Any) -> None:
+        one, other = the_key(index, "weight"), the_key(index, "optimizer.state.param.weight")
+        places = index.storage_data
+        places[one], places[other] = places[other], places[one]
+
+    change_index(folder, swap)
+    found = {(f.kind.name, f.array) for f in audit(folder).findings}
+    assert found == {("bad_file", "weight"), ("bad_file", "optimizer.state.param.weight")}
+
+
+def test_an_unknown_type_of_elements_is_not_read_and_no_damage(folder: Path) -> None:
+    path = folder / ".metadata"
+    index = path.read_bytes()
+    assert index.count(b"bfloat16") == 1
+    path.write_bytes(index.replace(b"bfloat16", b"qfloat16"))
+    found = audit(folder)
+    assert (found.verdict, [f.kind.name for f in found.findings if f.kind.severity != "note"]) == (
+        UNCERTAIN,
+        ["not_read"],
+    )
+
+
+def test_a_flipped_bit_is_a_finding_and_no_traceback(folder: Path) -> None:
+    """In what stands around the tensors' data; in the data it is for the checksums of the audit."""
+    index = torch_dist.read_index(folder)
+    tensor = index.tensors["weight"]
+    place = tensor.places[(0, 0)]
+    whole = (folder / FILE).read_bytes()
+    with RangedFiles() as files:
+        expected = torch_dist.read_chunk(files, folder, tensor, (0, 0))
+    (stored,) = expected.storages
+    refused = 0
+    for at in range(place.offset, place.offset + place.nbytes):
+        if stored.offset <= at < stored.offset + stored.nbytes:
+            continue
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        (folder / FILE).write_bytes(damaged)
+        with RangedFiles() as files:
+            try:
+                found = torch_dist.read_chunk(files, folder, tensor, (0, 0))
+            except (BadFileError, NotReadError):
+                refused += 1
+            else:
+                assert found.value == expected.value
+    assert refused > 100
+
+
+def test_a_flipped_bit_in_the_index_is_no_traceback(folder: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    verdicts = set()
+    for at in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        (folder / ".metadata").write_bytes(damaged)
+        try:
+            verdicts.add(audit(folder).verdict)
+        except UserError:
+            continue
+    assert DAMAGED in verdicts
+
+
+def test_an_index_that_asks_for_gigabytes(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"\x80\x02Nr\x00\x00\x00\x77.")
+    with pytest.raises(BadFileError, match="keeps a value at a place beyond"):
+        torch_dist.read_index(folder)
