@@ -5,6 +5,7 @@ The twins are checkpoints that the real megatron-core and DeepSpeed wrote.
 
 import functools
 import json
+import os
 import pickle
 import re
 import shutil
@@ -301,6 +302,42 @@ def test_whole_zero() -> None:
         assert (audit(path).verdict, names(audit(path))) == (WHOLE, set())
 
 
+@functools.cache
+def stage3_groups() -> Path:
+    """Of two groups of parameters, with weight decay and without, each cut by `sub_group_size`."""
+    return trained("0.19.8", "stage3_groups")["stage3_groups"]
+
+
+def test_every_group_and_sub_group_of_stage_3_is_judged() -> None:
+    report = audit(stage3_groups())
+    file = torch_file.read(rank_file(stage3_groups()), trust=True).value["optimizer_state_dict"]
+    assert len(file["fp32_flat_groups"]) > 2
+    assert (report.verdict, names(report, notes=True)) == (WHOLE, set())
+    states = {"fp32", "exp_avg", "exp_avg_sq"}
+    assert {
+        array for shard in report.checkpoint.shards for stream in shard.streams.values() if (array := stream.array)
+    } == {f"{name}.{state}" for name in torch.load(stage3_groups().parent / "truth.pt") for state in states}
+
+
+def test_damage_in_any_group_of_stage_3_is_found(tmp_path: Path) -> None:
+    """Each moment of each group in turn, on the first rank, which has elements of every parameter."""
+    path = copied(stage3_groups(), tmp_path)
+    file = torch_file.read(rank_file(path, 0), trust=True).value["optimizer_state_dict"]
+    moments = [
+        entry[key] for entry in file["optimizer_state_dict"]["state"].values() for key in ("exp_avg", "exp_avg_sq")
+    ]
+    found = []
+    for tensor in moments:
+        whole = rank_file(path, 0).read_bytes()
+        with open(rank_file(path, 0), "r+b") as changed:
+            changed.seek(tensor.offset)
+            changed.write(np.full(tensor.numel, np.nan, np.float32).tobytes())
+        found.append("not_finite" in names(audit(path)))
+        rank_file(path, 0).write_bytes(whole)
+    assert len(moments) > 4
+    assert found == [True] * len(moments)
+
+
 def rank_file(path: Path, rank: int = 3) -> Path:
     (file,) = path.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return file
@@ -444,6 +481,18 @@ def test_damage_in_torch_format(tmp_path: Path, change: Change, expected: set[st
     change(path)
     report = audit(path)
     assert (report.verdict, names(report)) == (DAMAGED, expected)
+
+
+def test_a_checkpoint_that_is_written_anew_under_its_path_is_read_anew(zarr: Path) -> None:
+    """In one process; and no file stays open."""
+    assert audit(zarr).verdict == WHOLE
+    lose_master(copied(zarr, zarr.parent / "other"))
+    shutil.rmtree(zarr)
+    (zarr.parent / "other" / zarr.name).rename(zarr)
+    assert audit(zarr).verdict == DAMAGED
+    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    open_files = [os.readlink(link) for link in descriptors if os.path.islink(link)]
+    assert [path for path in open_files if str(zarr) in path] == []
 
 
 # What is not read is not called damage

@@ -46,6 +46,12 @@ def test_of_real_trainings(version: str, tmp_path: Path) -> None:
     assert both(tmp_path, *checkpoints.values(), version=version) == {kind: [] for kind in kinds}
 
 
+def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
+    """Since 0.18 upstream's converter reads more than the first."""
+    checkpoints = {"stage3_groups": trained(NEWEST, "stage3_groups")["stage3_groups"]}
+    assert both(tmp_path, *checkpoints.values(), version=NEWEST) == {"stage3_groups": []}
+
+
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
     """Tied, replicated, averaged, row-parallel and vocabulary parameters, sub-parameters, none of no elements."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
+from ckpt_patches.formats.zero import ElementType, Flat, ModelFile, Partition, Step
 from deepspeed_patches.ds_to_universal import arithmetic, layout
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.outputs import (
@@ -27,7 +28,7 @@ from deepspeed_patches.ds_to_universal.outputs import (
     TorchOutput,
 )
 from deepspeed_patches.ds_to_universal.plan import plan
-from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Flat, Kind, ModelFile, Partition, Rank, Step
+from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.rules import SubParams
 from deepspeed_patches.ds_to_universal.sources import Sources
 from deepspeed_patches.ds_to_universal.upstream import Traits
@@ -35,6 +36,7 @@ from deepspeed_patches.ds_to_universal.workers import shares
 from deepspeed_patches.ds_to_universal.write import place, zeros
 
 SMALL = settings(max_examples=150, deadline=None)
+FLOAT32 = ElementType("float32")
 DP, STATES = st.integers(1, 9), ("fp32", "exp_avg", "exp_avg_sq")
 
 
@@ -204,7 +206,7 @@ def flattened(shapes: list[tuple[int, ...]], dp: int) -> tuple[Checkpoint, list[
     for rank in range(dp):
         part = flat[rank * size : (rank + 1) * size]
         data.append(b"".join((part * factor).numpy().tobytes() for factor in (1, 2, 3)))
-        states = {key: Flat(rank, 4 * size * i, size, Kind("float32")) for i, key in enumerate(STATES)}
+        states = {key: Flat(rank, 4 * size * i, size, FLOAT32) for i, key in enumerate(STATES)}
         fragments = dict(_fragments(truth, size, rank))
         ranks.append(Rank(rank, 0, 0, rank, (Partition(states, Step(7, rank, 7, 0), fragments),)))
     model = ModelFile(dp, ({name: tuple(t.shape) for name, t in truth.items()},), {})
@@ -257,7 +259,11 @@ def test_a_plan_of_stage_3(shapes: list[tuple[int, ...]], dp: int, window: int) 
             0,
             0,
             r,
-            (Partition({k: Flat(r, 4 * size * i, size, Kind("float32")) for i, k in enumerate(STATES)}, None, {}),),
+            (
+                Partition(
+                    {k: Flat(r, 4 * size * i, size, ElementType("float32")) for i, k in enumerate(STATES)}, None, {}
+                ),
+            ),
         )
         for r in range(dp)
     ]

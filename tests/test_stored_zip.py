@@ -127,6 +127,37 @@ def test_more_than_65535_records(tmp_path: Path) -> None:
     same_as_zipfile(written({f"data/{number}".encode(): [b"x"] for number in range(70_000)}, tmp_path / "many.zip"))
 
 
+def test_two_records_of_one_name_are_refused(folder: Path) -> None:
+    """Readers would take one or the other."""
+    with zipfile.ZipFile(folder / "twice.zip", "w") as archive:
+        archive.writestr("a", b"1234")
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("a", b"5678")
+    with pytest.raises(BadArchiveError, match="two records of the name a"), opened(folder / "twice.zip"):
+        pass
+
+
+@pytest.mark.parametrize("begin", [0, 1000])
+def test_an_archive_within_a_file_and_its_new_checksum(folder: Path, begin: int) -> None:
+    """Of torch, and of ours, whose checksums stand behind the data."""
+    torch.save(torch.arange(5000), folder / "torch.pt")
+    (folder / "zipfile.pt").write_bytes(b"")
+    with zipfile.ZipFile(folder / "zipfile.pt", "w") as archive:
+        archive.writestr("torch/data/0", bytes(5000))
+    for inner in (folder / "torch.pt", folder / "zipfile.pt"):
+        path, size = folder / "outer", inner.stat().st_size
+        path.write_bytes(bytes(begin) + inner.read_bytes() + bytes(100))
+        with open(path, "r+b") as file:
+            stored = Archive(file.fileno(), size, begin).stored(b"torch/data/0")
+            os.pwrite(file.fileno(), b"changed", stored.offset)
+            with pytest.raises(BadArchiveError, match="checksum"):
+                Archive(file.fileno(), size, begin).read(b"torch/data/0")
+            stored_zip.update_checksum(file.fileno(), (begin, size), stored)
+            assert Archive(file.fileno(), size, begin).read(b"torch/data/0")[:7] == b"changed"
+        (folder / "inner.pt").write_bytes(path.read_bytes()[begin : begin + size])
+        same_as_zipfile(folder / "inner.pt")
+
+
 def test_an_archive_that_was_cut_off(folder: Path) -> None:
     whole = written({b"a": [b"1234"], b"b": [bytes(5000)]}, folder / "whole.pt").read_bytes()
     for length in range(len(whole)):

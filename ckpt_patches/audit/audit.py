@@ -21,6 +21,8 @@ from ckpt_patches.audit.checkpoint import Checkpoint
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
 from ckpt_patches.audit.scan import scan, without
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
+from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.progress import Progress
 
 WORKERS = 2
@@ -50,9 +52,9 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return {"zarr": zarr.read, "torch_dist": torch_dist.read}.get(backend)
     if zero.is_zero(path):
         return zero.read
-    if universal.is_universal(path):
+    if is_universal(path):
         return universal.read
-    return megatron_torch.read if megatron_torch.is_megatron_torch(path) else None
+    return megatron_torch.read if megatron_torch_folders(path) else None
 
 
 def find(path: Path) -> Iterator[Path]:

@@ -1,7 +1,5 @@
 """Tensors of torch.save's files as streams, for the readers of formats that consist of such files."""
 
-import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +38,9 @@ def scalar(path: Path, value: Any) -> float | None:
     """A number, or the only element of a tensor."""
     if isinstance(value, (int, float)):
         return value
-    formats = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-    if not isinstance(value, torch_file.TensorHeader) or value.numel != 1 or value.dtype not in formats:
+    if not isinstance(value, torch_file.TensorHeader) or value.numel != 1 or not value.is_known:
         return None
-    with open(path, "rb") as file:
-        data = os.pread(file.fileno(), value.item_size, value.offset)
-    return float(struct.unpack(formats[value.dtype], data)[0])
+    return torch_file.number(value.dtype, torch_file.data_of(path, value))
 
 
 def is_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`, each the whole array."""
+"""DeepSpeed's universal checkpoints, judged: each parameter's arrays against the model's shapes and weights."""
 
 import math
 from pathlib import Path
@@ -7,15 +7,11 @@ from typing import Any
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.zero import MODEL
+from ckpt_patches.formats import universal
 from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero import MODEL
 
-FILES = {MASTER: "fp32.pt", EXP_AVG: "exp_avg.pt", EXP_AVG_SQ: "exp_avg_sq.pt"}
-
-
-def is_universal(path: Path) -> bool:
-    zero = path / "zero"
-    return zero.is_dir() and any((folder / name).exists() for folder in zero.iterdir() for name in FILES.values())
+STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
 def read(path: Path) -> Checkpoint:
@@ -32,12 +28,12 @@ def read(path: Path) -> Checkpoint:
         found.findings.append(
             Finding(damages.INTERRUPTED, "tmp", detail="the converter's temporary folder is still there")
         )
-    parameters = {folder.name: folder for folder in sorted((path / "zero").iterdir()) if folder.is_dir()}
-    for name in sorted(shapes.keys() - parameters.keys()):
+    parameters = universal.parameters(path)
+    for name in sorted(shapes.keys() - set(parameters)):
         found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
-    for name, folder in parameters.items():
-        _read_parameter(found, name, folder, shapes.get(name), models)
-    steps = [step for folder in parameters.values() if (step := _step(found, folder)) is not None]
+    for name in parameters:
+        _read_parameter(found, name, shapes.get(name), models)
+    steps = [step for name in parameters if (step := _step(found, name)) is not None]
     found.step = int(max(steps)) if steps else None
     return found
 
@@ -51,27 +47,25 @@ def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, value) for path, value in values if isinstance(value, dict)]
 
 
-def _step(found: Checkpoint, folder: Path) -> float | None:
-    path = folder / "step.pt"
+def _step(found: Checkpoint, name: str) -> float | None:
+    path = found.path / universal.state_file(name, "step")
     return torch_files.scalar(path, torch_files.read(path, found)) if path.exists() else None
 
 
 def _read_parameter(
     found: Checkpoint,
     name: str,
-    folder: Path,
     shape: tuple[int, ...] | None,
     models: list[tuple[Path, dict[str, Any]]],
 ) -> None:
     streams: dict[str, Stream] = {}
-    for role, file in FILES.items():
-        path = folder / file
+    for role, key in STATES.items():
+        path, file = found.path / universal.state_file(name, key), f"{key}.pt"
         if not path.exists():
             found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{file}"))
             continue
         value = torch_files.read(path, found)
-        tensor = value.get("param") if isinstance(value, dict) else value
-        if not isinstance(tensor, TensorHeader):
+        if (tensor := universal.tensor_of(value)) is None:
             continue
         if shape is not None and not _fits(tensor, shape, len(models), value):
             detail = f"{tensor.numel} elements, {math.prod(shape)} in the model's shape {shape}"
@@ -101,5 +95,5 @@ def _fits(found: TensorHeader, shape: tuple[int, ...], models: int, value: Any) 
     """Whether an array is a parameter's, whose shape is that of one of the tensor-parallel ranks."""
     if models == 1:
         return found.numel == math.prod(shape)
-    is_vocabulary = isinstance(value, dict) and "vocab_tensor" in value
+    is_vocabulary = isinstance(value, dict) and universal.VOCABULARY in value
     return is_vocabulary or found.numel in (math.prod(shape), models * math.prod(shape))

@@ -1,102 +1,88 @@
-"""DeepSpeed's ZeRO checkpoints: a file of optimizer state for each data-parallel rank, with flat partitions.
-
-Stage 1 and 2 flatten a parameter group and cut it in equal partitions; `param_slice_mappings` says which fragment of
-which parameter begins where in a rank's partition. Stage 3 cuts each parameter in ceil(numel / ranks) elements a rank.
-"""
+"""DeepSpeed's ZeRO checkpoints, judged: every parameter's elements on all ranks, and what is wrong with the files."""
 
 import math
-import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages, torch_files
-from ckpt_patches.audit.checkpoint import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTS,
-    WEIGHT,
-    Checkpoint,
-    Extent,
-    Owner,
-    Shard,
-    Stream,
-)
+from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Extent, Owner, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.formats import torch_file
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import zero
+from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
+from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 
-OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
 def is_zero(path: Path) -> bool:
-    return any(OPTIMIZER.fullmatch(file.name) for file in path.iterdir())
+    return bool(zero.look(path).optimizer)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankFile:
-    """The optimizer's state of one rank, by group."""
+    """A rank's file, and what it holds."""
 
     path: Path
     rank: int
-    stage: int
-    ranks: int | None  # the data-parallel size that the file tells of
-    step: float | None
-    beta1: float | None
-    masters: list[torch_file.TensorHeader]
-    moments: list[dict[str, torch_file.TensorHeader]]
-    paddings: list[int]
-    fragments: list[dict[str, tuple[int, int]]]  # by group, of each parameter: the first element, the number
+    state: RankState
+
+    @property
+    def step(self) -> float | None:
+        own = [partition.step.number for partition in self.state.partitions if partition.step]
+        steps = [*own, *(group.get("step") for group in self.state.settings)]
+        return max((step for step in steps if isinstance(step, (int, float))), default=None)
 
 
-@dataclass
-class Piece:
-    """A parameter's elements on one rank: in which file, and where in which tensor of each state."""
+@dataclass(frozen=True)
+class OnRank:
+    """A parameter's elements on one rank: in which partition, from which element on, and how many."""
 
     file: RankFile
+    partition: Partition
+    start: int
     numel: int
-    tensors: dict[str, tuple[torch_file.TensorHeader, int]]  # by role, with the first element
 
 
 @dataclass
 class Parameter:
-    """A parameter's pieces, in the order of its elements."""
+    """Where a parameter's elements are, in their order."""
 
-    shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    shape: Shape
+    ranks: list[OnRank] = field(default_factory=list)
 
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "deepspeed zero")
-    by_model: dict[str, dict[int, Path]] = {}
-    for file in sorted(path.iterdir()):
-        if match := OPTIMIZER.fullmatch(file.name):
-            by_model.setdefault(match[2], {})[int(match[1])] = file
-    for model_rank, files in sorted(by_model.items()):
-        _read_model_rank(found, model_rank, files)
+    folder = zero.look(path)
+    for model_rank in sorted({mp for _, mp in folder.optimizer}):
+        _read_model_rank(found, folder, model_rank)
     return found
 
 
-def _read_model_rank(found: Checkpoint, model_rank: str, paths: dict[int, Path]) -> None:
+def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) -> None:
     """All that belongs to one tensor-parallel rank."""
-    module, info, module_path = _model_states(found, model_rank)
-    files = [file for rank, path in sorted(paths.items()) if (file := _rank_file(found, rank, path))]
+    names = {dp: name for (dp, mp), name in sorted(folder.optimizer.items()) if mp == model_rank}
+    module, info, module_path = _model_states(found, folder, model_rank)
+    files = [file for rank, name in names.items() if (file := _rank_file(found, rank, folder.path / name))]
     if not files:
         return
-    _check_ranks(found, files, paths, info)
+    _check_ranks(found, files, names.keys(), info)
     _check_paddings(found, files)
-    label = f"mp_rank_{model_rank}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
-    parameters = _stage3(found, files, info) if files[0].stage == 3 else _stage12(found, files, info)
+    label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
+    stage = files[0].state.stage
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+    parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes)
     for name, parameter in parameters.items():
-        numel = sum(piece.numel for piece in parameter.pieces)
+        numel = sum(part.numel for part in parameter.ranks)
         if numel != math.prod(parameter.shape):
             detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
-            weight = module.get(name) if files[0].stage < 3 else None
+            weight = module.get(name) if stage < 3 else None
             found.shards.append(_shard(name, label, parameter, weight, module_path))
     for name, tensor in module.items():
         if torch_files.is_tensor(tensor) and name not in parameters and tensor.is_contiguous and tensor.numel:
@@ -104,20 +90,21 @@ def _read_model_rank(found: Checkpoint, model_rank: str, paths: dict[int, Path])
             found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))
 
 
-def _model_states(found: Checkpoint, model_rank: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
+def _model_states(
+    found: Checkpoint, folder: zero.Folder, model_rank: int
+) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """The model's weights, the rest of the first file with them, and its path."""
-    for path in sorted(found.path.iterdir()):
-        match = MODEL.fullmatch(path.name)
-        if match and match[2] == model_rank and int(match[1] or 0) == 0:
-            value = torch_files.read(path, found)
-            if isinstance(value, dict):
-                module = value.get("module")
-                return module if isinstance(module, dict) else {}, value, path
-            return {}, {}, path
-    found.findings.append(
-        Finding(damages.BAD_FILE, f"mp_rank_{model_rank}_model_states.pt", detail="the file is missing")
-    )
-    return {}, {}, found.path
+    name = folder.models.get((None, model_rank)) or folder.models.get((0, model_rank))
+    if name is None:
+        missing = f"mp_rank_{model_rank:02d}_model_states.pt"
+        found.findings.append(Finding(damages.BAD_FILE, missing, detail="the file is missing"))
+        return {}, {}, found.path
+    path = folder.path / name
+    value = torch_files.read(path, found)
+    if not isinstance(value, dict):
+        return {}, {}, path
+    module = value.get("module")
+    return module if isinstance(module, dict) else {}, value, path
 
 
 def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
@@ -126,64 +113,35 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     if value is None:
         return None
     try:
-        return _parse(rank, path, value["optimizer_state_dict"])
+        return RankFile(path, rank, zero.read_rank(path, rank, zero.optimizer_of(path, value)))
+    except UnknownDtypeError as error:
+        found.findings.append(Finding(damages.NOT_READ, path.name, detail=str(error)))
+    except UserError as error:
+        found.findings.append(Finding(damages.BAD_FILE, path.name, detail=str(error)))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         detail = f"not as DeepSpeed writes it: {type(error).__name__}: {error}"
         found.findings.append(Finding(damages.BAD_FILE, path.name, detail=detail))
-        return None
+    return None
 
 
-def _parse(rank: int, path: Path, state: dict[str, Any]) -> RankFile:
-    stage = state.get("zero_stage", 1)  # BF16_Optimizer does not say
-    stage = int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
-    base = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-    entries = list(base["state"].values()) if isinstance(base, dict) else list(base)
-    groups = base.get("param_groups", []) if isinstance(base, dict) else []
-    steps = [entry.get("step") for entry in entries] + [group.get("step") for group in groups]
-    count = state.get("partition_count")
-    return RankFile(
-        path=path,
-        rank=rank,
-        stage=stage,
-        ranks=max(count) if isinstance(count, list) else count,
-        step=max((s for value in steps if (s := torch_files.scalar(path, value)) is not None), default=None),
-        beta1=max((group["betas"][0] for group in groups if "betas" in group), default=None),
-        masters=list(state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]),
-        moments=[{key: entry[key] for key in MOMENTS if key in entry} for entry in entries],
-        paddings=[int(padding) for padding in state.get("group_paddings") or []],
-        fragments=[_fragments(mapping) for mapping in state.get("param_slice_mappings") or []],
-    )
-
-
-def _fragments(mapping: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Where each parameter's fragment lies in a partition."""
-    addresses = {name: _address(value) for name, value in mapping.items()}
-    return {name: (int(address["start"]), int(address["numel"])) for name, address in addresses.items()}
-
-
-def _address(value: Any) -> dict[str, Any]:
-    """The fields of a fragment_address, a dataclass."""
-    return (
-        value.fields
-        if isinstance(value, torch_file.Instance) and value.fields
-        else dict(zip(("numel", "start"), value.args, strict=True))
-    )
-
-
-def _check_ranks(found: Checkpoint, files: list[RankFile], paths: dict[int, Path], info: dict[str, Any]) -> None:
+def _check_ranks(found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: dict[str, Any]) -> None:
     """Every rank's file, and all of one save."""
-    sizes = {file.ranks for file in files if file.ranks is not None}
-    expected = info.get("dp_world_size") or max(sizes, default=None) or max(paths) + 1
+    ranks = set(ranks)
+    sizes = {count for file in files for count in file.state.data_parallel}
+    expected = info.get("dp_world_size") or max(sizes, default=None) or max(ranks) + 1
     found.data_parallel = int(expected)
-    for rank in sorted(set(range(found.data_parallel)) - paths.keys()):
+    for rank in sorted(set(range(found.data_parallel)) - ranks):
         found.findings.append(Finding(damages.MISSING_RANK, f"rank {rank} of {expected}"))
     for file in files:
-        if file.rank >= found.data_parallel or file.ranks not in (None, found.data_parallel):
-            detail = f"of {file.ranks} ranks, expected {found.data_parallel}"
+        others = [count for count in file.state.data_parallel if count != found.data_parallel]
+        if file.rank >= found.data_parallel or others:
+            counts = ", ".join(map(str, dict.fromkeys(file.state.data_parallel))) or "unknown"
+            detail = f"of {counts} ranks, expected {found.data_parallel}"
             found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
     steps = {file.step for file in files if file.step is not None}
     found.step = int(max(steps)) if steps else 0
-    found.beta1 = files[0].beta1
+    settings = files[0].state.settings
+    found.beta1 = max((group["betas"][0] for group in settings if "betas" in group), default=None)
     if len(steps) > 1:
         for file in files:
             if file.step != max(steps):
@@ -193,94 +151,93 @@ def _check_ranks(found: Checkpoint, files: list[RankFile], paths: dict[int, Path
 
 def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:
     for file in files:
-        for group, (padding, master) in enumerate(zip(file.paddings, file.masters, strict=False)):
-            numel = max(_partition(file, group), master.numel)
+        for group, (padding, partition) in enumerate(zip(file.state.paddings, file.state.partitions, strict=False)):
+            numel = _numel(partition)
             if padding > numel:
                 detail = f"group {group}: padding {padding}, partition {numel}"
                 found.findings.append(Finding(damages.LARGE_PADDING, file.path.name, detail=detail))
 
 
-def _partition(file: RankFile, group: int) -> int:
-    """Elements of a rank's partition; the master may be without its padding."""
-    sizes = [moment.numel for moment in file.moments[group].values()] if group < len(file.moments) else []
-    return max(sizes, default=file.masters[group].numel)
+def _numel(partition: Partition) -> int:
+    """Elements of a partition; the master may be without its padding."""
+    return max(flat.numel for flat in partition.states.values())
 
 
-def _stage12(found: Checkpoint, files: list[RankFile], info: dict[str, Any]) -> dict[str, Parameter]:
-    shapes = {name: tuple(shape) for group in info.get("param_shapes") or [] for name, shape in group.items()}
+def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[str, Parameter]:
+    whole = {name: shape for group in shapes for name, shape in group.items()}
     parameters: dict[str, Parameter] = {}
     for file in sorted(files, key=lambda file: file.rank):
         if file.rank >= (found.data_parallel or 0):
             continue
-        for group, fragments in enumerate(file.fragments):
-            _check_fragments(found, file, group, fragments)
-            tensors = {MASTER: file.masters[group], **(file.moments[group] if group < len(file.moments) else {})}
-            for name, (start, numel) in fragments.items():
-                parameter = parameters.setdefault(name, Parameter(shapes.get(name, (0,))))
-                parameter.pieces.append(Piece(file, numel, {role: (tensor, start) for role, tensor in tensors.items()}))
-    for name in shapes.keys() - parameters.keys():
-        if any(file.fragments for file in files):
+        for partition in file.state.partitions:
+            _check_fragments(found, file, partition)
+            for name, (start, numel) in partition.fragments.items():
+                parameter = parameters.setdefault(name, Parameter(whole.get(name, (0,))))
+                parameter.ranks.append(OnRank(file, partition, start, numel))
+    for name in whole.keys() - parameters.keys():
+        if any(partition.fragments for file in files for partition in file.state.partitions):
             found.findings.append(Finding(damages.FRAGMENTS, name, detail="no rank has a fragment of it"))
     return parameters
 
 
-def _check_fragments(found: Checkpoint, file: RankFile, group: int, fragments: dict[str, tuple[int, int]]) -> None:
+def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:
     """Within the partition, and none over another."""
     at, last = 0, ""
-    for name, (start, numel) in sorted(fragments.items(), key=lambda item: item[1]):
+    for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
         if start < at:
             detail = f"{file.path.name}: begins at {start}, before the end of {last} at {at}"
             found.findings.append(Finding(damages.FRAGMENTS, name, detail=detail))
         at, last = max(at, start + numel), name
-    if at > _partition(file, group):
-        detail = f"{file.path.name}: ends at {at}, the partition at {_partition(file, group)}"
+    if at > _numel(partition):
+        detail = f"{file.path.name}: ends at {at}, the partition at {_numel(partition)}"
         found.findings.append(Finding(damages.FRAGMENTS, last, detail=detail))
 
 
-def _stage3(found: Checkpoint, files: list[RankFile], info: dict[str, Any]) -> dict[str, Parameter]:
-    """Each rank has ceil(numel / ranks) elements of every parameter in turn, the last ranks fewer, or none."""
-    shapes = {name: tuple(shape) for group in info.get("param_shapes") or [] for name, shape in group.items()}
+def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[str, Parameter]:
+    """Every group of every rank."""
     ranks = found.data_parallel or len(files)
-    expected = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
-    parameters = {name: Parameter(shape) for name, shape in shapes.items()}
+    parameters = {name: Parameter(shape) for group in shapes for name, shape in group.items()}
     for file in sorted(files, key=lambda file: file.rank):
-        numel = sum(master.numel for master in file.masters)
-        if numel != expected or len(file.masters) != 1:
-            if numel != expected:
-                detail = f"{file.path.name}: {numel} elements, {expected} by the model's shapes"
-                found.findings.append(Finding(damages.FRAGMENTS, "all parameters", detail=detail))
+        partitions = file.state.partitions
+        if len(partitions) != len(shapes):
+            detail = f"{file.path.name}: {len(partitions)} groups, {len(shapes)} in the model's file"
+            found.findings.append(Finding(damages.FRAGMENTS, "all parameters", detail=detail))
             return {}
-        tensors = {MASTER: file.masters[0], **file.moments[0]}
-        at = 0
-        for name, shape in shapes.items():
-            part = -(-math.prod(shape) // ranks)
-            own = max(min(part, math.prod(shape) - file.rank * part), 0)
-            parameters[name].pieces.append(Piece(file, own, {role: (tensor, at) for role, tensor in tensors.items()}))
-            at += part
+        for number, (partition, group) in enumerate(zip(partitions, shapes, strict=True)):
+            expected = sum(share.each for _, share in zero.shares(group, ranks))
+            if _numel(partition) != expected:
+                detail = f"{file.path.name}: {_numel(partition)} elements, {expected} by the model's shapes"
+                found.findings.append(Finding(damages.FRAGMENTS, f"all parameters of group {number}", detail=detail))
+                return {}
+            for name, share in zero.shares(group, ranks):
+                parameters[name].ranks.append(OnRank(file, partition, share.start, share.of(file.rank)))
     return parameters
 
 
 def _shard(name: str, label: str, parameter: Parameter, weight: Any, module_path: Path) -> Shard:
-    streams, owners, at = {}, [], 0
-    pieces = [piece for piece in parameter.pieces if piece.numel]
-    for role in STATES:
-        if all(role in piece.tensors and _reaches(piece, role) for piece in pieces) and pieces:
-            extents = tuple(_extent(piece, role) for piece in pieces)
-            streams[role] = Stream(f"{name}.{STATES[role]}", pieces[0].tensors[role][0].dtype, extents)
-    for piece in pieces:
-        owners.append(Owner(f"rank {piece.file.rank}", at, at + piece.numel))
-        at += piece.numel
+    parts = [part for part in parameter.ranks if part.numel]
+    streams = {
+        role: Stream(f"{name}.{key}", parts[0].partition.states[key].type.dtype, tuple(_extents(parts, key)))
+        for role, key in STATES.items()
+        if parts and all(_reaches(part, key) for part in parts)
+    }
+    owners, at = [], 0
+    for part in parts:
+        owners.append(Owner(f"rank {part.file.rank}", at, at + part.numel))
+        at += part.numel
     if torch_files.is_tensor(weight) and weight.is_contiguous and weight.shape == parameter.shape:
         streams[WEIGHT] = Stream(name, weight.dtype, (torch_files.extent(module_path, weight),))
     return Shard(name, label, parameter.shape, streams, tuple(owners) if len(owners) > 1 else ())
 
 
-def _reaches(piece: Piece, role: str) -> bool:
-    """Whether a tensor has the piece's elements; a master can have been cut by its padding, in a larger storage."""
-    tensor, start = piece.tensors[role]
-    return start + piece.numel <= tensor.storage.numel - tensor.start
+def _reaches(part: OnRank, key: str) -> bool:
+    """Whether a tensor has a rank's elements; a master can have been cut by its padding, in a larger storage."""
+    flat = part.partition.states.get(key)
+    return flat is not None and part.start + part.numel <= max(flat.numel, flat.room)
 
 
-def _extent(piece: Piece, role: str) -> Extent:
-    tensor, start = piece.tensors[role]
-    return torch_files.extent(piece.file.path, tensor, start, start + piece.numel)
+def _extents(parts: list[OnRank], key: str) -> Iterator[Extent]:
+    for part in parts:
+        flat: Flat = part.partition.states[key]
+        size = ITEM_SIZE[flat.type.dtype]
+        yield Extent(str(part.file.path), flat.offset + part.start * size, part.numel * size)

@@ -14,6 +14,7 @@ import math
 import operator
 import os
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,26 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
 def instance(value: Any, name: str) -> bool:
     """Whether a value is the stand-in for an object of the class of this name (without its module)."""
     return isinstance(value, Instance) and type(value).__name__ == name
+
+
+def data_of(path: Path, tensor: TensorHeader) -> bytes:
+    """The bytes of a small contiguous tensor.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with _opened(path) as descriptor:
+        return os.pread(descriptor, tensor.nbytes, tensor.offset)
+
+
+NUMBERS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+
+def number(dtype: str, data: bytes) -> float | None:
+    """The number that the bytes of one element are; None if they are not of one, or of another type."""
+    if dtype not in NUMBERS or len(data) != ITEM_SIZE[dtype]:
+        return None
+    return float(struct.unpack(NUMBERS[dtype], data)[0])
 
 
 # Stand-ins

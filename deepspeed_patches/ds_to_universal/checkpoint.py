@@ -1,26 +1,15 @@
 """Read the headers of a checkpoint into records. The only data that is read is `step`, four bytes a parameter group."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.torch_file import TensorHeader
-from deepspeed_patches.ds_to_universal.folder import UPSTREAM, Folder, check_complete, look
+from ckpt_patches.formats import torch_file, zero
+from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
+from deepspeed_patches.ds_to_universal.folder import UPSTREAM, check_complete, look
 from deepspeed_patches.ds_to_universal.processes import mapped
-from deepspeed_patches.ds_to_universal.records import (
-    STATES,
-    Checkpoint,
-    File,
-    Flat,
-    Kind,
-    ModelFile,
-    Partition,
-    Rank,
-    Step,
-)
+from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.upstream import Traits
 
 INFO = "universal_checkpoint_info"
@@ -39,7 +28,7 @@ def read(path: Path, traits: Traits, *, trust: bool = False, inject_missing_stat
     """
     reader = _Reader(look(path), traits, trust)
     first = reader.first_optimizer()
-    stage = _stage(first)
+    stage = stage_of(first)
     if stage <= 2:
         return _stage_1_and_2(reader, stage, first, inject_missing_state)
     if not traits.zero3:
@@ -83,19 +72,13 @@ class _Reader:
         rank = (0, min(mp for _, mp in self.folder.optimizer))
         _check_there(self.folder, rank)
         path = self.folder.path / self.folder.optimizer[rank]
-        return _optimizer(path, torch_file.read(path, trust=self.trust).value)
+        return optimizer_of(path, torch_file.read(path, trust=self.trust).value)
 
 
 def _check_there(folder: Folder, rank: tuple[int, int]) -> None:
     if rank not in folder.optimizer:
         like = next(iter(folder.optimizer.values()))
         check_complete(folder, folder.optimizer, folder.dp_degree, 1 + max(mp for _, mp in folder.optimizer), like)
-
-
-def _stage(optimizer: Mapping[str, Any]) -> int:
-    """BF16_Optimizer writes none. An enum is made of its number."""
-    stage = optimizer.get("zero_stage", 1)
-    return int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
 
 
 # Stage 1 and 2
@@ -145,37 +128,19 @@ def _degrees(reader: _Reader, models: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _partitions(path: Path, file: int, optimizer: dict[str, Any], _dp: int, dp_degree: int) -> tuple[Partition, ...]:
-    counts = optimizer.get("partition_count") or []
-    if any(count != dp_degree for count in counts):
-        raise UserError(f"{path} is of {counts[0]} data-parallel ranks, the folder has files of {dp_degree}")
-    states = _required(_required(optimizer, "base_optimizer_state", path), "state", path)
-    masters = _required(optimizer, "single_partition_of_fp32_groups", path)
-    mappings = _required(optimizer, "param_slice_mappings", path)
-    if not len(states) <= len(masters) == len(mappings):
-        raise UserError(
-            f"{path}: expected as many groups in each part of it, found the state of {len(states)}, master parameters "
-            f"of {len(masters)} and fragments of {len(mappings)}"
-        )
-    return tuple(
-        _partition(path, file, group, _required(states, group, path), masters[group], mappings[group])
-        for group in range(len(states))
-    )
+    found = zero.read_rank(path, file, optimizer)
+    if any(count != dp_degree for count in found.data_parallel):
+        ranks = found.data_parallel[0]
+        raise UserError(f"{path} is of {ranks} data-parallel ranks, the folder has files of {dp_degree}")
+    return _with_moments(path, found.partitions[: found.states])
 
 
-def _partition(
-    path: Path, file: int, group: int, state: dict[str, Any], master: Any, mapping: Mapping[str, Any]
-) -> Partition:
-    tensors = {"fp32": master, **{key: _required(state, key, path) for key in STATES if key != "fp32"}}
-    fragments = {}
-    for name, fragment in mapping.items():
-        fields = fragment.fields if torch_file.instance(fragment, "fragment_address") else {}
-        start, numel = fields.get("start"), fields.get("numel")
-        if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-            raise UserError(f"{path}: expected a fragment of {name} with a start and a length, found {fragment!r:.200}")
-        fragments[name] = (start, numel)
-    return Partition(
-        {key: _flat(path, file, key, t) for key, t in tensors.items()}, _step(path, file, group, state), fragments
-    )
+def _with_moments(path: Path, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
+    """The partitions, if all that is converted is there."""
+    for partition in partitions:
+        for key in STATES:
+            required(partition.states, key, path)
+    return partitions
 
 
 def _common(optimizer: Mapping[str, Any], dp_degree: int, traits: Traits) -> dict[str, Any]:
@@ -255,15 +220,7 @@ def _partitions_3(path: Path, file: int, optimizer: dict[str, Any], dp: int, dp_
     for group in optimizer.get("ds_zero_partition_groups") or []:
         if (group.get("partition_count", dp_degree), group.get("partition_rank", dp)) != (dp_degree, dp):
             raise UserError(f"{path} has groups that are partitioned over a part of the ranks only; {UPSTREAM}")
-    states = _required(_required(optimizer, "optimizer_state_dict", path), "state", path)
-    masters = _required(optimizer, "fp32_flat_groups", path)
-    partitions = []
-    for group, master in enumerate(masters):
-        state = _required(states, group, path)
-        tensors = {"fp32": master, **{key: _required(state, key, path) for key in STATES if key != "fp32"}}
-        flats = {key: _flat(path, file, key, tensor) for key, tensor in tensors.items()}
-        partitions.append(Partition(flats, _step(path, file, group, state), {}))
-    return tuple(partitions)
+    return _with_moments(path, zero.read_rank(path, file, optimizer).partitions)
 
 
 # Both
@@ -282,14 +239,9 @@ def _ranks(
 
     def rank(file: int, path: Path, value: dict[str, Any]) -> Rank:
         pp, tp, dp = places[file - begin]
-        return Rank(file, pp, tp, dp, partitions(path, file, _optimizer(path, value), dp, dp_degree))
+        return Rank(file, pp, tp, dp, partitions(path, file, optimizer_of(path, value), dp, dp_degree))
 
     return tuple(reader.read_all([reader.folder.optimizer[dp, pp * tp_degree + tp] for pp, tp, dp in places], rank))
-
-
-def _optimizer(path: Path, value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = _required(value, "optimizer_state_dict", path)
-    return found
 
 
 def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
@@ -297,11 +249,7 @@ def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
     for key in ("ds_autoep_layers", "autoep_layers"):
         if value.get(key) is not None:
             raise UserError(f"{path} has layers of experts ({key}), which are not converted here; {UPSTREAM}")
-    groups = _required(value, "param_shapes", path)
-    shapes = tuple({name: tuple(shape) for name, shape in group.items()} for group in groups)
-    module = value.get("module")
-    weights = {k: v for k, v in module.items() if isinstance(v, TensorHeader)} if isinstance(module, dict) else {}
-    return ModelFile(file, shapes, weights)
+    return zero.read_model(path, file, value)
 
 
 def _check_model(path: Path, value: dict[str, Any], dp_degree: int, first_path: Path, first: dict[str, Any]) -> None:
@@ -312,28 +260,3 @@ def _check_model(path: Path, value: dict[str, Any], dp_degree: int, first_path: 
     for key in ("iteration", "global_steps"):
         if value.get(key) != first.get(key):
             raise UserError(f"{path} is of {key} {value.get(key)}, {first_path} of {first.get(key)}")
-
-
-def _flat(path: Path, file: int, key: str, tensor: Any) -> Flat:
-    if not isinstance(tensor, TensorHeader) or not tensor.is_contiguous or len(tensor.shape) != 1:
-        raise UserError(f"{path}: expected {key} as one flattened tensor, found {tensor!r:.200}")
-    return Flat(file, tensor.offset, tensor.numel, Kind(tensor.dtype, tensor.requires_grad))
-
-
-def _step(path: Path, file: int, group: int, state: Mapping[str, Any]) -> Step | None:
-    value = state.get("step")
-    if value is None:
-        return None
-    if not isinstance(value, TensorHeader):
-        return Step(value, file, value, group)
-    descriptor = os.open(path, os.O_RDONLY)  # `open` takes three times as long, and there are thousands
-    try:
-        return Step(value, file, (value.dtype, os.pread(descriptor, value.nbytes, value.offset)), group)
-    finally:
-        os.close(descriptor)
-
-
-def _required(holder: Any, key: Any, path: Path) -> Any:
-    if not isinstance(holder, dict) or key not in holder:
-        raise UserError(f"{path}: expected {key!r} in it, found {sorted(map(str, holder))[:20]}")
-    return holder[key]

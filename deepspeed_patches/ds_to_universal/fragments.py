@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.zero import ElementType, Flat, Partition, Shape
 from deepspeed_patches.ds_to_universal import rules
 from deepspeed_patches.ds_to_universal.outputs import Pieces, Run
-from deepspeed_patches.ds_to_universal.records import Checkpoint, Flat, Kind, Partition, Shape
+from deepspeed_patches.ds_to_universal.records import Checkpoint
 from deepspeed_patches.ds_to_universal.rules import Rules
 
 
@@ -70,7 +71,7 @@ def check_fragments(
             )
 
 
-def pieces(fragments: Sequence[Fragment], key: str, kind: Kind) -> Pieces:
+def pieces(fragments: Sequence[Fragment], key: str, kind: ElementType) -> Pieces:
     size = ITEM_SIZE[kind.dtype]
     flats = [(fragment.partition.states[key], fragment.start, fragment.numel) for fragment in fragments]
     return Pieces.of(
@@ -78,11 +79,11 @@ def pieces(fragments: Sequence[Fragment], key: str, kind: Kind) -> Pieces:
     )
 
 
-def one_kind(checkpoint: Checkpoint, flats: Sequence[Flat]) -> Kind:
+def one_kind(checkpoint: Checkpoint, flats: Sequence[Flat]) -> ElementType:
     """Of what is put together of these; as torch.cat, it requires a gradient if one of them does."""
-    dtype = flats[0].kind.dtype
+    dtype = flats[0].type.dtype
     for flat in flats:
-        if flat.kind.dtype != dtype:
+        if flat.type.dtype != dtype:
             one, other = (checkpoint.files[f.file].path for f in (flats[0], flat))
-            raise UserError(f"{one} has {dtype} where {other} has {flat.kind.dtype}")
-    return Kind(dtype, any(flat.kind.requires_grad for flat in flats))
+            raise UserError(f"{one} has {dtype} where {other} has {flat.type.dtype}")
+    return ElementType(dtype, any(flat.type.requires_grad for flat in flats))

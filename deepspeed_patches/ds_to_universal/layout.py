@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from deepspeed_patches.ds_to_universal.records import Shape
+from ckpt_patches.formats.zero import Shape
 from deepspeed_patches.ds_to_universal.rules import SubParams
 
 Widths = Sequence[Sequence[int]]  # by sub-parameter and slice

@@ -6,10 +6,12 @@ from typing import Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import Global, Instance, TensorHeader, stand_in
+from ckpt_patches.formats.universal import state_file
+from ckpt_patches.formats.zero import ElementType, Shape
 from deepspeed_patches.ds_to_universal import layout, rules
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.outputs import Content, Output, Slice, TorchOutput, tensor
-from deepspeed_patches.ds_to_universal.records import Checkpoint, Kind, Shape
+from deepspeed_patches.ds_to_universal.records import Checkpoint
 from deepspeed_patches.ds_to_universal.rules import Rule, Rules
 from deepspeed_patches.ds_to_universal.upstream import Traits
 
@@ -22,7 +24,7 @@ class Merge:
         self.rules = Rules(checkpoint.info, traits)
 
     def outputs(
-        self, name: str, shapes: Sequence[Shape], states: Mapping[str, tuple[Kind, Sequence[Slice]]]
+        self, name: str, shapes: Sequence[Shape], states: Mapping[str, tuple[ElementType, Sequence[Slice]]]
     ) -> Iterator[Output]:
         """The files of a parameter's states, of which `states` has the kind and the slices."""
         rule = self.rules.of(name)
@@ -36,7 +38,7 @@ class Merge:
             value, param = dict(entries), tensor("0", kind, placed.shape)
             if vocabulary and not self.traits.vocab_tensor:
                 value["vocab_divisibility_padding_tensor"] = _padding(param, rule, contents)
-            yield TorchOutput(f"zero/{name}/{key}.pt", {**value, "param": param}, contents)
+            yield TorchOutput(state_file(name, key), {**value, "param": param}, contents)
 
     def _placed(self, name: str, rule: Rule, shapes: Sequence[Shape]) -> tuple[str, Layout, dict[str, Any]]:
         """How the slices are read, where their elements go, and what is saved beside the parameter."""
@@ -75,7 +77,7 @@ def _padding(param: TensorHeader, rule: Rule, contents: dict[str, Content]) -> T
     if rows > (rule.original_vocab_size or 0):
         return param._replace(start=(rows - 1) * columns, shape=(columns,), stride=(1,))
     contents["1"] = Content("float32", layout.whole((columns,)), (), "zeros")
-    return tensor("1", Kind("float32"), (columns,))
+    return tensor("1", ElementType("float32"), (columns,))
 
 
 def _sub_param_shape(sub: rules.SubParams, shape: Sequence[Any]) -> Instance:

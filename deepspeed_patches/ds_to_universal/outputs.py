@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import Instance, StorageHeader, TensorHeader
+from ckpt_patches.formats.zero import ElementType, ModelFile, Shape
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.layout import Layout
-from deepspeed_patches.ds_to_universal.records import File, Kind, ModelFile, Shape
+from deepspeed_patches.ds_to_universal.records import File
 
 
 class Run(NamedTuple):
@@ -131,14 +132,14 @@ class Plan:
 # How they are made
 
 
-def tensor(key: str, kind: Kind, shape: Shape) -> TensorHeader:
+def tensor(key: str, kind: ElementType, shape: Shape) -> TensorHeader:
     """A tensor that is all of a storage of the output."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     storage = StorageHeader(key, kind.dtype, math.prod(shape), 0)
     return TensorHeader(storage, kind.dtype, 0, shape, stride, kind.requires_grad)
 
 
-def bare(name: str, kind: Kind, placed: Layout, slice_: Slice) -> TorchOutput:
+def bare(name: str, kind: ElementType, placed: Layout, slice_: Slice) -> TorchOutput:
     return TorchOutput(name, tensor("0", kind, placed.shape), {"0": Content(kind.dtype, placed, (slice_,))})
 
 
@@ -149,7 +150,7 @@ def as_float32(name: str, model: ModelFile, weight: TensorHeader) -> TorchOutput
     how = "place" if weight.dtype == "float32" else "float32"
     run = Pieces.of([Run(model.file, weight.offset, weight.nbytes)] if weight.nbytes else [])
     content = Content(weight.dtype, layout.whole(weight.shape), (run,), how)
-    param = tensor("0", Kind("float32", weight.requires_grad), weight.shape)
+    param = tensor("0", ElementType("float32", weight.requires_grad), weight.shape)
     return TorchOutput(name, {"param": param}, {"0": content})
 
 

@@ -3,13 +3,14 @@
 Pure: nothing is read or written, and everything that the headers can tell to be wrong is found here.
 """
 
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.universal import state_file
+from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
 from deepspeed_patches.ds_to_universal.merge import Merge
@@ -25,7 +26,7 @@ from deepspeed_patches.ds_to_universal.outputs import (
     bare,
     saved,
 )
-from deepspeed_patches.ds_to_universal.records import STATES, Checkpoint, Kind, Partition, Shape, Step
+from deepspeed_patches.ds_to_universal.records import Checkpoint
 from deepspeed_patches.ds_to_universal.upstream import Traits
 
 
@@ -76,7 +77,7 @@ class _Stage3:
             for name in names:
                 for key in STATES:
                     numel, kind, slice_ = groups[0][name](key)
-                    outputs.append(bare(f"zero/{name}/{key}.pt", kind, layout.whole((numel,)), slice_))
+                    outputs.append(bare(state_file(name, key), kind, layout.whole((numel,)), slice_))
             return outputs, []
         return self._merged(names, groups)
 
@@ -87,15 +88,14 @@ class _Stage3:
         for group, shapes in enumerate(self.checkpoint.models[tp].shapes):
             partitions = [_group_of(self.checkpoint, rank.file, rank.partitions, group) for rank in ranks]
             bases = {key: self._bases(partitions, key) for key in STATES}
-            start = 0
-            for name, shape in shapes.items():
-                part = -(-math.prod(shape) // len(ranks))
-                found[name] = _equal_pieces(math.prod(shape), part, start, bases)
-                start += part
-            self._check_size(partitions, start, group)
+            end = 0
+            for name, share in shares(shapes, len(ranks)):
+                found[name] = _equal_pieces(share, bases)
+                end = share.start + share.each
+            self._check_size(partitions, end, group)
         return found
 
-    def _bases(self, partitions: Sequence[Partition], key: str) -> tuple[Kind, tuple[tuple[int, int], ...]]:
+    def _bases(self, partitions: Sequence[Partition], key: str) -> tuple[ElementType, tuple[tuple[int, int], ...]]:
         flats = [partition.states[key] for partition in partitions]
         return one_kind(self.checkpoint, flats), tuple((flat.file, flat.offset) for flat in flats)
 
@@ -148,11 +148,11 @@ class _Stage1And2:
             check_fragments(self.checkpoint, name, tp, shapes[tp], fragments, self.strict)
         step = next((f.partition.step for fragments in by_tp for f in fragments if f.partition.step), None)
         if step and self.traits.steps:
-            yield self._step_file(f"zero/{name}/step.pt", step)
+            yield self._step_file(state_file(name, "step"), step)
         states = {}
         for key in STATES:
             flats = [fragment.partition.states[key] for fragments in by_tp for fragment in fragments]
-            kind = one_kind(self.checkpoint, flats) if flats else Kind("float32")
+            kind = one_kind(self.checkpoint, flats) if flats else ElementType("float32")
             states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_tp])
         yield from self.merge.outputs(name, shapes, states)
 
@@ -168,7 +168,7 @@ class _Stage1And2:
         """The model's own weights of what the optimizer does not hold: frozen parameters, tied ones, buffers."""
         for model in self.checkpoint.models:
             for name, tensor in model.module.items():
-                output = f"zero/{name}/fp32.pt"
+                output = state_file(name, "fp32")
                 if output not in names:
                     names.add(output)
                     yield as_float32(output, model, tensor)
@@ -190,11 +190,11 @@ def _check_name(name: str) -> None:
         raise UserError(f"{name!r} is no name of a file in the output folder")
 
 
-def _equal_pieces(numel: int, part: int, start: int, bases: Mapping[str, Any]) -> Any:
-    def of(key: str) -> tuple[int, Kind, Slice]:
+def _equal_pieces(share: Shares, bases: Mapping[str, Any]) -> Any:
+    def of(key: str) -> tuple[int, ElementType, Slice]:
         kind, where = bases[key]
         size = ITEM_SIZE[kind.dtype]
-        return numel, kind, EqualPieces(where, start * size, part * size)
+        return share.numel, kind, EqualPieces(where, share.start * size, share.each * size)
 
     return of
 

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ckpt_patches.formats.torch_file import TensorHeader
-
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
-Shape = tuple[int, ...]
+from ckpt_patches.formats.zero import ModelFile, Partition
 
 
 @dataclass(frozen=True)
@@ -19,41 +16,6 @@ class File:
     mtime_ns: int
 
 
-class Kind(NamedTuple):
-    """What a tensor is besides its elements. This and the next are tuples, as there are thousands of them."""
-
-    dtype: str  # torch's name
-    requires_grad: bool = False
-
-
-class Flat(NamedTuple):
-    """A flattened tensor in a file."""
-
-    file: int  # index of the file
-    offset: int  # bytes from the start of the file
-    numel: int
-    kind: Kind
-
-
-@dataclass(frozen=True)
-class Step:
-    """The optimizer's step as the file has it: a number, or a tensor of no dimension."""
-
-    value: Any
-    file: int
-    known: object  # to compare: the number, or the tensor's bytes
-    group: int  # of parameters
-
-
-@dataclass(frozen=True)
-class Partition:
-    """One rank's share of one parameter group."""
-
-    states: dict[str, Flat]  # by STATES
-    step: Step | None
-    fragments: dict[str, tuple[int, int]]  # stage 1 and 2: by parameter, where in the partition: start, elements
-
-
 @dataclass(frozen=True)
 class Rank:
     """What a rank's optimizer file holds."""
@@ -63,15 +25,6 @@ class Rank:
     tp: int
     dp: int
     partitions: tuple[Partition, ...]  # by parameter group
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """What a model-states file holds that the conversion needs."""
-
-    file: int
-    shapes: tuple[dict[str, Shape], ...]  # of the trained parameters, by parameter group
-    module: dict[str, TensorHeader]  # the weights
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}  # a scale at which no step overflows and is skipped
 
 
-def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}  # by default a bucket takes 1 GB
+def zero(stage: int, **more: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **more}}  # by default it takes 1 GB
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage1_fp16": {**FP16, **zero(1)},
     "stage2_fp16": {**FP16, **zero(2)},
     "stage3_fp16": {**FP16, **zero(3)},
+    "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
 }
+ONE_GROUP = ("stage3", "stage3_fp16")  # before 0.18 the converter reads the first group only
 
 
 class Tiny(torch.nn.Module):
@@ -94,7 +96,7 @@ def engine(kind: str, ranks: int, universal: bool) -> Any:
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    if kind.startswith("stage3"):  # before 0.18 the converter reads the first group only
+    if kind in ONE_GROUP:
         groups = [{"params": list(model.parameters())}]
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // ranks,
