@@ -9,7 +9,13 @@ import pytest
 from upstream import REPOSITORY
 
 # What a module's name begins with, its room's first: the rooms that it may know besides its own.
-COMMON = {"ckpt_patches", "ckpt_patches.errors", "ckpt_patches.progress", "ckpt_patches.ranks"}
+COMMON = {
+    "ckpt_patches",
+    "ckpt_patches.errors",
+    "ckpt_patches.processes",
+    "ckpt_patches.progress",
+    "ckpt_patches.ranks",
+}
 ROOMS = {
     "ckpt_patches.engine": COMMON,
     "ckpt_patches.formats": COMMON,

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file, zero
 from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
+from ckpt_patches.processes import mapped
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM, check_complete, look
-from deepspeed_patches.ds_to_universal.processes import mapped
 from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.upstream import Traits
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import TRUST
+from ckpt_patches.processes import WorkerDefect
 from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
     except (UserError, OSError) as error:
         say(str(error))
         return 2
+    except WorkerDefect as error:
+        say(str(error))
+        return 1
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
         return 130

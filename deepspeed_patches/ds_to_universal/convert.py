@@ -14,7 +14,7 @@ from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint
 from deepspeed_patches.ds_to_universal.outputs import Output, Plan
 from deepspeed_patches.ds_to_universal.plan import plan
 from deepspeed_patches.ds_to_universal.sources import Access
-from deepspeed_patches.ds_to_universal.workers import Workers, shares
+from deepspeed_patches.ds_to_universal.workers import shares, worker_count, write_all
 from deepspeed_patches.ds_to_universal.write import Job
 
 WORKERS = 8  # on two cores, too: where one waits for the disk another goes on
@@ -116,13 +116,13 @@ def _run(planned: Plan, folder: OutputFolder, options: Options, left: list[Outpu
     job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync)
     # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
     count = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
-    workers = Workers(left, job, count)
+    count = worker_count(left, count)
     error = ""
     try:
         with Progress(sum(output.nbytes for output in left)) as progress:
-            workers.wait(progress.show, Progress.INTERVAL)
+            write_all(left, job, count, progress.show, Progress.INTERVAL)
     except UserError as raised:
         error = str(raised)
     if not group.all_succeeded(not error):
         raise UserError(error or "another process of this conversion has failed; its own output says why")
-    return workers.count
+    return count

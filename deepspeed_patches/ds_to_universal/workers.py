@@ -2,14 +2,13 @@
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from mmap import mmap
 
-from ckpt_patches.errors import UserError
+from ckpt_patches.processes import ready, started
 from deepspeed_patches.ds_to_universal.outputs import Output
-from deepspeed_patches.ds_to_universal.processes import Child, wait
 from deepspeed_patches.ds_to_universal.sources import Sources
 from deepspeed_patches.ds_to_universal.write import Job, Writer
 
@@ -32,69 +31,63 @@ def shares(outputs: Sequence[Output], count: int) -> list[list[Output]]:
     return divided
 
 
-class Workers:
-    """The processes that write outputs; started at once, and waited for later."""
+def worker_count(outputs: Sequence[Output], most: int) -> int:
+    """How many processes these outputs are worth."""
+    nbytes = sum(output.nbytes + COST_OF_A_FILE for output in outputs)
+    return max(1, min(most, len(outputs), nbytes // WORTH_A_PROCESS))
 
-    def __init__(self, outputs: Sequence[Output], job: Job, count: int) -> None:
-        nbytes = sum(output.nbytes + COST_OF_A_FILE for output in outputs)
-        self.count = max(1, min(count, len(outputs), nbytes // WORTH_A_PROCESS))
-        self._moved = mmap(-1, COUNT.size * self.count)  # shared: bytes by worker
-        job = replace(job, bytes_in_flight=job.bytes_in_flight // self.count)
-        self._running = [
-            Child(partial(_work, os.getpid(), share, job, self._counter(index)))
-            for index, share in enumerate(shares(outputs, self.count))
-        ]
 
-    def _counter(self, index: int) -> Callable[[int], None]:
-        def moved(nbytes: int) -> None:
-            (before,) = COUNT.unpack_from(self._moved, index * COUNT.size)
-            COUNT.pack_into(self._moved, index * COUNT.size, before + nbytes)
+def write_all(outputs: Sequence[Output], job: Job, count: int, show: Callable[[int], object], interval: float) -> None:
+    """Write outputs by `count` processes; `show` is told every `interval` seconds how many bytes were moved till then.
 
-        return moved
+    Raises:
+        UserError: a worker could not do its share, or `show` raised it; the others are stopped.
+        WorkerDefect: see `ckpt_patches.processes`.
+    """
+    moved = Counters(count)
+    job = replace(job, bytes_in_flight=job.bytes_in_flight // count)
+    divided = enumerate(shares(outputs, count))
+    with started(
+        [partial(_work, os.getpid(), share, job, moved.counter(index)) for index, share in divided]
+    ) as running:
+        left = list(running)
+        while left:
+            for worker in ready(left, interval):
+                left.remove(worker)
+                worker.receive()
+            show(moved.total)
+
+
+class Counters:
+    """Bytes by worker, in memory that all of them share."""
+
+    def __init__(self, count: int) -> None:
+        self._bytes = mmap(-1, COUNT.size * count)
+
+    def counter(self, index: int) -> Callable[[int], None]:
+        """What a worker calls with bytes that it has moved."""
+
+        def add(nbytes: int) -> None:
+            (before,) = COUNT.unpack_from(self._bytes, index * COUNT.size)
+            COUNT.pack_into(self._bytes, index * COUNT.size, before + nbytes)
+
+        return add
 
     @property
-    def moved(self) -> int:
-        """Bytes until now."""
-        return sum(count for (count,) in COUNT.iter_unpack(self._moved[:]))
+    def total(self) -> int:
+        """Until now."""
+        return sum(count for (count,) in COUNT.iter_unpack(self._bytes[:]))
 
-    def wait(self, show: Callable[[int], object], interval: float) -> None:
-        """Until all are done.
 
-        Raises:
-            UserError: a worker could not do its share; the others are stopped.
-        """
+def _work(parent: int, share: Sequence[Output], job: Job, moved: Callable[[int], None]) -> Iterator[None]:
+    """Write outputs."""
+    with Sources(job.paths, job.access) as sources:
+        writer = Writer(job, sources, moved)
         try:
-            left = list(self._running)
-            while left:
-                for child in wait(left, interval):
-                    if child.receive():
-                        left.remove(child)
-                        _raise_error(child.answer())
-                show(self.moved)
+            for output in share:
+                if os.getppid() != parent:  # killed; nobody waits for this any more
+                    break
+                writer.write(output)
         finally:
-            for child in self._running:
-                child.stop()
-
-
-def _raise_error(answer: bytes) -> None:
-    if answer:
-        raise UserError(answer.decode())
-
-
-def _work(parent: int, share: Sequence[Output], job: Job, moved: Callable[[int], None]) -> bytes:
-    """Write outputs; what went wrong, for the user."""
-    try:
-        with Sources(job.paths, job.access) as sources:
-            writer = Writer(job, sources, moved)
-            try:
-                for output in share:
-                    if os.getppid() != parent:  # killed; nobody waits for this any more
-                        break
-                    writer.write(output)
-            finally:
-                writer.finish()  # of those that are whole, also where the next one could not be written
-    except UserError as error:
-        return str(error).encode()
-    except KeyboardInterrupt:
-        return b"interrupted"
-    return b""
+            writer.finish()  # of those that are whole, also where the next one could not be written
+    yield None

@@ -1,0 +1,221 @@
+"""Forked worker processes: they have all that this one has, and what they come to is sent back to it.
+
+`concurrent.futures` does the same. To import it, and to start its threads, queues and processes, takes 0.09 s more, on
+the machine on which the files of 768 ranks are converted in 1.1 s, 10.3 to 13 times as fast as upstream does it: the
+lower of these would not be the ten times that are wanted. Nor do its workers end when this process is killed, and where
+a second fork fails the interpreter waits in the end for the first worker, for ever.
+
+Workers are not interrupted by Ctrl-C: this process is, and stops them.
+"""
+
+import contextlib
+import gc
+import itertools
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from ckpt_patches.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_VALUE, _ERROR, _DEFECT = range(3)  # what a worker sends
+
+
+class WorkerDefect(RuntimeError):
+    """A worker met an error that is nobody's but this project's; its traceback is in the message."""
+
+
+class WorkerDied(UserError):
+    """A worker ended without a word: it was killed, by the kernel for its memory or by somebody."""
+
+
+class Worker:
+    """A process that runs a function, and sends each value that it yields."""
+
+    def __init__(self, run: Callable[[], Iterable[Any]]) -> None:
+        receiving, sending = os.pipe()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(receiving)
+            os.close(sending)
+            raise
+        if not self._pid:
+            # It would itself be a reader of what it sends, and wait for ever if the other process were killed. The next
+            # workers are readers as well, but the last has none, and so they all end.
+            os.close(receiving)
+            _run(run, sending)
+        os.close(sending)
+        self._values = open(receiving, "rb")  # noqa: SIM115 - closed when the process is joined
+        self._status: int | None = None  # as of `subprocess`; 0 where it cannot be known
+        self.name = f"worker process {self._pid}"
+
+    def fileno(self) -> int:
+        return self._values.fileno()
+
+    def receive(self) -> Any:
+        """The next value that the function yields; this waits for it.
+
+        Raises:
+            UserError, OSError: as the function raised it.
+            WorkerDefect: the function raised something else.
+            WorkerDied: the process has ended before it yielded a value.
+        """
+        try:
+            kind, value = pickle.load(self._values)
+        except (EOFError, pickle.UnpicklingError):  # nothing, or not all of it
+            raise WorkerDied(self._how_it_died()) from None
+        if kind == _DEFECT:
+            raise WorkerDefect(
+                f"a worker process failed; this is a defect, please report it with what follows:\n{value.rstrip()}"
+            )
+        if kind == _ERROR:
+            raise value
+        return value
+
+    def stop(self) -> None:
+        """Kill it if it still runs, and wait until it has ended."""
+        if not self._values.closed and not self._has_ended():
+            os.kill(self._pid, signal.SIGKILL)
+        self._join()
+
+    def _has_ended(self) -> bool:
+        """By its end of the pipe, which is its alone: where SIGCHLD is ignored its number may be another's by now."""
+        poll = select.poll()
+        poll.register(self.fileno(), 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+    def _how_it_died(self) -> str:
+        self._join()
+        how = "ended"
+        if self._status:
+            how = f"was killed ({signal.Signals(-self._status).name})" if self._status < 0 else f"exited {self._status}"
+        return f"{self.name} {how} before it was done; is there enough memory? Run the same command again"
+
+    def _join(self) -> None:
+        if self._values.closed:
+            return
+        self._status = 0
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nobody is told how it ended
+            _, status = os.waitpid(self._pid, 0)
+            self._status = os.waitstatus_to_exitcode(status)
+        self._values.close()
+
+
+def _run(run: Callable[[], Iterable[Any]], sending: int) -> None:
+    """In the new process, which ends here: nothing of the other one's is to be cleaned up or written out twice."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        gc.freeze()  # otherwise the collector touches every object there is, and so copies the memory it lies in
+        for message in _messages(run):
+            left = memoryview(message)
+            while left:
+                left = left[os.write(sending, left) :]
+        status = 0
+    except BrokenPipeError:  # nobody waits for it any more
+        pass
+    finally:
+        os._exit(status)
+
+
+def _messages(run: Callable[[], Iterable[Any]]) -> Iterator[bytes]:
+    try:
+        for value in run():
+            yield pickle.dumps((_VALUE, value), pickle.HIGHEST_PROTOCOL)
+    except MemoryError:
+        yield pickle.dumps((_ERROR, UserError("there is not enough memory for a worker process")))
+    except (UserError, OSError) as error:
+        yield pickle.dumps((_ERROR, error))
+    except Exception:
+        yield pickle.dumps((_DEFECT, traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def started(functions: Sequence[Callable[[], Iterable[Any]]]) -> Iterator[list[Worker]]:
+    """A worker for each function; when the block is left, none of them runs any more.
+
+    Raises:
+        UserError: the system has no room for so many processes; those that were started are stopped.
+    """
+    workers: list[Worker] = []
+    try:
+        with _no_interrupt():  # between a fork and the list that it is in
+            for function in functions:
+                workers.append(_forked(function, f"{len(workers) + 1} of {len(functions)}"))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def _forked(function: Callable[[], Iterable[Any]], number: str) -> Worker:
+    try:
+        return Worker(function)
+    except OSError as error:
+        raise UserError(
+            f"cannot start worker process {number}: {error.strerror}; "
+            "take fewer, or have more allowed (ulimit -u and ulimit -n, or the container's limits)"
+        ) from None
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the block is left."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ready(workers: Sequence[Worker], seconds: float) -> list[Worker]:
+    """Those that have a value to receive, or have ended; none after some time. Of workers that yield one value."""
+    by_descriptor = {worker.fileno(): worker for worker in workers}
+    poll = select.poll()
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(seconds * 1000)]
+
+
+def in_order(function: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
+    """The function's results for the items, in their order, by `count` workers that take turns.
+
+    A worker is never further ahead than a pipe holds (64 KiB) of results that were not yet asked for.
+
+    Raises:
+        UserError, OSError, WorkerDefect, WorkerDied: see `Worker.receive`; all workers are stopped.
+    """
+    turns = [partial(map, function, items[index::count]) for index in range(min(count, len(items)))]
+    with started(turns) as workers:
+        for index in range(len(items)):
+            yield workers[index % len(workers)].receive()
+
+
+def mapped(function: Callable[[Item], Result], items: Sequence[Item], worth_a_process: int) -> list[Result]:
+    """The function's results, which can be pickled; of many items, other processors do their shares.
+
+    What one of them fails at is done here once more, so that errors come from here, those of the first items first.
+    """
+    count = max(1, min(len(os.sched_getaffinity(0)), len(items) // worth_a_process))
+    ends = [len(items) * index // count for index in range(count + 1)]
+    shares = [items[begin:end] for begin, end in itertools.pairwise(ends)]
+    with started([partial(_share, function, share) for share in shares[1:]]) as workers:
+        found = list(map(function, shares[0]))
+        for worker, share in zip(workers, shares[1:], strict=True):
+            try:
+                found += worker.receive()
+            except (UserError, OSError, WorkerDefect):
+                found += map(function, share)
+        return found
+
+
+def _share(function: Callable[[Item], Result], share: Sequence[Item]) -> Iterator[list[Result]]:
+    yield [function(item) for item in share]

@@ -1,0 +1,302 @@
+"""Work that forked processes share: the same results in the same order, whatever becomes of a process."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.processes import Worker, WorkerDefect, WorkerDied, in_order, mapped, ready, started
+from universal import command, environment, parallel
+
+ITEMS = list(range(10))
+Run = Callable[[], Iterable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    """No process, and no descriptor."""
+    before = os.listdir("/proc/self/fd")
+    yield
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_each_processor_does_a_share() -> None:
+    found = mapped(lambda item: (item, os.getpid()), ITEMS, 1)
+    assert [item for item, _ in found] == ITEMS
+    assert len({pid for _, pid in found}) == 3
+    assert found[0][1] == os.getpid()
+
+
+@pytest.mark.parametrize(("items", "processes"), [(0, 1), (7, 1), (8, 2), (11, 2), (12, 3), (1000, 3)])
+def test_few_items_are_not_worth_a_process(items: int, processes: int) -> None:
+    assert len({os.getpid(), *mapped(lambda _: os.getpid(), range(items), 4)}) == processes
+
+
+def test_results_larger_than_a_pipe() -> None:
+    assert mapped(lambda item: bytes([item]) * 300_000, ITEMS, 1) == [bytes([item]) * 300_000 for item in ITEMS]
+
+
+def test_results_that_cannot_be_sent() -> None:
+    found: list[Callable[[], int]] = mapped(lambda item: lambda: item, ITEMS, 1)
+    assert [one() for one in found] == ITEMS
+
+
+def test_the_error_of_the_first_item_is_raised_here() -> None:
+    def fail(item: int) -> None:
+        if item in (6, 9):
+            raise UserError(f"rank {item} is damaged")
+
+    with pytest.raises(UserError, match="rank 6 is damaged"):
+        mapped(fail, ITEMS, 1)
+
+
+def test_an_error_here_stops_the_others() -> None:
+    def fail(item: int) -> None:
+        if not item:
+            raise UserError("rank 0 is damaged")
+        signal.pause()
+
+    with pytest.raises(UserError, match="rank 0"):
+        mapped(fail, ITEMS, 1)
+
+
+def test_what_a_killed_process_has_not_done_is_done_here() -> None:
+    here = os.getpid()
+
+    def killed(item: int) -> int:
+        if os.getpid() != here and item == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    assert mapped(killed, ITEMS, 1) == ITEMS
+
+
+# One worker
+
+
+def paused() -> Iterator[None]:
+    signal.pause()
+    yield
+
+
+def killed() -> Iterator[None]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
+def failing(error: BaseException) -> Run:
+    def fail() -> Iterator[None]:
+        raise error
+        yield
+
+    return fail
+
+
+def test_a_worker_that_is_killed_is_told() -> None:
+    with started([killed]) as workers:
+        assert ready(workers, 10) == workers
+        with pytest.raises(WorkerDied, match=r"was killed \(SIGKILL\) before it was done; is there enough memory"):
+            workers[0].receive()
+
+
+@pytest.mark.parametrize("error", [UserError("rank 3 is damaged"), FileNotFoundError(2, "No such file", "/a")])
+def test_what_went_wrong_in_a_worker_is_raised_here(error: Exception) -> None:
+    with started([failing(error)]) as (worker,), pytest.raises(type(error)) as raised:
+        worker.receive()
+    assert str(raised.value) == str(error)
+
+
+def test_a_defect_is_told_with_its_traceback() -> None:
+    with started([failing(KeyError("rank"))]) as (worker,), pytest.raises(WorkerDefect) as raised:
+        worker.receive()
+    assert "please report it" in str(raised.value)
+    assert f'File "{__file__}", line' in str(raised.value)
+    assert str(raised.value).endswith("in fail\n    raise error\nKeyError: 'rank'")
+
+
+def test_too_little_memory_is_not_a_defect() -> None:
+    with started([failing(MemoryError())]) as (worker,), pytest.raises(UserError, match="not enough memory"):
+        worker.receive()
+
+
+def test_where_no_second_process_can_be_made_the_first_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `ulimit -u`, which does not hold for root."""
+    fork, forks = os.fork, iter([True, False])
+
+    def limited() -> int:
+        if not next(forks):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    text = "cannot start worker process 2 of 3: Resource temporarily unavailable; take fewer"
+    with pytest.raises(UserError, match=text), started([paused] * 3):
+        pass
+
+
+def test_with_sigchld_ignored_as_some_parents_leave_it() -> None:
+    """The system then takes away processes that have ended, and nobody is told how they did."""
+    program = f"""
+import os, signal, sys
+sys.path[:0] = {sys.path!r}
+assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+os.sched_getaffinity = lambda _: {{0, 1, 2}}
+import test_processes as tests
+from ckpt_patches.processes import WorkerDied, mapped, started
+print(mapped(lambda item: item, tests.ITEMS, 1))
+with started([tests.killed, tests.paused]) as workers:
+    try:
+        workers[0].receive()
+    except WorkerDied as error:
+        print(str(error).partition(" ended ")[2])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN),
+    )
+    told = "before it was done; is there enough memory? Run the same command again"
+    assert (done.stdout.splitlines(), done.stderr) == ([str(ITEMS), told], "")
+
+
+def test_no_process_outlives_one_that_is_killed() -> None:
+    """Both have more to send than a pipe holds; that they are gone is seen by the end of the output they share."""
+    program = """
+import signal
+from ckpt_patches.processes import ready, started
+with started([lambda: [bytes(1 << 20)]] * 2) as workers:
+    for worker in workers:
+        ready([worker], 60)
+    print("full", flush=True)
+    signal.pause()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    assert parent.stdout.readline() == "full\n"
+    parent.kill()
+    parent.communicate(timeout=60)
+
+
+def test_nobody_is_ready_before_it_answers() -> None:
+    with started([paused]) as workers:
+        assert ready(workers, 0.01) == []
+
+
+def test_an_interrupt_is_not_the_workers() -> None:
+    with started([paused]) as workers:
+        os.kill(pid_of(workers[0]), signal.SIGINT)
+        assert ready(workers, 0.1) == []
+
+
+def pid_of(worker: Worker) -> int:
+    return int(worker.name.split()[-1])
+
+
+# Results in order
+
+
+def test_results_come_in_the_order_of_the_items_and_workers_take_turns() -> None:
+    found = list(in_order(lambda item: (item, os.getpid()), ITEMS, 3))
+    assert [item for item, _ in found] == ITEMS
+    assert len({pid for _, pid in found}) == 3
+    assert os.getpid() not in {pid for _, pid in found}
+
+
+def test_no_items_take_no_worker() -> None:
+    assert list(in_order(str, [], 3)) == []
+
+
+def test_results_after_the_first_error_are_not_waited_for() -> None:
+    def fail(item: int) -> int:
+        if item == 4:
+            raise UserError("rank 4 is damaged")
+        if item > 4:
+            signal.pause()
+        return item
+
+    found = in_order(fail, ITEMS, 3)
+    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(UserError, match="rank 4 is damaged"):
+        next(found)
+
+
+def test_results_that_are_not_asked_for_any_more() -> None:
+    found = in_order(lambda item: bytes(1 << 20), ITEMS, 2)
+    assert next(found) == bytes(1 << 20)
+    found.close()  # type: ignore[attr-defined]
+
+
+# The converter's workers
+
+WRITE = """
+import os, sys
+from deepspeed_patches.ds_to_universal import command, workers
+
+def write(writer, output):
+    {}
+
+workers.Writer.write = write
+sys.exit(command.main())
+"""
+
+
+def converting(tmp_path: Path, write: str) -> subprocess.Popen[str]:
+    """The command, in a process group of its own; its workers do something else for each file."""
+    python, _, _, *options = command(parallel("megatron")["megatron"], tmp_path / "universal")
+    return subprocess.Popen(
+        [python, "-c", WRITE.format(write), *options],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_a_defect_of_the_converter_is_told_with_the_workers_traceback(tmp_path: Path) -> None:
+    process = converting(tmp_path, "raise KeyError('group')")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert "this is a defect, please report it" in err
+    assert "in write\nKeyError: 'group'\n" in err
+
+
+STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(60)"
+
+
+def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
+    process = converting(tmp_path, STOPS)
+    assert process.stdout
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to all of them
+    _, err = process.communicate(timeout=30)  # until the last worker has closed its output
+    assert (process.returncode, err) == (130, "ds_to_universal: interrupted; the same command goes on from here\n")
+
+
+def test_a_killed_worker_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
+    process = converting(tmp_path, STOPS)
+    assert process.stdout
+    pid = int(process.stdout.readline())
+    os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert err == (
+        f"ds_to_universal: worker process {pid} was killed (SIGKILL) before it was done; is there enough memory? "
+        "Run the same command again\n"
+    )
