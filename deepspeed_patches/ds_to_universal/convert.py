@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
@@ -96,12 +96,13 @@ def convert(
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:
     """Everything that is found out before the first byte is written."""
-    traits = upstream.installed()
+    traits, warning = upstream.installed()
     try:
         found = checkpoint.read(
             input_folder, traits, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
         )
         planned = plan(found, traits, strict=options.strict)
+        planned = replace(planned, warnings=(*([warning] if warning else []), *planned.warnings))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
     folder = OutputFolder(output_folder, fingerprint(planned, traits, options.strict))

@@ -5,47 +5,96 @@ from pathlib import Path
 
 from ckpt_patches.engine.installed import locate
 from ckpt_patches.engine.registry import DEEPSPEED
+from deepspeed_patches.ds_to_universal import known, syntax
+from deepspeed_patches.ds_to_universal.syntax import Facts
 
 CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Told by names in the converter's text and not by its version, so that forks and back-ports are what they are."""
+    """Told by the converter's syntax and not by its version, so that forks and back-ports are what they are."""
 
-    zero3: bool = True  # since 0.14.5
-    steps: bool = True  # zero/<parameter>/step.pt; since 0.14.1
-    param_groups: bool = True  # in zero/optimizer_state.pt; since 0.14.5
-    sub_params: bool = True  # `parameter_with_sub_params`; since 0.14.1
-    # Sub-parameters of unequal shares, a count of them turned into widths, shapes by tensor-parallel rank; after 0.19.3
+    zero3: bool = True
+    steps: bool = True  # zero/<parameter>/step.pt
+    param_groups: bool = True  # in zero/optimizer_state.pt
+    sub_params: bool = True  # `parameter_with_sub_params`
+    # Sub-parameters of unequal shares, a count of them turned into widths, shapes by tensor-parallel rank
     shard_widths: bool = True
-    module_weights: bool = True  # fp32.pt out of the model's weights, where the optimizer has none; after 0.19.3
-    parallel_dimensions: bool = True  # the degrees by what the checkpoint says, and not by counting files; after 0.19.3
-    zero3_tensor_parallel: bool = True  # after 0.19.3
-    affine_maps: bool = True  # after 0.19.3
-    two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`; since 0.12.4
-    vocab_tensor: bool = True  # a vocabulary without its padding, and all patterns have to be used; since 0.12.3
+    module_weights: bool = True  # fp32.pt out of the model's weights, where the optimizer has none
+    parallel_dimensions: bool = True  # the degrees by what the checkpoint says, and not by counting files
+    zero3_tensor_parallel: bool = True
+    affine_maps: bool = True
+    two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`
+    vocab_tensor: bool = True  # a vocabulary without its padding, and all patterns have to be used
 
 
-def installed() -> Traits:
-    """Of the installed DeepSpeed; without one, of the latest."""
+SINCE = {
+    "vocab_tensor": "0.12.3",
+    "two_sub_params": "0.12.4",
+    "steps": "0.14.1",
+    "param_groups": "0.14.1",
+    "sub_params": "0.14.1",
+    "zero3": "0.14.5",
+    "zero3_tensor_parallel": "0.19.4",
+    "parallel_dimensions": "0.19.5",
+    "shard_widths": "0.19.6",
+    "affine_maps": "0.19.7",
+    "module_weights": "0.19.8",
+}
+
+
+def installed() -> tuple[Traits, str]:
+    """Of the installed DeepSpeed, without one of the latest; and a warning, where it is not one that is known."""
     root = locate(DEEPSPEED)
     if root is None or not (root / CONVERTER).is_file():
-        return Traits()
-    return of_converter((root / CONVERTER).read_text(encoding="utf-8"))
+        return Traits(), ""
+    return of_file(root / CONVERTER)
 
 
-def of_converter(text: str) -> Traits:
-    return Traits(
-        zero3="extract_zero_shards_stage3" in text,
-        steps='step.pt"' in text,
-        param_groups="[PARAM_GROUPS]" in text,
-        sub_params="PARAMETER_WITH_SUB_PARAMS," in text,
-        shard_widths="SUB_PARAM_SHARD_WIDTHS" in text,
-        module_weights="module_state" in text,
-        parallel_dimensions="model_state_metadata" in text,
-        zero3_tensor_parallel="_build_zero3_rank_grid" in text,
-        affine_maps="AFFINE_MAP" in text,
-        two_sub_params="PARAMETER_WITH_2_SUB_PARAMS" in text,
-        vocab_tensor="VOCAB_TENSOR" in text,
+def of_file(path: Path) -> tuple[Traits, str]:
+    """What a converter does; and a warning, where it is not one that is known."""
+    data = path.read_bytes()
+    release = known.release_of(syntax.shortened(data))
+    if release:  # to parse it would take longer than to read the headers of a hundred ranks
+        return of_release(release), ""
+    unknown = f"{path} is none of the converters of DeepSpeed {known.FIRST} to {known.LAST}"
+    try:
+        facts = syntax.read(data)
+    except (SyntaxError, ValueError) as error:
+        return Traits(), f"{unknown}, and no module for this Python ({error}): the output is as of {known.LAST}"
+    if known.release_of(facts.digest):
+        return of_syntax(facts), ""
+    traits = of_syntax(facts)
+    lacking = ", ".join(sorted(name for name, has in vars(traits).items() if not has))
+    but = f", but for: {lacking}" if lacking else ""
+    return traits, (
+        f"{unknown}; by its syntax it does what that of {known.LAST} does{but}, and so does the output; compare one "
+        "conversion with its own before you rely on it"
     )
+
+
+def of_release(release: str) -> Traits:
+    """What the converter of a release does."""
+    return Traits(**{name: _numbers(release) >= _numbers(since) for name, since in SINCE.items()})
+
+
+def of_syntax(module: Facts) -> Traits:
+    """What a converter does, by what it defines and uses."""
+    return Traits(
+        zero3="extract_zero_shards_stage3" in module.functions,
+        steps=any(text.rpartition("/")[2] == "step.pt" for text in module.strings),
+        param_groups="PARAM_GROUPS" in module.subscripts,
+        sub_params="PARAMETER_WITH_SUB_PARAMS" in module.used,
+        shard_widths="SUB_PARAM_SHARD_WIDTHS" in module.used,
+        module_weights="module_state" in module.used,
+        parallel_dimensions="model_state_metadata" in module.used,
+        zero3_tensor_parallel="_build_zero3_rank_grid" in module.functions,
+        affine_maps="AFFINE_MAP" in module.used,
+        two_sub_params="PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0" in module.used,
+        vocab_tensor="VOCAB_TENSOR" in module.used,
+    )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
