@@ -55,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"ckpt-patches: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("ckpt-patches: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         return 0
 

@@ -82,3 +82,32 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
     with pytest.raises(OSError, match="Input/output error") as raised:
         output._sync_folders([str(folder) for folder in folders])
     assert raised.value.filename == str(folders[bad])
+
+
+def test_a_new_folder_has_its_name_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        assert not (tmp_path / "above/new").exists() or os.readlink(f"/proc/self/fd/{descriptor}").endswith("above")
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    with durable.new_folder(tmp_path / "above/new") as temporary:
+        (temporary / "inner").mkdir(parents=True)
+        (temporary / "inner/a").touch()
+        (temporary / "b").touch()
+        monkeypatch.setattr(os, "fsync", fsync)
+    assert {"a", "b", "inner", temporary.name, "above"} == set(synced)
+    assert sorted(os.listdir(tmp_path / "above")) == ["new"]
+
+
+def test_a_new_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "a").touch()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(OSError, match="Input/output"), durable.new_folder(tmp_path / "new") as temporary:
+        fail(temporary)
+    assert os.listdir(tmp_path) == []

@@ -55,7 +55,7 @@ def _audit(options: argparse.Namespace) -> int:
     if options.plot:
         plot.require()
     reports = []
-    for checkpoint in [found for path in options.paths for found in _found(path, list(find(path)))]:
+    for checkpoint in _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))]):
         reports.append(_reading(partial(audit, checkpoint, options.workers)))
         if not options.json:
             print(report.as_text(reports[-1], notes=options.notes), flush=True)
@@ -77,9 +77,11 @@ def _found(path: Path, checkpoints: list[Path]) -> list[Path]:
 
 def _reading(work: Callable[[], Result]) -> Result:
     """A file that cannot be read is a line, not a stack trace."""
+    from ckpt_patches.processes import WorkerDefect
+
     try:
         return work()
-    except OSError as error:
+    except (OSError, WorkerDefect) as error:
         raise UserError(str(error)) from None
 
 

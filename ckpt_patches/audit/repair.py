@@ -32,7 +32,7 @@ from ckpt_patches.audit.checkpoint import (
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.scan import read_elements
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.durable import make_folder, sync_folder, write_durably
+from ckpt_patches.formats.durable import new_folder, write_durably
 from ckpt_patches.formats.zarr import LOCKS
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
@@ -158,7 +158,7 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> P
     if made.refused:
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason}" for f, reason in made.refused]
         raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
-    with _new_folder(output) as temporary:
+    with new_folder(output) as temporary, _without_its_list(temporary):
         _copy(path, temporary)
         _execute(made, report.checkpoint, older.checkpoint if older else None, path, temporary)
         _write_list(made, path, older_path, repaired_list(temporary))
@@ -171,29 +171,12 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> P
 
 
 @contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder of a temporary name, which gets its own when all is in it and on the disk."""
-    make_folder(output.parent)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+def _without_its_list(temporary: Path) -> Iterator[None]:
+    """The list of what was repaired lies beside the folder; one beside a folder that is gone is none."""
     try:
-        yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                _sync(Path(folder, name))
-            sync_folder(Path(folder))
-        os.replace(temporary, output)
-        sync_folder(output.parent)
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         repaired_list(temporary).unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _copy(path: Path, to: Path) -> None:

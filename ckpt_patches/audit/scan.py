@@ -3,9 +3,8 @@
 import bisect
 import itertools
 import math
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from ckpt_patches.audit.checkpoint import Extent, Shard, Stream, item_size
 from ckpt_patches.audit.records import PartRead
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.processes import in_order
 
 BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
 SPAN = 128 * BLOCK  # elements that a worker takes at a time
@@ -83,32 +83,16 @@ def _spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
 
 
 def _look_at_all(spans: list[Span], workers: int) -> Iterator[tuple[Span, Found]]:
-    """In order."""
-    if workers < 2 or sum(span.end - span.begin for span in spans) < QUICK_SPAN:
-        with RangedFiles() as files:
-            for span in spans:
-                yield span, look(span, files)
-        return
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _begin_worker) as pool:
-        # In portions: a checkpoint of terabytes has more spans than should wait in a queue.
-        for first in range(0, len(spans), 1024):
-            portion = spans[first : first + 1024]
-            yield from zip(portion, pool.map(_look, portion), strict=True)
-
-
-# A worker's own, as long as it lives: for one scan.
-_files = RangedFiles()
-
-
-def _begin_worker() -> None:
-    """With no file open that the process that forked it has read."""
-    global _files
-    _files = RangedFiles()
-
-
-def _look(span: Span) -> Found:
-    return look(span, _files)
+    """In order. Files are open for this scan, in each process its own."""
+    if sum(span.end - span.begin for span in spans) < QUICK_SPAN:
+        workers = 1
+    with RangedFiles() as files:
+        found = (
+            map(partial(look, files=files), spans)
+            if workers < 2
+            else in_order(partial(look, files=files), spans, workers)
+        )
+        yield from zip(spans, found, strict=True)
 
 
 def look(span: Span, files: RangedFiles) -> Found:

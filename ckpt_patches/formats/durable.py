@@ -3,7 +3,10 @@
 import contextlib
 import errno
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # What a file system says that cannot sync a folder, as some network file systems cannot.
@@ -60,5 +63,36 @@ def sync_folder(folder: Path) -> None:
         if error.errno not in _NO_SYNC:
             error.filename = str(folder)
             raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder of a temporary name beside `output`, which gets that name when all that is in it is on the disk.
+
+    Where the block raises, the folder is removed.
+
+    Raises:
+        OSError: the folder cannot be made, or `output` exists and is no empty folder.
+    """
+    make_folder(output.parent)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        yield temporary
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                _sync_file(Path(folder, name))
+            sync_folder(Path(folder))
+        os.replace(temporary, output)
+        sync_folder(output.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
