@@ -23,6 +23,7 @@ from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, f
 from ckpt_patches.audit.records import update_checksum
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
+from crafted_files import with_other_name
 from megatron_checkpoints import ZARR, Configuration, written
 from upstream import REPOSITORY, run, tree
 from zero_checkpoints import convert, dp768, session_folder, trained
@@ -523,6 +524,36 @@ def test_what_is_not_read_is_no_damage(zarr: Path, change: Change) -> None:
     change(zarr)
     report = audit(zarr)
     assert (report.verdict, names(report)) == (UNCERTAIN, {"not_read"})
+
+
+def with_buffer(path: Path, buffer: torch.Tensor) -> Path:
+    """In the model's file of a ZeRO checkpoint."""
+    file = path / "mp_rank_00_model_states.pt"
+    value = torch.load(file, weights_only=False)
+    value["module"]["buffer"] = buffer
+    torch.save(value, file)
+    return file
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e8m0fnu, torch.complex32])
+def test_a_buffer_of_any_type_that_torch_can_save_is_no_damage(zero: Path, dtype: torch.dtype) -> None:
+    with_buffer(zero, torch.ones(64, dtype=torch.uint8).view(dtype))
+    assert (audit(zero).verdict, names(audit(zero))) == (WHOLE, set())
+
+
+def test_a_buffer_of_a_type_that_came_later_is_not_read(zero: Path) -> None:
+    file = with_buffer(zero, torch.ones(64, dtype=torch.uint8).view(torch.float8_e8m0fnu))
+    with_other_name(file, b"float8_e8m0fnu", b"float9_e9m0fnu")
+    report = audit(zero)
+    assert (report.verdict, [f.array for f in report.findings if f.kind is damages.NOT_READ]) == (UNCERTAIN, ["buffer"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_buffer_of_which_elements_share_a_byte_is_named(zero: Path) -> None:
+    with_buffer(zero, torch.quantize_per_tensor(torch.arange(7.0), 0.5, 1, torch.quint4x2))
+    report = audit(zero)
+    details = [f.detail for f in report.findings if f.kind is damages.NOT_READ]
+    assert (report.verdict, details) == (UNCERTAIN, ["elements of torch.quint4x2, several of which share a byte"])
 
 
 # The command

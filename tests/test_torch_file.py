@@ -20,6 +20,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
 from ckpt_patches.formats.torch_file import BadFileError, Instance, NotReadError, TensorHeader, UnlistedClassError
+from crafted_files import with_other_name
 
 
 @pytest.fixture
@@ -103,16 +104,6 @@ def test_an_unknown_type_of_elements_is_not_corrupt(path: Path) -> None:
     for size in ("item_size", "offset", "nbytes"):
         with pytest.raises(UnknownDtypeError, match=r"found torch\.float9_e9m0fnu"):
             getattr(found["new"], size)
-
-
-def with_other_name(path: Path, old: bytes, new: bytes) -> Path:
-    """The file with something else in its pickle, and right checksums."""
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in records.items():
-            archive.writestr(name, content.replace(old, new) if name.endswith("data.pkl") else content)
-    return path
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.dtypes import item_size
 
 # The arrays of one parameter. The weight is the model's own, which a mixed-precision run rounds from the master.
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
 ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-
-
-def item_size(dtype: str) -> int:
-    """Bytes of an element, by torch's name of its type; one for what is not listed."""
-    return ITEM_SIZE.get(dtype, 1)
 
 
 class Extent(NamedTuple):

@@ -7,6 +7,7 @@ from ckpt_patches.audit.checkpoint import WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.megatron import STATES, param_groups, set_run
 from ckpt_patches.formats.megatron_torch import MODEL, OPTIMIZER, buckets, folders, weights
+from ckpt_patches.formats.torch_file import TensorHeader
 
 
 def read(path: Path) -> Checkpoint:
@@ -19,7 +20,7 @@ def read(path: Path) -> Checkpoint:
             found.findings.append(Finding(damages.BAD_FILE, f"{label}/{OPTIMIZER}", detail="the file is missing"))
             continue
         for name, bucket in buckets(torch_files.read(folder / OPTIMIZER, found)):
-            tensors = {role: bucket[key] for key, role in STATES.items() if torch_files.is_tensor(bucket.get(key))}
+            tensors = {role: bucket[key] for key, role in STATES.items() if isinstance(bucket.get(key), TensorHeader)}
             sizes = {tensor.numel for tensor in tensors.values()}
             if len(sizes) != 1 or len(tensors) != len(set(STATES.values())):
                 detail = ", ".join(f"{role}: {tensor.numel}" for role, tensor in tensors.items()) or "no state"
@@ -27,7 +28,7 @@ def read(path: Path) -> Checkpoint:
             streams = {
                 role: stream
                 for role, tensor in tensors.items()
-                if (stream := torch_files.stream(folder / OPTIMIZER, f"{name}.{role}", tensor))
+                if (stream := torch_files.stream(found, folder / OPTIMIZER, f"{name}.{role}", tensor))
             }
             if len(sizes) == 1:
                 found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
@@ -45,5 +46,5 @@ def _read_model(found: Checkpoint, folder: Path, label: str) -> None:
         return
     set_run(found, param_groups(value.get("optimizer")), value.get("args"))
     for name, tensor in weights(value.get("model")):
-        if (stream := torch_files.stream(path, name, tensor)) is not None and tensor.numel:
+        if (stream := torch_files.stream(found, path, name, tensor)) is not None and tensor.numel:
             found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))

@@ -27,11 +27,11 @@ from ckpt_patches.audit.checkpoint import (
     Extent,
     Shard,
     Stream,
-    item_size,
 )
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.scan import read_elements
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder, write_durably
 from ckpt_patches.formats.zarr import LOCKS
 

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit import blocks
-from ckpt_patches.audit.checkpoint import Extent, Shard, Stream, item_size
+from ckpt_patches.audit.checkpoint import Extent, Shard, Stream
 from ckpt_patches.audit.records import PartRead
 from ckpt_patches.formats.checksum import crc32
+from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.processes import in_order
 

@@ -5,13 +5,12 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_patches.audit import damages
+from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Owner, Record, Shard, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
-from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
@@ -74,9 +73,7 @@ def _index(found: Checkpoint) -> torch_dist.Index:
 def _find_elements(chunked: Chunked, found: Checkpoint, files: RangedFiles) -> None:
     """Of each chunk the place of its elements in the file, with their checksum."""
     tensor = chunked.tensor
-    if tensor.dtype not in ITEM_SIZE:
-        detail = f"elements of torch.{tensor.dtype}, a type that is not known here"
-        found.findings.append(Finding(damages.NOT_READ, tensor.name, detail=detail))
+    if not torch_files.is_read(found, tensor.name, tensor.dtype):
         return
     for offsets in tensor.chunks:
         if offsets not in tensor.places:

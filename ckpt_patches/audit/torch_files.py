@@ -7,6 +7,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Record, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED
 
 
 def read(path: Path, found: Checkpoint, damage: damages.Kind = damages.BAD_FILE) -> Any:
@@ -23,15 +24,25 @@ def read(path: Path, found: Checkpoint, damage: damages.Kind = damages.BAD_FILE)
     return file.value
 
 
-def extent(path: Path, tensor: torch_file.TensorHeader, begin: int = 0, end: int | None = None) -> Extent:
-    """The bytes of a contiguous tensor's elements."""
-    end = tensor.numel if end is None else end
-    return Extent(str(path), tensor.offset + begin * tensor.item_size, (end - begin) * tensor.item_size)
+def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:
+    """A whole tensor of a file; None if it is none, or its elements do not lie in order, or cannot be told apart.
+
+    The last is among the findings then.
+    """
+    if not isinstance(value, torch_file.TensorHeader) or not value.is_contiguous:
+        return None
+    if not is_read(found, array, value.dtype):
+        return None
+    return Stream(array, value.dtype, (Extent(str(path), value.offset, value.nbytes),))
 
 
-def stream(path: Path, array: str, tensor: torch_file.TensorHeader) -> Stream | None:
-    """A whole tensor; None if its elements do not lie in order."""
-    return Stream(array, tensor.dtype, (extent(path, tensor),)) if tensor.is_contiguous else None
+def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
+    """Whether an array's elements can be told apart by their type; if not, a finding says so."""
+    if dtype in ITEM_SIZE and dtype not in PACKED:
+        return True
+    what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
+    found.findings.append(Finding(damages.NOT_READ, array, detail=f"elements of torch.{dtype}, {what}"))
+    return False
 
 
 def scalar(path: Path, value: Any) -> float | None:
@@ -41,7 +52,3 @@ def scalar(path: Path, value: Any) -> float | None:
     if not isinstance(value, torch_file.TensorHeader) or value.numel != 1 or not value.is_known:
         return None
     return torch_file.number(value.dtype, torch_file.data_of(path, value))
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch_file.TensorHeader)

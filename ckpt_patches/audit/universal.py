@@ -70,13 +70,17 @@ def _read_parameter(
         if shape is not None and not _fits(tensor, shape, len(models), value):
             detail = f"{tensor.numel} elements, {math.prod(shape)} in the model's shape {shape}"
             found.findings.append(Finding(damages.ELEMENT_COUNT, f"{name}/{file}", detail=detail))
-        elif (stream := torch_files.stream(path, f"{name}/{file}", tensor)) is not None:
+        elif (stream := torch_files.stream(found, path, f"{name}/{file}", tensor)) is not None:
             streams[role] = stream
-    found.shards += _shards(name, streams, shape, models)
+    found.shards += _shards(found, name, streams, shape, models)
 
 
 def _shards(
-    name: str, streams: dict[str, Stream], shape: tuple[int, ...] | None, models: list[tuple[Path, dict[str, Any]]]
+    found: Checkpoint,
+    name: str,
+    streams: dict[str, Stream],
+    shape: tuple[int, ...] | None,
+    models: list[tuple[Path, dict[str, Any]]],
 ) -> list[Shard]:
     """The arrays of a parameter together, if they have the same number of elements."""
     sizes = {stream.numel for stream in streams.values()}
@@ -86,8 +90,9 @@ def _shards(
     if len(models) == 1:
         path, model = models[0]
         weight = (model.get("module") or {}).get(name)
-        if isinstance(weight, TensorHeader) and weight.numel == numel and weight.is_contiguous:
-            streams[WEIGHT] = Stream(name, weight.dtype, (torch_files.extent(path, weight),))
+        own = torch_files.stream(found, path, name, weight)
+        if own is not None and own.numel == numel:
+            streams[WEIGHT] = own
     return [Shard(name, "", shape if shape is not None and math.prod(shape) == numel else (numel,), streams)]
 
 

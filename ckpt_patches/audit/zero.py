@@ -12,6 +12,7 @@ from ckpt_patches.audit.damages import Finding
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import zero
 from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
+from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
@@ -82,11 +83,14 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
             detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
+            streams = _streams(name, parameter)
             weight = module.get(name) if stage < 3 else None
-            found.shards.append(_shard(name, label, parameter, weight, module_path))
+            if isinstance(weight, TensorHeader) and weight.shape == parameter.shape:
+                own = torch_files.stream(found, module_path, name, weight)
+                streams |= {WEIGHT: own} if own else {}
+            found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
     for name, tensor in module.items():
-        if torch_files.is_tensor(tensor) and name not in parameters and tensor.is_contiguous and tensor.numel:
-            stream = Stream(name, tensor.dtype, (torch_files.extent(module_path, tensor),))
+        if name not in parameters and (stream := torch_files.stream(found, module_path, name, tensor)) and tensor.numel:
             found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))
 
 
@@ -214,20 +218,23 @@ def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sha
     return parameters
 
 
-def _shard(name: str, label: str, parameter: Parameter, weight: Any, module_path: Path) -> Shard:
+def _streams(name: str, parameter: Parameter) -> dict[str, Stream]:
+    """The optimizer's state of a parameter, by role."""
     parts = [part for part in parameter.ranks if part.numel]
-    streams = {
+    return {
         role: Stream(f"{name}.{key}", parts[0].partition.states[key].type.dtype, tuple(_extents(parts, key)))
         for role, key in STATES.items()
         if parts and all(_reaches(part, key) for part in parts)
     }
+
+
+def _owners(parameter: Parameter) -> tuple[Owner, ...]:
+    """Which rank has which elements; nothing to tell if one has all."""
     owners, at = [], 0
-    for part in parts:
+    for part in (part for part in parameter.ranks if part.numel):
         owners.append(Owner(f"rank {part.file.rank}", at, at + part.numel))
         at += part.numel
-    if torch_files.is_tensor(weight) and weight.is_contiguous and weight.shape == parameter.shape:
-        streams[WEIGHT] = Stream(name, weight.dtype, (torch_files.extent(module_path, weight),))
-    return Shard(name, label, parameter.shape, streams, tuple(owners) if len(owners) > 1 else ())
+    return tuple(owners) if len(owners) > 1 else ()
 
 
 def _reaches(part: OnRank, key: str) -> bool:
