@@ -20,7 +20,7 @@ import torch
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, find
-from ckpt_patches.audit.records import update_checksum
+from ckpt_patches.audit.checksums import update_checksum
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
 from crafted_files import with_other_name

@@ -23,7 +23,7 @@ CERTAIN = (damages.LOST_MASTER, damages.LOST_MOMENT)
 SUSPECTED = (damages.MOMENT_GAP, damages.PARAMETER_WITHOUT_MOMENTS)
 
 
-def ranges(report: Report, kinds: tuple[damages.Kind, ...]) -> Ranges:
+def ranges(report: Report, kinds: tuple[damages.FindingKind, ...]) -> Ranges:
     """What was found, by array."""
     found: Ranges = {}
     for finding in report.findings:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ckpt_patches.audit import (
     blocks,
+    checksums,
     damages,
     judge,
     megatron,
     megatron_torch,
-    records,
     torch_dist,
     universal,
     zarr,
@@ -95,8 +95,8 @@ def audit(path: Path, workers: int = WORKERS) -> Report:
         raise UserError(f"{path}: not a checkpoint in a format that is known")
     found = reader(path)
     _read_repaired(found)
-    shards = [*found.shards, *records.rest(found.records, found.shards)]
-    pieces: list[records.PartRead] = []
+    shards = [*found.shards, *checksums.rest(found.records, found.shards)]
+    pieces: list[checksums.PartRead] = []
     checked = frozenset(record.path for record in found.records)
     findings, empty = list(found.findings), set()
     # The others are bytes that no array has; they are read for the checksums.

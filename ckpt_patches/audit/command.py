@@ -26,7 +26,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
     audit.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read (default: 2)")
     audit.set_defaults(run=_audit)
-    repair = commands.add_parser("repair", help="mend what can be mended, in a copy")
+    repair = commands.add_parser("repair", help="repair what can be repaired, in a copy")
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
     repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")

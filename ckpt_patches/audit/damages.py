@@ -6,7 +6,7 @@ from typing import NamedTuple
 DAMAGE, SUSPICION, NOTE = "damage", "suspicion", "note"
 
 
-class Kind(NamedTuple):
+class FindingKind(NamedTuple):
     """One entry of the list."""
 
     name: str
@@ -15,11 +15,11 @@ class Kind(NamedTuple):
     remedy: str
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, FindingKind] = {}
 
 
-def _kind(name: str, severity: str, meaning: str, remedy: str = "no repair: take another checkpoint") -> Kind:
-    KINDS[name] = Kind(name, severity, meaning, remedy)
+def _kind(name: str, severity: str, meaning: str, remedy: str = "no repair: take another checkpoint") -> FindingKind:
+    KINDS[name] = FindingKind(name, severity, meaning, remedy)
     return KINDS[name]
 
 
@@ -111,7 +111,7 @@ INTERRUPTED = _kind(
     "interrupted", DAMAGE, "the conversion did not come to its end", "convert the ZeRO checkpoint again"
 )
 REPAIRED = _kind(
-    "repaired", NOTE, "ranges that `ckpt-patches repair` has mended, by the list beside the checkpoint", NO_HARM
+    "repaired", NOTE, "ranges that `ckpt-patches repair` has repaired, by the list beside the checkpoint", NO_HARM
 )
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
 NOT_READ = _kind(
@@ -127,7 +127,7 @@ BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its
 class Finding:
     """Something that is wrong, and where."""
 
-    kind: Kind
+    kind: FindingKind
     array: str  # or a file's name
     shard: str = ""
     begin: int | None = None  # the first element, counted in the shard

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit.scan import Runs
+from ckpt_patches.audit.scan import OddRuns
 
 # Zeros that come by chance: at least so likely are they taken to be, and a hole is what is less likely than that.
 LEAST_SHARE = 1e-6
@@ -29,7 +29,7 @@ class Hole(NamedTuple):
     elements: int  # that must not be zero
 
 
-def stretches(runs: Runs, bits: int) -> list[tuple[int, int]]:
+def stretches(runs: OddRuns, bits: int) -> list[tuple[int, int]]:
     """The longest ranges of elements that have all these bits."""
     chosen = (runs.code & bits) == bits
     begin, end = runs.begin[chosen], runs.end[chosen]
@@ -38,7 +38,7 @@ def stretches(runs: Runs, bits: int) -> list[tuple[int, int]]:
     return list(zip(begin[first].tolist(), end[last].tolist(), strict=True))
 
 
-def holes(runs: Runs, bits: int, certain: npt.NDArray[np.bool_]) -> list[Hole]:
+def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Hole]:
     """The stretches of zeros (`bits`) with at least one run that is certainly none of the truth."""
     where = np.flatnonzero(certain)
     found, at = [], 0

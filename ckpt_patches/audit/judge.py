@@ -9,10 +9,10 @@ import numpy as np
 
 from ckpt_patches.audit import blocks, damages
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.audit.checksums import PartRead, wrong
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
-from ckpt_patches.audit.records import PartRead, wrong
-from ckpt_patches.audit.scan import Runs, rows_of
+from ckpt_patches.audit.scan import OddRuns, rows_of
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
 VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
@@ -29,7 +29,7 @@ MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
 class View:
     """A shard with its odd runs, and the holes in its arrays."""
 
-    def __init__(self, shard: Shard, runs: Runs, found: Checkpoint) -> None:
+    def __init__(self, shard: Shard, runs: OddRuns, found: Checkpoint) -> None:
         self.shard, self.data_parallel = shard, found.data_parallel
         self.runs = runs
         self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
@@ -69,10 +69,10 @@ class View:
         rows = Rows([(h.outer_begin, h.outer_end) for h in self.holes[EXP_AVG]], self.row, self.repaired)
         return {hole for hole in self.holes[EXP_AVG] if rows.has(hole.outer_begin, hole.outer_end)}
 
-    def both_moments(self, kind: damages.Kind, begin: int, end: int, detail: str = "") -> list[Finding]:
+    def both_moments(self, kind: damages.FindingKind, begin: int, end: int, detail: str = "") -> list[Finding]:
         return [self.finding(kind, role, begin, end, detail) for role in MOMENTS]
 
-    def finding(self, kind: damages.Kind, role: str, begin: int, end: int, detail: str = "") -> Finding:
+    def finding(self, kind: damages.FindingKind, role: str, begin: int, end: int, detail: str = "") -> Finding:
         written = written_by(self.shard, begin, end, self.data_parallel)
         detail = ", ".join(filter(None, (detail, written)))
         return Finding(kind, self.shard.streams[role].array, self.shard.label, begin, end, detail)
@@ -92,7 +92,7 @@ def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) ->
     return f"slice {first} of {data_parallel}" if first == last else f"slices {first} to {last} of {data_parallel}"
 
 
-def judge(shard: Shard, runs: Runs, found: Checkpoint) -> Iterator[Finding]:
+def judge(shard: Shard, runs: OddRuns, found: Checkpoint) -> Iterator[Finding]:
     """What is wrong with a shard."""
     view = View(shard, runs, found)
     for function in JUDGES:
@@ -101,7 +101,7 @@ def judge(shard: Shard, runs: Runs, found: Checkpoint) -> Iterator[Finding]:
 
 def _limited(findings: list[Finding]) -> list[Finding]:
     """Of each array as many as can be shown; more are one, from the first to the last."""
-    by_array: dict[tuple[damages.Kind, str], list[Finding]] = {}
+    by_array: dict[tuple[damages.FindingKind, str], list[Finding]] = {}
     for finding in findings:
         by_array.setdefault((finding.kind, finding.array), []).append(finding)
     return [finding for own in by_array.values() for finding in (own if len(own) <= MOST_FINDINGS else [_hull(own)])]
@@ -191,7 +191,7 @@ def denormal_run(view: View) -> Iterator[Finding]:
             yield view.finding(damages.DENORMAL_RUN, role, begin, end)
 
 
-def _wrong(view: View, kind: damages.Kind, role: str, bit: int) -> Iterator[Finding]:
+def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
     """The elements with a bit; those that lie near to each other as one range."""
     if not view.shard.has_rows:
         return  # padding can hold anything
@@ -232,7 +232,7 @@ def checksums(found: Checkpoint, pieces: list[PartRead]) -> Iterator[Finding]:
         yield Finding(damages.BAD_FILE, arrays.get((record.path, record.offset), record.path), detail=detail)
 
 
-def has_no_moments(shard: Shard, runs: Runs) -> bool:
+def has_no_moments(shard: Shard, runs: OddRuns) -> bool:
     """Whether both moments of all elements are zero."""
     return set(MOMENTS) <= shard.streams.keys() and stretches(runs, BOTH) == [(0, shard.numel)]
 
@@ -254,7 +254,7 @@ def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Find
                 yield Finding(kind, shard.streams[role].array, shard.label, 0, shard.numel, detail)
 
 
-def _kind_of_empty(shard: Shard, whole_parameter: bool, all_parameters: bool) -> damages.Kind:
+def _kind_of_empty(shard: Shard, whole_parameter: bool, all_parameters: bool) -> damages.FindingKind:
     """A shard without moments. Alone among the shards of its parameter it can be padding of the vocabulary."""
     if all_parameters:
         return damages.NO_MOMENTS

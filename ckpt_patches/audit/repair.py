@@ -1,4 +1,4 @@
-"""Mend what can be mended, in a copy: a plan, which says what cannot be before anything is written, and its execution.
+"""Repair what can be repaired, in a copy: a plan, which says what cannot before anything is written, and its execution.
 
 Lost masters come from the model's own weights, which are rounded. Lost moments come from an older checkpoint, or are
 reset: a lost first moment to zero, a lost square together with its first moment, because a mean without its
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import damages, records
+from ckpt_patches.audit import checksums, damages
 from ckpt_patches.audit.audit import WHOLE, Report, audit, repaired_list
 from ckpt_patches.audit.blocks import as_float32
 from ckpt_patches.audit.checkpoint import (
@@ -38,7 +38,7 @@ from ckpt_patches.formats.zarr import LOCKS
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements
 
-# What can be mended, of a master or of a moment; what is not listed cannot.
+# What can be repaired, of a master or of a moment; what is not listed cannot.
 IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE)
 IN_MOMENTS = (
     damages.LOST_MOMENT,
@@ -73,7 +73,7 @@ class Plan:
 
 
 def plan(report: Report, older: Report | None) -> Plan:
-    """How each finding of a report is mended."""
+    """How each finding of a report is repaired."""
     places = {
         (stream.array, shard.label): (shard, role)
         for shard in report.checkpoint.shards
@@ -96,7 +96,7 @@ def plan(report: Report, older: Report | None) -> Plan:
 
 
 def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) -> str:
-    """Why a finding with a range cannot be mended; empty if it can."""
+    """Why a finding with a range cannot be repaired; empty if it can."""
     kinds = {MASTER: (*IN_MASTER, *CHUNKS), EXP_AVG: (*IN_MOMENTS, *CHUNKS), EXP_AVG_SQ: (*IN_MOMENTS, *CHUNKS)}
     if finding.kind not in kinds.get(role, ()):
         return finding.kind.remedy
@@ -143,10 +143,10 @@ def _fills(shard: Shard, role: str, begin: int, end: int, older: Report | None) 
 
 
 def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> Plan:
-    """Audit, plan, and write the mended copy; its audit is clean, or it is not there.
+    """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
     Raises:
-        UserError: the checkpoint is whole, or something in it cannot be mended, or the output is there already.
+        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
     """
     if output.exists():
         raise UserError(f"{output}: expected a name for a new folder, found that it exists")
@@ -165,7 +165,7 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> P
         result = audit(temporary, workers=workers)
         if result.verdict != WHOLE:
             found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
-            raise UserError(f"{path} cannot be repaired: the mended copy still has {', '.join(sorted(found))}")
+            raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
         os.replace(repaired_list(temporary), repaired_list(output))
     return made
 
@@ -203,7 +203,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, path: Path
             _fill(moved, source, begin, min(begin + AT_A_TIME, fill.end))
     for record in found.records:
         if (own := _moved(record.path, path, copy)) in changed:
-            records.update_checksum(record._replace(path=own))
+            checksums.update_checksum(record._replace(path=own))
 
 
 def replace_paths(stream: Stream, path: Path, copy: Path) -> Stream:

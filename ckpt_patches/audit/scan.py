@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckpt_patches.audit import blocks
 from ckpt_patches.audit.checkpoint import Extent, Shard, Stream
-from ckpt_patches.audit.records import PartRead
+from ckpt_patches.audit.checksums import PartRead
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
@@ -24,7 +24,7 @@ QUICK_SPAN = 1024 * BLOCK  # fewer in all are not worth a second process
 MAX_RUNS = 100_000  # kept of a span, the longest ones, so that memory is bounded whatever the checkpoint holds
 
 
-class Runs(NamedTuple):
+class OddRuns(NamedTuple):
     """Neighbouring elements with the same odd code, in order."""
 
     begin: npt.NDArray[np.int64]
@@ -49,20 +49,20 @@ class Span(NamedTuple):
 class Found(NamedTuple):
     """What a worker found in a span."""
 
-    runs: Runs
+    runs: OddRuns
     pieces: list[PartRead]
 
 
 def scan(
     shards: list[Shard], workers: int, progress: Callable[[int], None], checked: frozenset[str], pieces: list[PartRead]
-) -> Iterator[Runs]:
+) -> Iterator[OddRuns]:
     """The odd runs of every shard in turn, so that no more than one shard's are in memory.
 
     `progress` is told how many bytes have been read; the checksums of what was read of files in `checked` are
     added to `pieces`.
     """
     number = done = 0
-    parts: list[Runs] = []
+    parts: list[OddRuns] = []
     for span, found in _look_at_all(list(_spans(shards, checked)), workers):
         while number < span.shard:
             yield joined(parts)
@@ -151,48 +151,48 @@ def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
         return BlockReader(stream, end - begin, files, checked=False).read(begin, end)
 
 
-def runs_of(code: blocks.Codes, begin: int) -> Runs:
+def runs_of(code: blocks.Codes, begin: int) -> OddRuns:
     """The odd runs of a block that begins at an element."""
     edges = np.flatnonzero(np.diff(code)) + 1
     starts = np.concatenate([[0], edges]).astype(np.int64)
     ends = np.concatenate([edges, [len(code)]]).astype(np.int64)
     own = code[starts]
     odd = own != 0
-    return Runs(starts[odd] + begin, ends[odd] + begin, own[odd])
+    return OddRuns(starts[odd] + begin, ends[odd] + begin, own[odd])
 
 
-def joined(parts: list[Runs]) -> Runs:
+def joined(parts: list[OddRuns]) -> OddRuns:
     """All parts, which are in order; runs that go on in the next part are made one."""
     if not parts:
-        return Runs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint16))
+        return OddRuns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint16))
     begin, end, code = (np.concatenate(column) for column in zip(*parts, strict=True))
     cut = (begin[1:] != end[:-1]) | (code[1:] != code[:-1])
     any_run = np.full(min(len(begin), 1), True)
     first, last = np.concatenate([any_run, cut]), np.concatenate([cut, any_run])
-    return Runs(begin[first], end[last], code[first])
+    return OddRuns(begin[first], end[last], code[first])
 
 
-def without(runs: Runs, ranges: Iterable[tuple[int, int]], bits: int) -> Runs:
+def without(runs: OddRuns, ranges: Iterable[tuple[int, int]], bits: int) -> OddRuns:
     """The runs, less these bits in these ranges of elements."""
     for low, high in ranges:
         parts = [_within(runs, 0, low), _within(runs, low, high), _within(runs, high, np.iinfo(np.int64).max)]
         parts[1] = parts[1]._replace(code=parts[1].code & np.uint16(0xFFFF ^ bits))
         runs = joined(parts)
-        runs = Runs(*(column[runs.code > 0] for column in runs))
+        runs = OddRuns(*(column[runs.code > 0] for column in runs))
     return runs
 
 
-def _within(runs: Runs, low: int, high: int) -> Runs:
+def _within(runs: OddRuns, low: int, high: int) -> OddRuns:
     begin, end = np.clip(runs.begin, low, high), np.clip(runs.end, low, high)
-    return Runs(*(column[begin < end] for column in (begin, end, runs.code)))
+    return OddRuns(*(column[begin < end] for column in (begin, end, runs.code)))
 
 
-def longest(runs: Runs) -> Runs:
+def longest(runs: OddRuns) -> OddRuns:
     """At most so many as are kept."""
     if len(runs.begin) <= MAX_RUNS:
         return runs
     kept = np.sort(np.argpartition(-runs.length, MAX_RUNS)[:MAX_RUNS])
-    return Runs(*(column[kept] for column in runs))
+    return OddRuns(*(column[kept] for column in runs))
 
 
 def rows_of(shape: tuple[int, ...]) -> int:

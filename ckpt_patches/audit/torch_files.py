@@ -10,7 +10,7 @@ from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED
 
 
-def read(path: Path, found: Checkpoint, damage: damages.Kind = damages.BAD_FILE) -> Any:
+def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
     """What a file holds, and its checksums to the checkpoint's; None, and a finding, if it cannot be read."""
     try:
         file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins

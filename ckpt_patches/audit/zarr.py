@@ -73,7 +73,7 @@ def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
     return stream, nbytes >= array.chunk_bytes
 
 
-def _whole_chunk(kind: damages.Kind, array: Array, label: str, detail: str) -> Finding:
+def _whole_chunk(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
     return Finding(kind, array.name, label, 0, math.prod(array.chunks), detail)
 
 
