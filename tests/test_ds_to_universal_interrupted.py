@@ -118,6 +118,23 @@ def test_a_changed_checkpoint_is_not_taken_up_again(source: Path, tmp_path: Path
     ours(copy, output)
 
 
+def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin an output folder together; one would take the other's file away before it has its name."""
+    replace, folders = os.replace, [OutputFolder(tmp_path / "universal", "same") for _ in range(2)]
+
+    def first_the_other_one(temporary: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        folders[1].begin()
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(os, "replace", first_the_other_one)
+    folders[0].begin()
+    assert os.listdir(tmp_path / "universal.unfinished") == [FINGERPRINT]
+
+
 def interrupted(source: Path, output: Path) -> None:
     killed(source, output, 40)
     assert whole_files(output)

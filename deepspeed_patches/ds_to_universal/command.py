@@ -89,6 +89,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails",
     )
+    parser.add_argument(
+        "--group",
+        default="",
+        metavar="RANK/SIZE|none",
+        help="convert as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)",
+    )
     parser.add_argument("--json", action="store_true", help="print a summary for programs")
 
 
@@ -101,6 +107,7 @@ def _chosen(options: argparse.Namespace) -> Options:
         inject_missing_state=options.inject_missing_state,
         trust_checkpoint=options.trust_checkpoint,
         sync=options.sync,
+        group=options.group,
     )
 
 

@@ -10,7 +10,8 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.progress import Progress
 from deepspeed_patches.ds_to_universal import checkpoint, upstream
 from deepspeed_patches.ds_to_universal.group import Group
-from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint
+from deepspeed_patches.ds_to_universal.meeting import Meeting
+from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint, meeting_folder
 from deepspeed_patches.ds_to_universal.outputs import Output, Plan
 from deepspeed_patches.ds_to_universal.plan import plan
 from deepspeed_patches.ds_to_universal.sources import Access
@@ -31,6 +32,7 @@ class Options:
     strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
     inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
     trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
+    group: str = ""  # '3/16': convert as process 3 of 16; 'none': alone; otherwise as the launcher says
     sync: bool = True  # have every file on the disk before it gets its name: for power failures
 
 
@@ -59,7 +61,8 @@ def convert(
 ) -> Summary:
     """Convert a ZeRO checkpoint folder (`OUT/global_step10`) to a universal one, with `latest_universal` beside it.
 
-    Under torchrun or srun every process does its share. `begin` is when the program began, on time.monotonic's clock.
+    Under torchrun, srun or mpirun every process does its share. `begin` is when the program began, on
+    time.monotonic's clock.
 
     Raises:
         UserError: the checkpoint is damaged or of a kind that is not converted here, the output folder exists, the disk
@@ -67,18 +70,24 @@ def convert(
     """
     begin = time.monotonic() if begin is None else begin
     options = options or Options()
-    group = Group.of(os.environ)
-    planned, folder = prepare(Path(input_folder), Path(output_folder), options)
-    if group.rank == 0:
-        for warning in planned.warnings:
-            warn(warning)
-    own = shares(planned.outputs, group.size)[group.rank]
-    left = folder.missing(own)
-    folder.begin()
-    planning = time.monotonic() - begin
-    workers = _run(planned, folder, options, left, group)
-    if group.rank == 0:
-        folder.finish(planned, sync=options.sync)
+    group = Group.of(os.environ, options.group)
+    if group.note:
+        warn(group.note)
+    with Meeting(group, meeting_folder(Path(output_folder))) as meeting:
+        planned, folder = prepare(Path(input_folder), Path(output_folder), options)
+        meeting.check()
+        if group.rank == 0:
+            for warning in planned.warnings:
+                warn(warning)
+        own = shares(planned.outputs, group.size)[group.rank]
+        left = folder.missing(own)
+        folder.begin()
+        planning = time.monotonic() - begin
+        workers = _move(planned, folder, options, left, meeting)
+        if group.rank == 0:
+            meeting.wait_for_shares()
+            folder.finish(planned, sync=options.sync)
+        meeting.finish()
     seconds = time.monotonic() - begin
     nbytes = sum(output.nbytes for output in left)
     return Summary(
@@ -111,19 +120,18 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
     return planned, folder
 
 
-def _run(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], group: Group) -> int:
-    """Move the bytes, and wait for the other processes of the group; how many workers did it."""
+def _move(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], meeting: Meeting) -> int:
+    """Move the bytes; how many workers did it."""
     paths = [file.path for file in planned.files]
     job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync)
     # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
-    count = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
-    count = worker_count(left, count)
-    error = ""
-    try:
-        with Progress(sum(output.nbytes for output in left)) as progress:
-            write_all(left, job, count, progress.show, Progress.INTERVAL)
-    except UserError as raised:
-        error = str(raised)
-    if not group.all_succeeded(not error):
-        raise UserError(error or "another process of this conversion has failed; its own output says why")
+    most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
+    count = worker_count(left, most)
+    with Progress(sum(output.nbytes for output in left)) as progress:
+
+        def show(nbytes: int) -> None:
+            progress.show(nbytes)
+            meeting.check()
+
+        write_all(left, job, count, show, Progress.INTERVAL)
     return count

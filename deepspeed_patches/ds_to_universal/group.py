@@ -1,13 +1,18 @@
-"""The processes that convert together, started by torchrun or srun, on one machine or several."""
+"""The processes that convert together, started by a launcher, on one machine or several."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 from ckpt_patches.errors import UserError
 
-LONGEST = timedelta(days=1)  # that a process may wait for the slowest
+ALONE = "none"
+# By launcher: the variables that say a process's rank and how many there are, and one that it alone sets. A pod's
+# environment has RANK and WORLD_SIZE without torchrun, and a batch script SLURM_PROCID without srun.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+}
 
 
 @dataclass(frozen=True)
@@ -16,37 +21,36 @@ class Group:
 
     rank: int = 0
     size: int = 1
+    note: str = ""  # for the user: what this process takes itself for, and why
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Group":
-        """By torch.distributed's variables, or by those that srun sets for a task (a batch script alone has none).
+    def of(cls, environment: Mapping[str, str], chosen: str = "") -> "Group":
+        """By what the user has chosen, `3/16` or `none`, and otherwise by the launcher that has started this process.
 
         Raises:
-            UserError: srun has started tasks on several machines, and nobody says where they meet.
+            UserError: rank and size are no numbers, or the rank is not below the size.
         """
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            return cls(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
-        size = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
-        if size == 1 or "SLURM_PROCID" not in environment:
+        if chosen == ALONE:
             return cls()
-        if "MASTER_ADDR" not in environment and environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
-            raise UserError(
-                "srun does not say where tasks on several machines meet: export "
-                'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" and MASTER_PORT'
-            )
-        return cls(int(environment["SLURM_PROCID"]), size)
+        if chosen:
+            return _numbered(*chosen.partition("/")[::2], f"--group {chosen}")
+        for launcher, (rank, size, own) in LAUNCHERS.items():
+            if {rank, size, own} <= environment.keys():
+                return _numbered(environment[rank], environment[size], f"{launcher}'s {rank} and {size}")
+        rank, size, _ = (environment.get(name, "") for name in LAUNCHERS["torchrun"])
+        if not rank or size in ("", "1"):
+            return cls()
+        return cls(
+            note=f"RANK={rank} and WORLD_SIZE={size} are set, but not by torchrun, srun or mpirun: this process "
+            f"converts the whole checkpoint; --group {rank}/{size} makes it one of {size} that do it together"
+        )
 
-    def all_succeeded(self, success: bool) -> bool:
-        """The one barrier: wait for all processes, and learn whether every one has succeeded."""
-        if self.size == 1:
-            return success
-        import torch
-        import torch.distributed as dist
 
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        dist.init_process_group("gloo", rank=self.rank, world_size=self.size, timeout=LONGEST)
-        successes = torch.tensor([int(success)])
-        dist.all_reduce(successes, op=dist.ReduceOp.MIN)
-        dist.destroy_process_group()
-        return bool(successes.item())
+def _numbered(rank: str, size: str, said_by: str) -> Group:
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise UserError(
+            f"expected a process's number and how many there are, like 0/16, found {rank}/{size}: {said_by}"
+        )
+    if size == "1":
+        return Group()
+    return Group(int(rank), int(size), f"process {rank} of {size}, counted from 0, by {said_by}")

@@ -28,6 +28,12 @@ def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
     return hashlib.sha256(data.encode()).hexdigest()
 
 
+def meeting_folder(folder: Path) -> Path:
+    """Where the processes of a group meet that write an output folder together."""
+    final = Path(os.path.realpath(folder))
+    return final.with_name(f"{final.name}.group")
+
+
 class OutputFolder:
     """Where the output goes: `working` while it is written, `final` in the end."""
 
@@ -126,7 +132,7 @@ def _link(file: Path, name: Path) -> None:
 
 
 def _write_at_once(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    temporary = path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name}")
     write_durably(temporary, data)
     os.replace(temporary, path)
     sync_folder(path.parent)

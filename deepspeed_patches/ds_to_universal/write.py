@@ -49,6 +49,8 @@ class Writer:
         memory = pages(max(job.bytes_in_flight, 2 * PAGE))
         half = len(memory) // PAGE // 2 * PAGE
         self.buffer, self.rows = memory[:half], memory[half:]
+        # By chance and not by process: those of two containers have the same numbers.
+        self._temporary = f"{TEMPORARY}{os.urandom(4).hex()}-"
         self._unnamed: list[tuple[NewFile, str, str]] = []  # with their temporary names, and their own
         self._folders: set[str] = set()  # that are there
 
@@ -60,7 +62,7 @@ class Writer:
         """
         path = f"{self.job.folder}/{output.name}"  # of a `Path` this takes as long as to write a small file
         folder, _, name = path.rpartition("/")
-        temporary = f"{folder}/{TEMPORARY}{os.getpid()}-{name}"
+        temporary = f"{folder}/{self._temporary}{name}"
         with reported(path):
             if folder not in self._folders:
                 os.makedirs(folder, exist_ok=True)

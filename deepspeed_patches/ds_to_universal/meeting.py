@@ -1,0 +1,226 @@
+"""Where the processes of a group meet: a folder beside the output, in which each of them has one small file.
+
+The first process reads the files of all others, and they read its one: what it has heard of one it tells to all.
+
+What a file says is trusted only if it repeats what its reader calls itself in this run, a random token: then it was
+written after the reader had begun, and not by a conversion before this one, whose files may still be there. So a
+process answers with the tokens that it has seen, and one that fails stays until it was heard, for some time.
+
+A file changes at least every `BEAT` seconds. Its reader notices, on its own clock, whether it does: neither the clocks
+of machines nor what a network file system says of a file's time need agree. A file is always replaced as a whole;
+network file systems show that of a name that they know when it is opened, and a new name within a minute.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from ckpt_patches.errors import UserError
+from deepspeed_patches.ds_to_universal.group import Group
+
+BEAT = 10.0  # seconds between two signs of life
+# Seconds without one after which a process is taken for dead: twice the minute for which a network file system may show
+# what it has in its cache, and twelve signs.
+SILENT = 120.0
+ABSENT = 600.0  # seconds that a process that has done its share waits for one that has never given a sign
+HEARD = 30.0  # seconds for which one that ends stays at most, so that all others hear why
+A_MOMENT = 0.05  # seconds between two looks at what the thread has heard
+SHORTEST, LONGEST = 0.02, 0.5  # seconds between two looks at the files; it grows
+A_LOOK = 0.002  # seconds between two looks for each file that is looked at: one process must not keep a disk busy
+
+RUNNING, DONE, FAILED, FINISHED = "running", "done", "failed", "finished"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a process says."""
+
+    token: str  # what it calls itself in this run
+    heard: dict[str, str]  # by rank, the tokens that it has seen
+    state: str = RUNNING
+    failed: int = 0  # the rank of the process that failed, if one has
+    message: str = ""
+    gone: bool = False  # it says nothing more
+    beat: int = 0
+
+
+class OthersFailed(UserError):
+    """Another process of this conversion has failed."""
+
+    def __init__(self, rank: int, size: int, message: str) -> None:
+        super().__init__(f"process {rank} of {size}, counted from 0, has failed: {message}")
+        self.rank, self.message = rank, message
+
+
+class Meeting:
+    """This process among the others of its group. Where it is alone, nothing is done.
+
+    When the block is left by an exception, the others are told of it.
+    """
+
+    def __init__(self, group: Group, folder: Path) -> None:
+        self._group, self._folder = group, folder
+        self._own = Marker(os.urandom(8).hex(), {})
+        everybody_else = [rank for rank in range(group.size) if rank != group.rank]
+        self._others = everybody_else if group.rank == 0 else [0]  # whom it hears
+        # The markers that are trusted, and when they came, by this process's clock.
+        self._seen: dict[int, tuple[Marker, float]] = {}
+        self._written: Marker | None = None
+        self._at = 0.0  # when it was written
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._news = threading.Event()  # this process has something to say
+        self._thread = threading.Thread(target=self._keep_talking, daemon=True)
+
+    def __enter__(self) -> "Meeting":
+        if self._others:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._others:
+            return
+        if error is not None:
+            self._say(FAILED, *self._reason(error))
+        try:
+            if error is None or isinstance(error, Exception):  # after Ctrl-C nothing is waited for
+                self._until_heard()
+        finally:
+            self._end()
+
+    def _reason(self, error: BaseException) -> tuple[int, str]:
+        """Which process failed, and at what."""
+        if isinstance(error, OthersFailed):
+            return error.rank, error.message
+        if isinstance(error, UserError | OSError):
+            return self._group.rank, str(error)
+        if isinstance(error, KeyboardInterrupt):
+            return self._group.rank, "it was interrupted"
+        return self._group.rank, f"{type(error).__name__} {str(error).rpartition(os.linesep)[2]}".strip()
+
+    def check(self) -> None:
+        """That all is well with the others.
+
+        Raises:
+            OthersFailed: one has failed, or gives no sign of life any more.
+        """
+        now = time.monotonic()
+        for rank, (marker, at) in self._heard_of().items():
+            if marker.state == FAILED:
+                raise OthersFailed(marker.failed, self._group.size, marker.message)
+            if not marker.gone and now - at > SILENT:
+                raise OthersFailed(rank, self._group.size, f"there was no sign of it for {SILENT:.0f} s")
+
+    def _heard_of(self) -> dict[int, tuple[Marker, float]]:
+        with self._lock:
+            return dict(self._seen)
+
+    def wait_for_shares(self) -> None:
+        """Of the first process: until all others have done their shares.
+
+        Raises:
+            OthersFailed: one has not.
+        """
+        self._wait(DONE)
+
+    def finish(self) -> None:
+        """Of the first process: tell the others that the output is complete. Of the others: wait until they are told.
+
+        Raises:
+            OthersFailed: the output does not become complete.
+        """
+        if self._group.rank == 0:
+            self._say(FINISHED)
+        else:
+            self._say(DONE)
+            self._wait(FINISHED)
+
+    def _wait(self, state: str) -> None:
+        begin = time.monotonic()
+        while True:
+            self.check()
+            heard_of = self._heard_of()
+            absent = [rank for rank in self._others if rank not in heard_of]
+            if not absent and all(marker.state == state for marker, _ in heard_of.values()):
+                return
+            if absent and time.monotonic() - begin > ABSENT:
+                raise OthersFailed(absent[0], self._group.size, f"there was never a sign of it, for {ABSENT:.0f} s")
+            time.sleep(A_MOMENT)
+
+    def _until_heard(self) -> None:
+        """Stay until the others know how it ended here; the first process is the last to leave."""
+        until = time.monotonic() + HEARD
+        while not self._is_heard() and time.monotonic() < until:
+            time.sleep(A_MOMENT)
+
+    def _is_heard(self) -> bool:
+        """Whether all others know, or cannot hear any more. When they know it from the first process they are gone."""
+        now, heard_of = time.monotonic(), self._heard_of()
+        return all(rank in heard_of for rank in self._others) and all(
+            marker.gone or now - at > SILENT or (self._group.rank != 0 and marker.state in (FAILED, FINISHED))
+            for marker, at in heard_of.values()
+        )
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._news.set()
+        self._thread.join()
+        if self._group.rank == 0 and self._is_heard():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            with self._lock:
+                self._own = replace(self._own, gone=True)
+            self._write()
+
+    def _say(self, state: str, failed: int = 0, message: str = "") -> None:
+        with self._lock:
+            self._own = replace(self._own, state=state, failed=failed, message=message)
+        self._news.set()
+
+    def _keep_talking(self) -> None:
+        """In a thread: listen, answer, and give signs of life, also while this process reads or plans."""
+        wait = SHORTEST
+        while not self._ended.is_set():
+            self._listen()
+            if self._own != self._written or time.monotonic() - self._at > BEAT:
+                self._write()
+            self._news.wait(wait + A_LOOK * len(self._others))
+            self._news.clear()
+            wait = min(2 * wait, LONGEST)
+
+    def _listen(self) -> None:
+        for rank in self._others:
+            found = _read(self._folder / str(rank))
+            if found is None:
+                continue
+            with self._lock:
+                if self._own.heard.get(str(rank)) != found.token:
+                    self._own = replace(self._own, heard={**self._own.heard, str(rank): found.token})
+                answers = found.heard.get(str(self._group.rank)) == self._own.token
+                if answers and (rank not in self._seen or self._seen[rank][0] != found):
+                    self._seen[rank] = found, time.monotonic()
+
+    def _write(self) -> None:
+        """What cannot be written now is written later; if it never can be, the others hear no sign."""
+        temporary = self._folder / f".{self._group.rank}-{self._own.token}"
+        with self._lock:
+            own = self._own = replace(self._own, beat=self._own.beat + 1)
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(asdict(own)))
+            os.replace(temporary, self._folder / str(self._group.rank))
+            self._written, self._at = own, time.monotonic()
+
+
+def _read(path: Path) -> Marker | None:
+    """What a process says; None if there is nothing, or nothing that can be read."""
+    try:
+        return Marker(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
