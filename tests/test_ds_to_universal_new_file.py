@@ -2,14 +2,20 @@
 
 import errno
 import os
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_patches.ds_to_universal import Options, convert, file_systems
+from deepspeed_patches.ds_to_universal.file_systems import Direct, file_system, type_of
 from deepspeed_patches.ds_to_universal.new_file import PAGE, WORTH_IT, NewFile, pages
+from universal import files, parallel
 
 PIECES = st.lists(st.integers(0, 2 * WORTH_IT), max_size=6)
 
@@ -67,3 +73,101 @@ def test_a_disk_with_other_pages(tmp_path: Path) -> None:
 def test_other_errors_are_raised(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         NewFile(tmp_path / "none" / "file", pages(PAGE), direct=True)
+
+
+# Where files are written past the page cache
+
+# Of machines with these file systems: how their lines look, with optional fields and without, is from their manuals.
+MOUNTS = """
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard
+30 27 259:1 / /local rw,noatime - xfs /dev/nvme0n1p1 rw,attr2,inode64
+31 27 0:40 / /scratch rw,noatime - lustre 10.0.0.1@o2ib:10.0.0.2@o2ib:/scratch rw,flock,lazystatfs
+32 27 0:41 / /gpfs/fs0 rw,relatime - gpfs fs0 rw
+33 27 0:42 /export/home /home rw,relatime shared:7 - nfs4 server:/export/home rw,vers=4.2,hard
+34 27 0:43 / /data\\040set rw,nosuid - nfs server:/data rw,vers=3
+35 27 0:44 / /bucket rw,nosuid,nodev - fuse.gcsfuse bucket rw,user_id=0
+36 27 0:45 / /sshfs rw,nosuid,nodev - fuse.sshfs host:/ rw
+37 27 0:46 / /weka rw,relatime - wekafs default rw
+38 27 0:47 / / rw,relatime - overlay overlay rw,lowerdir=/a,upperdir=/b
+39 27 0:48 / /beegfs rw - beegfs beegfs_nodev rw
+40 27 253:3 /volumes/pvc-1 /checkpoints rw,relatime - ext4 /dev/mapper/pool rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ((254, 0), "ext4"),
+        ((259, 1), "xfs"),
+        ((0, 40), "lustre"),
+        ((0, 41), "gpfs"),
+        ((0, 42), "nfs4"),
+        ((0, 43), "nfs"),
+        ((0, 44), "fuse.gcsfuse"),
+        ((0, 45), "fuse.sshfs"),
+        ((0, 46), "wekafs"),
+        ((0, 47), "overlay"),
+        ((0, 48), "beegfs"),
+        ((253, 3), "ext4"),
+        ((0, 99), ""),
+    ],
+)
+def test_the_type_of_a_mounted_file_system(device: tuple[int, int], expected: str, monkeypatch: Any) -> None:
+    assert type_of(os.makedev(*device), MOUNTS) == expected
+    monkeypatch.setattr(file_systems, "file_system", lambda _: expected)
+    directly = file_systems.writes_directly(Path("/output"), "auto", sync=True)
+    assert directly == (expected in ("ext4", "xfs"))
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """On what the tests run on, and in memory."""
+    if request.param == "disk":
+        yield tmp_path
+    elif not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+            yield Path(name)
+
+
+def type_by_df(folder: Path) -> str:
+    command = ["df", "--output=fstype", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def test_the_type_of_a_file_system_that_is_here(folder: Path) -> None:
+    assert file_system(folder / "not" / "there yet") == type_by_df(folder)
+
+
+def test_without_proc_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "mountinfo")
+    assert file_system(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("direct", "sync"), [("auto", True), ("auto", False), ("on", True), ("on", False), ("off", True)]
+)
+def test_files_are_written_as_asked_for(
+    direct: Direct, sync: bool, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the flags that workers open files with; where the file system refuses them, through the page cache."""
+    local = type_by_df(folder) in ("ext4", "xfs")
+    expected = {"on": True, "off": False, "auto": local and sync}[direct]
+    log, opened = tmp_path_factory.mktemp("log") / "log", os.open
+
+    def logging(path: Any, flags: int, *mode: int, **keywords: Any) -> int:
+        if ".unfinished-" in str(path) and str(path).endswith("fp32.pt"):
+            with open(log, "a") as file:
+                file.write(f"{bool(flags & os.O_DIRECT)}\n")
+        return opened(path, flags, *mode, **keywords)
+
+    monkeypatch.setattr(os, "open", logging)
+    source = parallel("megatron")["megatron"]
+    convert(source, folder / "universal", Options(workers=1, direct=direct, sync=sync), warn=pytest.fail)
+    assert (log.read_text().splitlines()[0] == "True") == expected
+    monkeypatch.undo()
+    plain = tmp_path_factory.mktemp("plain") / "universal"
+    convert(source, plain, Options(workers=1, direct="off"))
+    assert files(folder / "universal") == files(plain)

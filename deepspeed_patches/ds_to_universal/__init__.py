@@ -6,7 +6,7 @@ The way of a conversion, by modules: `command`, `convert`; `upstream` with `synt
 converter does), `checkpoint`
 with `folder` (the headers, as `records`); `plan` with `fragments`, `merge`, `rules`, `layout` (pure: which bytes go
 where, as `outputs`); `output` (the unfinished folder, and how it becomes the finished one); `workers`, `write` with
-`sources`, `new_file`, `arithmetic` (the bytes); `group`, `meeting` (several machines).
+`sources`, `new_file`, `file_systems`, `arithmetic` (the bytes); `group`, `meeting` (several machines).
 """
 
 from deepspeed_patches.ds_to_universal.convert import Options, Summary, convert

@@ -11,6 +11,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import TRUST
 from ckpt_patches.processes import WorkerDefect
 from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
+from deepspeed_patches.ds_to_universal.file_systems import LOCAL
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
 EPILOG = (
@@ -84,6 +85,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--access", choices=("read", "mmap"), default="read", help="read ranges of the files, or map them into memory"
     )
     parser.add_argument(
+        "--direct",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help=f"write past the page cache (default: on {' and '.join(LOCAL)}, but not with --no_sync)",
+    )
+    parser.add_argument(
         "--no_sync",
         dest="sync",
         action="store_false",
@@ -106,6 +113,7 @@ def _chosen(options: argparse.Namespace) -> Options:
         strict=options.strict,
         inject_missing_state=options.inject_missing_state,
         trust_checkpoint=options.trust_checkpoint,
+        direct=options.direct,
         sync=options.sync,
         group=options.group,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt_patches.errors import UserError
 from ckpt_patches.progress import Progress
 from deepspeed_patches.ds_to_universal import checkpoint, upstream
+from deepspeed_patches.ds_to_universal.file_systems import Direct, writes_directly
 from deepspeed_patches.ds_to_universal.group import Group
 from deepspeed_patches.ds_to_universal.meeting import Meeting
 from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint, meeting_folder
@@ -33,6 +34,7 @@ class Options:
     inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
     trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
     group: str = ""  # '3/16': convert as process 3 of 16; 'none': alone; otherwise as the launcher says
+    direct: Direct = "auto"  # write past the page cache: on local file systems, everywhere, nowhere
     sync: bool = True  # have every file on the disk before it gets its name: for power failures
 
 
@@ -123,7 +125,8 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
 def _move(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], meeting: Meeting) -> int:
     """Move the bytes; how many workers did it."""
     paths = [file.path for file in planned.files]
-    job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync)
+    direct = writes_directly(folder.working, options.direct, sync=options.sync)
+    job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync, direct)
     # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
     most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
     count = worker_count(left, most)

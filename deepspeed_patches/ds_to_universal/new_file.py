@@ -1,7 +1,7 @@
-"""Write a new file from its beginning to its end, past the page cache where the file system can do that.
+"""Write a new file from its beginning to its end, past the page cache where that is asked for and can be done.
 
 What is converted is read by other machines next. To copy it into this one's page cache, and to wait until it has gone
-from there to the disk, takes longer than all else.
+from there to the disk, takes longer than all else on a local disk. (`file_systems` says where it is asked for.)
 """
 
 import errno

@@ -34,7 +34,8 @@ class Job:
     paths: list[Path]  # of the checkpoint's files
     access: Access
     bytes_in_flight: int
-    sync: bool = True  # write past the page cache, and have a file on the disk before it gets its name
+    sync: bool = True  # have a file on the disk before it gets its name
+    direct: bool = False  # write past the page cache
 
 
 class Writer:
@@ -67,7 +68,7 @@ class Writer:
             if folder not in self._folders:
                 os.makedirs(folder, exist_ok=True)
                 self._folders.add(folder)
-            file = NewFile(temporary, self.buffer, direct=self.job.sync)
+            file = NewFile(temporary, self.buffer, direct=self.job.direct)
             try:
                 self._fill(file, output)
             except BaseException:
