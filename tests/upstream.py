@@ -32,6 +32,7 @@ from typing import Any
 
 import pytest
 
+import zygotes
 from ckpt_patches.engine.registry import FIXES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -317,15 +318,14 @@ def run(
         raise ValueError(f"expected delivery to be one of none, {', '.join(DELIVERIES)}, found {delivery!r}")
     root = in_place(tree, fixes) if delivery == "in place" else tree
     file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
-    command = [sys.executable, str(file), *map(str, args)]
     environment = environment_for(root, delivery, path)
     if fixes:
         environment["CKPT_PATCHES_SKIP"] = ",".join(FIXES.keys() - set(fixes))
     environment.update(env or {})
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=timeout)
+    done = zygotes.run(file, [*map(str, args)], environment=environment, timeout=timeout)
     if check and done.returncode != 0:
         raise AssertionError(
-            f"{' '.join(command)} on {root} ({delivery}): exit status {done.returncode}\n"
+            f"{' '.join(done.args)} on {root} ({delivery}): exit status {done.returncode}\n"
             f"--- stdout\n{_tail(done.stdout)}\n--- stderr\n{_tail(done.stderr)}"
         )
     return done

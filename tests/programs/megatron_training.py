@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import multiprocessing
 import os
 import sys
 import types
@@ -38,12 +39,21 @@ def spawn(worker: Callable[..., None], ranks: int, *args: object, tensor_paralle
     )
 
 
+def fork_keeper_of_results() -> None:
+    """Fork the process that keeps the results of a save in torch_dist; upstream starts an interpreter on each rank."""
+    with contextlib.suppress(ImportError):  # main may move it
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
 def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, tensor_parallel: int, *args: object) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
     if REAL_GPU:
         torch.cuda.set_device(rank)
+    fork_keeper_of_results()
     dist.init_process_group("cpu:gloo,cuda:nccl" if REAL_GPU else "gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
 

@@ -1,0 +1,111 @@
+"""Import modules once, then become a program again and again: each time a fork of this process runs one.
+
+    zygote.py SOCKET MODULE...
+
+SOCKET is the number of an open file: a socket of packets. When everything is imported, "ready" is sent on it. Each
+request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER, "environment": {NAME: VALUE or null}} with two open
+files for standard output and error. It is answered with the exit status, as subprocess gives it. The packet "kill"
+ends the program before that. So does the end of the socket, which ends this process, too: nothing outlives who asked.
+
+In the child everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there; it ends as an
+interpreter ends. Its process group is its own, and killed when it is gone.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import importlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import types
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+KILL = b"kill"
+MOST = 2**20  # bytes of a packet
+
+
+def main() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests.set_inheritable(False)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) != 1:
+        sys.exit(f"expected no thread but the first, which alone a fork has, after the import of {sys.argv[2:]}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    requests.send(b"ready")
+    become(*wait_for_work(requests))
+
+
+def wait_for_work(requests: socket.socket) -> tuple[str, list[str]]:
+    """In the parent this never returns; in each child it does, with the program and its arguments."""
+    parent = os.getpid()
+    while True:
+        packet, files, _, _ = socket.recv_fds(requests, MOST, 2)
+        if not packet:
+            os._exit(0)
+        if packet == KILL:  # the program ended by itself, in the same moment
+            continue
+        request = json.loads(packet)
+        child = os.fork()
+        if child == 0:
+            requests.close()
+            prepare(request, files, parent)
+            program, *arguments = request["argv"]
+            return program, arguments
+        for file in files:
+            os.close(file)
+        requests.send(str(wait(child, requests)).encode())
+
+
+def wait(child: int, requests: socket.socket) -> int:
+    """The child's exit status, when it has ended, or was ended because a packet came."""
+    ended = os.pidfd_open(child)
+    readable, _, _ = select.select([ended, requests.fileno()], [], [])
+    os.close(ended)
+    wanted = requests.fileno() not in readable or requests.recv(MOST) == KILL
+    os.kill(child, signal.SIGKILL)  # without effect on one that has ended: its process is there until it is waited for
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what it has left behind
+    if not wanted:
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
+    """Make the child the process that was asked for."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number, file in enumerate(files, start=1):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["cwd"])
+    for name, value in request["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def become(program: str, arguments: list[str]) -> None:
+    """Run the program as the main module, and leave the rest, an error in it too, to the interpreter."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=program, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    sys.argv = [program, *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(program))
+    with io.open_code(program) as file:
+        code = compile(file.read(), program, "exec")
+    exec(code, vars(module))
+
+
+if __name__ == "__main__":
+    main()
