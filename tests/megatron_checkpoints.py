@@ -1,16 +1,11 @@
 """Checkpoints that the tests of the audit share: a real training writes each configuration once a session."""
 
-import atexit
-import contextlib
-import fcntl
 import functools
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import shared
 from upstream import run_json, tree
 
 Ranges = dict[str, list[tuple[int, int]]]
@@ -57,37 +52,18 @@ class Written:
 @functools.cache
 def written(configuration: Configuration) -> Written:
     """What the run wrote; the processes of a parallel session share it."""
-    out = shared_folder() / str(configuration)
-    with open(f"{out}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not Path(f"{out}.json").exists():
-            lost = run_json(
-                "megatron_saving", out, *configuration.options(), tree=tree("megatron-core", configuration.version)
-            )
-            Path(f"{out}.json").write_text(json.dumps(lost))
+
+    def write(out: Path) -> None:
+        release = tree("megatron-core", configuration.version)
+        lost = run_json("megatron_saving", out, *configuration.options(), tree=release)
+        (out / "lost.json").write_text(json.dumps(lost))
+
+    out = shared.once(f"megatron-{configuration}", write)
     raced = {
         out / race: {
             what: {array: [(begin, end) for begin, end in ranges] for array, ranges in by_array.items()}
             for what, by_array in found.items()
         }
-        for race, found in json.loads(Path(f"{out}.json").read_text()).items()
+        for race, found in json.loads((out / "lost.json").read_text()).items()
     }
     return Written(sorted(out.glob("iter_*")), raced)
-
-
-@functools.cache
-def shared_folder() -> Path:
-    """One folder a session; the last of its processes removes it."""
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir(), f"ckpt-patches-megatron-{session}")
-    folder.mkdir(exist_ok=True)
-    users = open(folder / "users", "w")  # noqa: SIM115  it is open as long as the process uses the folder
-    fcntl.flock(users, fcntl.LOCK_SH)
-
-    def leave() -> None:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-
-    atexit.register(leave)
-    return folder

@@ -106,9 +106,7 @@ def test_deepspeed_resumes_from_it(kind: str, ranks: int, tmp_path: Path) -> Non
     ours(source, tmp_path / "ours" / kind)
     resumed = {}
     for by in ("upstream", "ours"):
-        name = f"universal_{tmp_path.name}_{by}"
-        (source.parent / name).symlink_to(tmp_path / by / kind)
-        arguments = ("resume", source.parent, name, kind, "--ranks", str(ranks))
+        arguments = ("resume", source.parent, tmp_path / by / kind, kind, "--ranks", str(ranks))
         resumed[by] = run_json("zero_training", *arguments, tree=tree("deepspeed", NEWEST), delivery="hook")
     assert resumed["ours"] == resumed["upstream"]
     assert resumed["ours"]["different"] == []

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import edits
+import shared
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED
 from ckpt_patches.engine.source import Source, function_text
 from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
 from upstream import DELIVERIES, all_releases, environment_for, numbers, releases, run, run_json, tree
-from zero_checkpoints import PERMISSIVE, converted, session_folder, with_layers
+from zero_checkpoints import PERMISSIVE, converted, with_layers
 
 FIX = "torch_load_weights_only"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
@@ -44,11 +45,13 @@ def resumes_from_universal(version: str) -> bool:
 @cache
 def written(version: str, delivery: str = "none") -> Path:
     """Checkpoints of real trainings on 2 ranks, by kind, and what the trainings held when they saved and at the end."""
-    folder = session_folder() / f"own-files-{version}-{delivery}"
-    run("own_files", "write", folder, *KINDS, tree=tree("deepspeed", version), delivery=delivery)
-    for kind in convertible("0.12.0"):
-        with_layers(folder / kind / "global_step2")
-    return folder
+
+    def train(folder: Path) -> None:
+        run("own_files", "write", folder, *KINDS, tree=tree("deepspeed", version), delivery=delivery)
+        for kind in convertible("0.12.0"):
+            with_layers(folder / kind / "global_step2")
+
+    return shared.once(f"own-files-{version}-{delivery}", train)
 
 
 @pytest.mark.compat(fix=FIX)

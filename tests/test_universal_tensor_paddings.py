@@ -93,11 +93,8 @@ def test_resumes_on_another_number_of_ranks(
 ) -> None:
     """From 8 ranks to 2, the same samples a step: the same state, and the losses of the uninterrupted run."""
     source = checkpoints[kind]
-    name = f"universal_{tmp_path.name}"
     assert convert(tmp_path, source, version=version, delivery="hook") == {kind: ""}
-    (source.parent / name).symlink_to(tmp_path / kind)
-
-    arguments = ("resume", source.parent, name, kind, "--ranks", "2")
+    arguments = ("resume", source.parent, tmp_path / kind, kind, "--ranks", "2")
     resumed = run_json("zero_training", *arguments, tree=tree("deepspeed", version), delivery="hook")
     assert resumed["different"] == []
     assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has 8 bits

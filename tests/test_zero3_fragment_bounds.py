@@ -97,9 +97,7 @@ def test_as_a_program(how: str, delivery: str, checkpoint: Path, tmp_path: Path)
 def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     """From 8 ranks to 4, the same samples a step. DeepSpeed cuts what it reads by its length."""
     assert convert(tmp_path, checkpoint, version=WRITER, delivery=delivery) == {"stage3": ""}
-    name = f"universal_{tmp_path.name}"
-    (checkpoint.parent / name).symlink_to(tmp_path / "stage3")
-    arguments = ("resume", checkpoint.parent, name, "stage3", "--ranks", "4")
+    arguments = ("resume", checkpoint.parent, tmp_path / "stage3", "stage3", "--ranks", "4")
     done = run("zero_training", *arguments, tree=tree("deepspeed", WRITER), delivery=delivery, check=False)
     if delivery == "none":
         assert "RuntimeError: The size of tensor a (9) must match the size of tensor b (16)" in done.stderr

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import shared
 from upstream import run, run_json, tree
-from zero_checkpoints import convert, session_folder
+from zero_checkpoints import convert
 
 MODULE = "deepspeed_patches.ds_to_universal"
 
@@ -70,14 +71,17 @@ def both(output: Path, *sources: Path, version: str) -> dict[str, list[str]]:
     return {Path(name).name: different for name, different in found.items()}
 
 
-@functools.cache
 def parallel(*cases: str) -> dict[str, Path]:
     """Checkpoints of tensor- and pipeline-parallel models, written once a session."""
-    out = session_folder() / "parallel"
-    missing = [case for case in cases if not (out / case).exists()]
-    if missing:
-        run("write_parallel_checkpoint", out, *missing, tree=tree("deepspeed", "0.19.8"))
-    return {case: out / case / "global_step7" for case in cases}
+    return {case: _parallel(case) / case / "global_step7" for case in cases}
+
+
+@functools.cache
+def _parallel(case: str) -> Path:
+    def write(out: Path) -> None:
+        run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", "0.19.8"))
+
+    return shared.once(f"parallel-{case}", write)
 
 
 def files(folder: Path) -> dict[str, bytes]:

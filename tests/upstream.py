@@ -12,9 +12,9 @@ releases do not (Megatron-LM: triton) is installed in this environment by hand. 
     CKPT_PATCHES_TEST_MEGATRON_MAIN=... python -m pytest -m compat -k "main- or -main" && python tests/compatibility.py
 """
 
-import atexit
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import re
@@ -32,6 +32,7 @@ from typing import Any
 
 import pytest
 
+import shared
 import zygotes
 from ckpt_patches.engine.registry import FIXES
 
@@ -279,19 +280,15 @@ def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:
 
 @functools.cache
 def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
-    copy = Path(_session_folder(), str(len(os.listdir(_session_folder()))), tree.name)
-    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__", ".git"), symlinks=True)
-    command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
-    return copy
+    def make(folder: Path) -> None:
+        copy = folder / tree.name  # by which its stand-in is known
+        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__", ".git"), symlinks=True)
+        command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
 
-
-@functools.cache
-def _session_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="ckpt-patches-tests-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    what = hashlib.sha256(" ".join([str(tree), *fixes]).encode()).hexdigest()
+    return shared.once(f"in-place-{what[:16]}", make) / tree.name
 
 
 def run(

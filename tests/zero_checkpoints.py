@@ -1,15 +1,13 @@
 """Checkpoints that the tests of the universal converter share, each written once a session, and how to compare them."""
 
-import atexit
 import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import shared
 from upstream import run, run_json, tree
 
 # Up to 0.15 DeepSpeed calls torch.load without weights_only, and dies on torch 2.6 and later before it gets to the bug.
@@ -20,28 +18,36 @@ CRASH = "RuntimeError: narrow(): length must be non-negative."
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
-@functools.cache
 def session_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="ckpt-patches-checkpoints-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    """The one of all processes of a session."""
+    return shared.folder()
 
 
-@functools.cache
 def trained(version: str, *kinds: str) -> dict[str, Path]:
     """Folders that a real training on 8 ranks wrote, by kind; `truth.pt` and `losses.json` lie beside each."""
-    out = session_folder() / f"trained-by-{version}"
-    run("zero_training", "write", out, *kinds, tree=tree("deepspeed", version))
-    return {kind: with_layers(out / kind / "global_step2") for kind in kinds}
+    return {kind: _trained(version, kind) / kind / "global_step2" for kind in kinds}
+
+
+@functools.cache
+def _trained(version: str, kind: str) -> Path:
+    def train(out: Path) -> None:
+        run("zero_training", "write", out, kind, tree=tree("deepspeed", version))
+        with_layers(out / kind / "global_step2")
+
+    return shared.once(f"trained-by-{version}-{kind}", train)
 
 
 @functools.cache
 def dp768() -> dict[str, Path]:
     """The DP=768 checkpoint of the report: `dp768` (stage 1) and `dp768_stage3`."""
-    run("write_dp768_checkpoint", session_folder(), tree=tree("deepspeed", "0.19.8"))
-    folders = {kind: session_folder() / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
-    with_layers(folders["dp768"])
-    return folders
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        run("write_dp768_checkpoint", out, tree=tree("deepspeed", "0.19.8"))
+        with_layers(out / "dp768" / "global_step10")
+
+    out = shared.once("dp768-checkpoints", write)
+    return {kind: out / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
 
 
 def with_layers(folder: Path) -> Path:

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +222,10 @@ def main() -> None:
     for command in (writing, resuming):
         command.add_argument("--ranks", type=int, default=8)
     args = parser.parse_args()
-    args.result = args.folder / "resumed.json"
-    args.result.unlink(missing_ok=True)
-    on_ranks(args)
-    print(args.result.read_text() if args.work is resume else "{}")
+    with tempfile.TemporaryDirectory() as folder:
+        args.result = Path(folder, "resumed.json")
+        on_ranks(args)
+        print(args.result.read_text() if args.work is resume else "{}")
 
 
 if __name__ == "__main__":
