@@ -7,13 +7,16 @@ request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER, "environment": {
 files for standard output and error. It is answered with the exit status, as subprocess gives it. The packet "kill"
 ends the program before that. So does the end of the socket, which ends this process, too: nothing outlives who asked.
 
-In the child everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there; it ends as an
-interpreter ends. Its process group is its own, and killed when it is gone.
+In the child everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there, and that nothing is
+freed at its end, which takes a second for modules that another process has imported. Its process group is its own, and
+is killed when it is gone.
 """
 
+import atexit
 import builtins
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import json
@@ -22,6 +25,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import types
 from typing import Any
 
@@ -39,8 +43,17 @@ def main() -> None:
         sys.exit(f"expected no thread but the first, which alone a fork has, after the import of {sys.argv[2:]}")
     sys.stdout.flush()
     sys.stderr.flush()
+    gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
     requests.send(b"ready")
-    become(*wait_for_work(requests))
+    program, arguments = wait_for_work(requests)
+    try:
+        become(program, arguments)
+    except SystemExit as ended:
+        end(ended.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        end(1)
+    end(None)
 
 
 def wait_for_work(requests: socket.socket) -> tuple[str, list[str]]:
@@ -96,7 +109,7 @@ def prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
 
 
 def become(program: str, arguments: list[str]) -> None:
-    """Run the program as the main module, and leave the rest, an error in it too, to the interpreter."""
+    """Run the program as the main module."""
     module = types.ModuleType("__main__")
     vars(module).update(__file__=program, __builtins__=builtins)
     sys.modules["__main__"] = module
@@ -105,6 +118,18 @@ def become(program: str, arguments: list[str]) -> None:
     with io.open_code(program) as file:
         code = compile(file.read(), program, "exec")
     exec(code, vars(module))
+
+
+def end(code: object) -> None:
+    """End as the interpreter does, with the code of a SystemExit."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 if __name__ == "__main__":
