@@ -16,7 +16,7 @@ def folder() -> Path:
     """One of the run; the last of its processes removes it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     path = Path(tempfile.gettempdir(), f"ckpt-patches-{run}")
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     users = open(path / ".users", "w")  # noqa: SIM115  it is open as long as the process uses the folder
     fcntl.flock(users, fcntl.LOCK_SH)
 

@@ -17,12 +17,12 @@ from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED
 from ckpt_patches.engine.source import Source, function_text
 from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
-from upstream import DELIVERIES, all_releases, environment_for, numbers, releases, run, run_json, tree
+from upstream import DELIVERIES, all_releases, environment_for, numbers, releases, run, run_json, run_pytest, tree
 from zero_checkpoints import PERMISSIVE, converted, with_layers
+from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
 FIX = "torch_load_weights_only"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
-PYTEST = Path(pytest.__file__).parent / "__main__.py"
 
 # The newest with the bug is in every run: unlike that of 0.12.6, its converter knows ZeRO-3.
 NEWEST = "0.15.4"
@@ -168,10 +168,9 @@ def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> No
 @pytest.mark.parametrize("version", releases("deepspeed", newest=NEWEST))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
-    arguments = (UPSTREAM_TEST, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path)
-    root = tree("deepspeed", version)
-    assert "7 failed" in run(PYTEST, *arguments, tree=root, check=False).stdout
-    assert "7 passed" in run(PYTEST, *arguments, tree=root, delivery="hook").stdout
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "rootdir": tmp_path, "imports": DEEPSPEED_MODULES}
+    assert "7 failed" in run_pytest(UPSTREAM_TEST, **on)
+    assert "7 passed" in run_pytest(UPSTREAM_TEST, delivery="hook", **on)
 
 
 # The edits themselves

@@ -1,18 +1,19 @@
 """universal_tensor_paddings: DeepSpeed's own converter on checkpoints whose padding is larger than a partition."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
 from edits import added_lines
-from upstream import DELIVERIES, newest_by_default, numbers, releases, run, run_json, tree
+from upstream import DELIVERIES, newest_by_default, numbers, releases, run, run_json, run_pytest, tree
 from zero_checkpoints import CRASH, PERMISSIVE, convert, converted, differences, dp768, losses, trained
+from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
 FIX = "universal_tensor_paddings"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
-PYTEST = Path(pytest.__file__).parent / "__main__.py"
 
 RELEASES = releases("deepspeed", oldest="0.12.0")
 OLD_WRITER, NEW_WRITER = "0.16.2", "0.19.8"
@@ -116,10 +117,9 @@ def test_stripping_upstream() -> None:
 @pytest.mark.parametrize("version", newest_by_default(RELEASES))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
-    arguments = (UPSTREAM_TEST, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path)
-    root = tree("deepspeed", version)
-    assert "2 failed" in run(PYTEST, *arguments, tree=root, env=PERMISSIVE, check=False).stdout
-    assert "2 passed" in run(PYTEST, *arguments, tree=root, delivery="hook").stdout
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "rootdir": tmp_path, "imports": DEEPSPEED_MODULES}
+    assert "2 failed" in run_pytest(UPSTREAM_TEST, env=PERMISSIVE, **on)
+    assert "2 passed" in run_pytest(UPSTREAM_TEST, delivery="hook", **on)
 
 
 # The edits themselves

@@ -16,10 +16,9 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, FIXES
 from test_reshardable_padding_flag import leaves_the_flag_out
-from upstream import environment_for, newest_by_default, releases, run, tree
+from upstream import PLAIN, environment_for, newest_by_default, releases, run_pytest, tree
 
-PYTEST = Path(pytest.__file__).parent / "__main__.py"
-OPTIONS = ("-q", "-rA", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=line", "-W", "ignore")
+OPTIONS = ("-rA", "--tb=line", "-W", "ignore")
 # A fix of one file and one of two, each on the newest release under test that has the bug; the last in the default run.
 CONTRIBUTIONS = [("zero3_fragment_bounds", "0.19.2"), ("hybrid_offload_reload", "0.16.1")]
 MEGATRON = releases("megatron-core")
@@ -44,9 +43,10 @@ def test_fail_before_and_pass_after(version: str) -> None:
     root = tree("megatron-core", version)
     names = plan_tree(str(root), CORE).named(Outcome.APPLIES)
     files = [file_of(name) for name in names]
-    arguments: list[str | Path] = [*files, *OPTIONS, "--rootdir", files[0].parent]
-    before = by_fix(run(PYTEST, *arguments, tree=root, check=False).stdout)
-    after = by_fix(run(PYTEST, *arguments, tree=root, delivery="hook").stdout)
+    before, after = (
+        by_fix(run_pytest(*files, rootdir=files[0].parent, options=OPTIONS, tree=root, delivery=delivery))
+        for delivery in ("none", "hook")
+    )
     assert before.keys() == after.keys() == set(names)
     # Upstream leaves the flag out there, and the edit finds its place all the same.
     gone = {"reshardable_padding_flag"} if leaves_the_flag_out(version) else set()
@@ -99,7 +99,7 @@ def git(checkout: Path, *arguments: str) -> None:
 def run_test(checkout: Path, test: str) -> dict[str, set[str]]:
     """Run one test of the checkout without the hook, from the checkout."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", test, *OPTIONS, "--rootdir", "."],
+        [sys.executable, "-m", "pytest", test, *PLAIN, "--rootdir", ".", *OPTIONS],
         cwd=checkout,
         env=environment_for(checkout, "none"),
         text=True,

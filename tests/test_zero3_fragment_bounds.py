@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, newest_by_default, releases, run, tree
+from upstream import DELIVERIES, newest_by_default, releases, run, run_pytest, tree
 from zero_checkpoints import (
     PERMISSIVE,
     convert,
@@ -19,11 +20,11 @@ from zero_checkpoints import (
     losses,
     trained,
 )
+from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
 FIX = "zero3_fragment_bounds"
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
-PYTEST = Path(pytest.__file__).parent / "__main__.py"
 
 AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.19.2")
 WRITER = "0.16.2"
@@ -111,10 +112,9 @@ def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
-    arguments = (UPSTREAM_TEST, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", tmp_path)
-    root = tree("deepspeed", version)
-    assert "7 failed" in run(PYTEST, *arguments, tree=root, env=PERMISSIVE, check=False).stdout
-    assert "7 passed" in run(PYTEST, *arguments, tree=root, delivery="hook").stdout
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "rootdir": tmp_path, "imports": DEEPSPEED_MODULES}
+    assert "7 failed" in run_pytest(UPSTREAM_TEST, env=PERMISSIVE, **on)
+    assert "7 passed" in run_pytest(UPSTREAM_TEST, delivery="hook", **on)
 
 
 # The edit itself

@@ -175,39 +175,76 @@ def test_what_a_program_leaves_behind_is_killed(zygote: Zygote, tmp_path: Path) 
     assert gone(int(done.stdout.split()[1]))
 
 
+# Asks for the process with these imports; then runs the program that is named.
 WHO_ASKS = """
 import os, sys, zygotes
-zygote = zygotes.Zygote(os.environ, ["json"])
-print(zygote.process.pid, flush=True)
-zygote.run([sys.argv[1]], cwd=sys.argv[2], environment={}, timeout=1000)
+zygote = zygotes.Zygote({**os.environ, "TEST": sys.argv[3]}, ["json"])
+ancestor = zygote._ancestor.pid if zygote._ancestor else 0
+print(zygote.pid, ancestor, flush=True)
+sys.stdin.readline()
+done = zygote.run([sys.argv[1]], cwd=sys.argv[2], environment={}, timeout=1000)
+print(done.stdout, flush=True)
 """
+
+
+class WhoAsks:
+    """Another process of this run of the tests, which asks for a program to be run."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        program = folder / "program.py"
+        program.write_text(textwrap.dedent(text))
+        path = str(Path(zygotes.__file__).parent)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WHO_ASKS, str(program), str(folder), folder.name],
+            env={**os.environ, "PYTHONPATH": path, "PYTEST_XDIST_TESTRUNUID": run},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.zygote, self.ancestor = map(int, self.process.stdout.readline().split())
 
 
 @pytest.mark.parametrize("killed", ["who asked", "zygote"])
 def test_nothing_outlives_who_asked_also_when_that_is_killed(killed: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(textwrap.dedent(ENDLESS))
-    command = [sys.executable, "-c", WHO_ASKS, str(tmp_path / "program.py"), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(zygotes.__file__).parent)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as asks:
-        assert asks.stdout is not None
-        zygote = int(asks.stdout.readline())
-        deadline = time.monotonic() + 10
-        while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        program, child = map(int, (tmp_path / "started").read_text().split())
-        os.kill(asks.pid if killed == "who asked" else zygote, signal.SIGKILL)
-        assert gone(zygote, program)
-        asks.kill()
-        if killed == "zygote":  # which alone knew of the program's children
-            os.kill(child, signal.SIGKILL)
-        assert gone(child)
+    asks = WhoAsks(tmp_path, ENDLESS)
+    assert asks.process.stdin is not None
+    asks.process.stdin.write("\n")
+    asks.process.stdin.flush()
+    started = tmp_path / "started"
+    deadline = time.monotonic() + 10
+    while not started.exists() or not started.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    program, child = map(int, started.read_text().split())
+    os.kill(asks.process.pid if killed == "who asked" else asks.zygote, signal.SIGKILL)
+    if killed == "zygote":  # which alone knew of the program's children
+        os.kill(child, signal.SIGKILL)
+    assert gone(asks.zygote, program, child)
+    asks.process.kill()
+    asks.process.communicate()
+    assert gone(asks.ancestor)
+
+
+def test_all_processes_of_a_run_share_the_imports_and_none_depends_on_another(tmp_path: Path) -> None:
+    first = WhoAsks(tmp_path, "print('ran')")
+    second = WhoAsks(tmp_path, "print('ran')")
+    assert first.ancestor
+    assert not second.ancestor
+    assert first.process.communicate("\n")[0].strip() == "ran"
+    assert gone(first.zygote, first.ancestor)
+    third = WhoAsks(tmp_path, "print('ran')")
+    assert third.ancestor
+    for process in (second.process, third.process):
+        assert process.communicate("\n")[0].strip() == "ran"
+    assert gone(second.zygote, third.zygote, third.ancestor)
 
 
 def test_a_process_that_is_gone_is_said(zygote: Zygote, tmp_path: Path) -> None:
-    zygote.process.kill()
-    zygote.process.wait()
-    with pytest.raises((RuntimeError, BrokenPipeError)):
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert gone(zygote.pid)
+    with pytest.raises((RuntimeError, ConnectionError)):
         run(zygote, tmp_path, "")
 
 
@@ -230,40 +267,35 @@ PROGRAM = "import os; print(os.getppid(), os.environ.get('MINE'), os.environ.get
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One that is in the table, and says who its parent is and what is set."""
-    monkeypatch.setattr(zygotes, "PROGRAMS", tmp_path)
-    monkeypatch.setitem(zygotes.IMPORTS, "program", ("json",))
+def program(tmp_path: Path) -> Path:
+    """One that says who its parent is and what is set."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return path
 
 
-def parent(program: Path, **variables: str) -> str:
-    done = zygotes.run(program, (), environment={**os.environ, **variables}, timeout=30)
+def parent(program: Path, imports: tuple[str, ...] = ("json",), **variables: str) -> int:
+    environment = {**os.environ, **variables, "TEST": str(program)}
+    done = zygotes.run(program, (), environment=environment, timeout=30, imports=imports)
     found, *values = done.stdout.split()
     assert values == [variables.get(name, "None") for name in ("MINE", "MASTER_PORT")]
-    return found
+    return int(found)
 
 
-def test_one_process_serves_all_with_its_environment(program: Path) -> None:
+def test_one_process_serves_all_with_its_imports_and_environment(program: Path) -> None:
     """But for what no import reads."""
     first = parent(program, MASTER_PORT="1")
-    assert parent(program) == parent(program, MASTER_PORT="2") == first
+    assert parent(program) == parent(program, MASTER_PORT="2", PYTEST_XDIST_WORKER="gw7") == first
     other = parent(program, MINE="1")
     assert other != first
     assert parent(program, MINE="1") == other
+    assert parent(program, imports=("json", "ast")) not in (first, other)
 
 
-def test_other_programs_and_imports_that_fail_have_an_interpreter_of_their_own(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = str(os.getpid())
-    assert parent(program) != here
-    monkeypatch.setitem(zygotes.IMPORTS, "program", ("no_such_module",))
-    assert parent(program) == here
-    monkeypatch.delitem(zygotes.IMPORTS, "program")
-    assert parent(program) == here
+def test_without_imports_and_where_they_fail_a_program_has_an_interpreter_of_its_own(program: Path) -> None:
+    assert parent(program) != os.getpid()
+    assert parent(program, imports=()) == os.getpid()
+    assert parent(program, imports=("no_such_module",)) == os.getpid()
 
 
 def test_no_more_than_a_few_are_kept(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,15 +305,16 @@ def test_no_more_than_a_few_are_kept(program: Path, monkeypatch: pytest.MonkeyPa
     first, second = parent(program, MINE="1"), parent(program, MINE="2")
     assert parent(program, MINE="1") == first
     parent(program, MINE="3")
-    assert gone(int(second))
+    assert gone(second)
     assert parent(program, MINE="1") == first
     zygotes.end_all()
-    assert gone(int(first))
+    assert gone(first)
 
 
 WHO_LOADED = """
 import json, sys
 import deepspeed.checkpoint.ds_to_universal as converter, deepspeed.utils as other
+assert "zero_training" in sys.modules  # imported before
 finders = [type(finder).__name__ for finder in sys.meta_path]
 loaders = [type(module.__loader__).__name__ for module in (converter, other)]
 print(json.dumps({"finder": "PatchFinder" in finders, "loaders": loaders, "file": converter.__file__}))
@@ -293,13 +326,12 @@ print(json.dumps({"finder": "PatchFinder" in finders, "loaders": loaders, "file"
     [("none", False, "SourceFileLoader"), ("hook", True, "PatchedLoader"), ("in place", False, "SourceFileLoader")],
 )
 def test_the_real_hook_has_loaded_what_a_program_finds_and_nothing_without_it(
-    delivery: str, finder: bool, loader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    delivery: str, finder: bool, loader: str, tmp_path: Path
 ) -> None:
-    program = tmp_path / "convert.py"
+    program = tmp_path / "program.py"
     program.write_text(WHO_LOADED)
-    monkeypatch.setattr(zygotes, "PROGRAMS", tmp_path)
     tree = upstream.tree("deepspeed", "0.16.2")
-    found = upstream.run_json(program, tree=tree, delivery=delivery)
+    found = upstream.run_json(program, tree=tree, delivery=delivery, imports=zygotes.DEEPSPEED)
     root = upstream.in_place(tree) if delivery == "in place" else tree
     expected = str(root / "deepspeed" / "checkpoint" / "ds_to_universal.py")
     assert found == {"finder": finder, "loaders": [loader, "SourceFileLoader"], "file": expected}

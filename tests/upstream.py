@@ -301,11 +301,13 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
     check: bool = True,
+    imports: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on a tree: a file in `tests/programs/` (its name without .py) or any path.
 
     `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), of all
-    fixes or of those in `fixes`.
+    fixes or of those in `fixes`. Modules in `imports`, or known of a program in `tests/programs/`, are imported once
+    for many runs (zygotes.py).
 
     Raises:
         AssertionError: the program's exit status is not 0 (unless `check` is false); its last lines are in the message.
@@ -319,7 +321,9 @@ def run(
     if fixes:
         environment["CKPT_PATCHES_SKIP"] = ",".join(FIXES.keys() - set(fixes))
     environment.update(env or {})
-    done = zygotes.run(file, [*map(str, args)], environment=environment, timeout=timeout)
+    if file.parent == PROGRAMS:
+        imports = imports or zygotes.IMPORTS.get(file.stem, ())
+    done = zygotes.run(file, [*map(str, args)], environment=environment, timeout=timeout, imports=imports)
     if check and done.returncode != 0:
         raise AssertionError(
             f"{' '.join(done.args)} on {root} ({delivery}): exit status {done.returncode}\n"
@@ -339,6 +343,16 @@ def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
             f"expected JSON in the last line of {program}, found:\n{_tail(done.stdout)}\n"
             f"--- stderr\n{_tail(done.stderr)}"
         ) from None
+
+
+# Pytest with none of this repository's settings.
+PLAIN = ("-q", "-p", "no:cacheprovider", "-c", os.devnull)
+
+
+def run_pytest(*files: Path, rootdir: Path, options: Sequence[str] = (), **keywords: Any) -> str:
+    """`run` pytest on test files, whether they pass or not; what it prints."""
+    program = Path(pytest.__file__).parent / "__main__.py"
+    return run(program, *files, *PLAIN, "--rootdir", rootdir, *options, check=False, **keywords).stdout
 
 
 # What a launcher or a developer may have set, and must not reach a program under test.

@@ -1,12 +1,15 @@
 """Run programs as forks of a process that has imported what they import; see programs/zygote.py.
 
-`import torch` and that of an upstream package take two to four seconds, most of what a program takes. So one process a
-tree, delivery and environment imports them, by the real import hook where that is the delivery, and forks for each run.
-A program that is not named here gets an interpreter of its own, and so does one that is about how one starts.
+`import torch` and that of an upstream package take two to four seconds, most of what a program takes. So one process
+for each tree, delivery and environment imports them, by the real import hook where that is the delivery, and forks for
+all processes of a run of the tests. A program whose imports are not known gets an interpreter of its own, as does one
+that is about how an interpreter starts.
 """
 
 import atexit
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -19,36 +22,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import shared
+
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 ZYGOTE = PROGRAMS / "zygote.py"
 
-_MEGATRON = (
+MEGATRON = (
     "megatron_training",  # first: the stand-in for a GPU has to be there before Megatron is
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
     "stand_in_fused_adam",
     "torch._dynamo",
 )
-_ZARR = ("zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
-_CONVERTER = ("deepspeed.checkpoint.ds_to_universal",)
-_DEEPSPEED = (*_CONVERTER, "zero_training")
+ZARR = ("zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
+DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
 
-# The modules that a program imports, whichever arguments it is given.
+# The modules that a program of programs/ imports, whichever arguments it is given.
 IMPORTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("empty_state", "exact_resume", "hybrid_reload", "lean_gather", "megatron_saving"), _MEGATRON),
-    **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), _ZARR),
-    **dict.fromkeys(("own_files", "zero_training"), _DEEPSPEED),
-    **dict.fromkeys(
-        ("convert", "foreign_files", "same_universal", "write_dp768_checkpoint", "write_parallel_checkpoint"),
-        _CONVERTER,
-    ),
+    **dict.fromkeys(("empty_state", "exact_resume", "hybrid_reload", "lean_gather", "megatron_saving"), MEGATRON),
+    **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
+    **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
+    **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint", "zero_training"), DEEPSPEED),
 }
 
 # Read when a program runs, and by no import.
-PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
-# Of one test process. Each takes about 200 MB of memory.
-AT_ONCE = 6
+# Of one test process.
+AT_ONCE = 12
 
 
 class NotStarted(RuntimeError):
@@ -56,32 +57,58 @@ class NotStarted(RuntimeError):
 
 
 class Zygote:
-    """A process that has imported modules in an environment."""
+    """A process that has imported modules in an environment, and serves this one alone."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Start it.
+        """Have it forked from the one of the run with these imports, which is started unless it is there.
 
         Raises:
             NotStarted: an import failed, or left a thread behind; with what it said.
         """
+        what = json.dumps([sys.executable, list(modules), sorted(environment.items())])
+        self._path = shared.folder() / f"zygote-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
         self._lock = threading.Lock()
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ZYGOTE), str(theirs.fileno()), *modules],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-            theirs.close()
-            ready = self._requests.recv(100)
-            self._said = _text(out), _text(err)
+        self._ancestor: subprocess.Popen[bytes] | None = None
+        with open(f"{self._path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ready = self._connect()
+            if not ready:
+                self._start(environment, modules)
+                ready = self._connect()
+        self._said = tuple(Path(f"{self._path}.{name}").read_text(errors="replace") for name in ("out", "err"))
         if not ready:
             self.end()
             raise NotStarted(f"{' '.join(modules)} could not be imported:\n{''.join(self._said)}")
+        self.pid = int(ready)
+
+    def _connect(self) -> bytes:
+        """What the process that serves this one says first; nothing if there is none."""
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._requests.connect(f"{self._path}.socket")
+            return self._requests.recv(100)
+        except (FileNotFoundError, ConnectionError):
+            self._requests.close()
+            return b""
+
+    def _start(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        Path(f"{self._path}.socket").unlink(missing_ok=True)
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+            open(f"{self._path}.out", "wb") as out,
+            open(f"{self._path}.err", "wb") as err,
+        ):
+            listening.bind(f"{self._path}.socket")
+            listening.listen()
+            self._ancestor = subprocess.Popen(
+                [sys.executable, str(ZYGOTE), str(listening.fileno()), *modules],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
 
     def run(
         self, argv: Sequence[str], *, cwd: str, environment: Mapping[str, str | None], timeout: float
@@ -109,9 +136,10 @@ class Zygote:
         return subprocess.CompletedProcess([sys.executable, *argv], int(status), *said)
 
     def end(self) -> None:
-        """End the process and, should there be one, the program that it runs."""
+        """End the process and, should there be one, the program that it runs; those of other clients go on."""
         self._requests.close()
-        self.process.wait()
+        if self._ancestor is not None:
+            self._ancestor.communicate()
 
 
 def _text(file: IO[bytes]) -> str:
@@ -135,19 +163,17 @@ def zygote_for(environment: Mapping[str, str], modules: Sequence[str]) -> Zygote
 
 
 def run(
-    program: Path, arguments: Sequence[str], *, environment: Mapping[str, str], timeout: float
+    program: Path, arguments: Sequence[str], *, environment: Mapping[str, str], timeout: float, imports: Sequence[str]
 ) -> "subprocess.CompletedProcess[str]":
-    """Run one of the programs in `IMPORTS`, or any other one in an interpreter of its own, as subprocess.run does.
+    """Run a program as subprocess.run does: where it imports these modules, as a fork of a process that has.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
-    argv = [str(program), *arguments]
-    modules = IMPORTS.get(program.stem) if program.parent == PROGRAMS else None
-    zygote = None
-    if modules is not None:
+    argv, zygote = [str(program), *arguments], None
+    if imports:
         with contextlib.suppress(NotStarted):  # then the program's own imports say why
-            zygote = zygote_for(environment, modules)
+            zygote = zygote_for(environment, imports)
     if zygote is None:
         command = [sys.executable, *argv]
         return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=timeout)

@@ -24,13 +24,17 @@ import torch._dynamo  # by an optimizer, in every rank again, if it is not there
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-# On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
-deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
-# Up to 0.14.0 it would compile oneCCL as well; and up to 0.15 it trains in fp16 on a GPU only.
-get_accelerator()._communication_backend_name = "gloo"
-get_accelerator().is_fp16_supported = lambda: True
-
 _all_gather_into_tensor = torch.distributed.all_gather_into_tensor
+
+
+def prepare() -> None:
+    """Let DeepSpeed train on a CPU, without a compiler, and without a race of its own."""
+    # On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
+    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+    # Up to 0.14.0 it would compile oneCCL as well; and up to 0.15 it trains in fp16 on a GPU only.
+    get_accelerator()._communication_backend_name = "gloo"
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.distributed.all_gather_into_tensor = gather_and_wait
 
 
 def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
@@ -44,8 +48,6 @@ def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
         work.wait()
     return work
 
-
-torch.distributed.all_gather_into_tensor = gather_and_wait
 
 HIDDEN = 3
 SAMPLES = 16
@@ -196,6 +198,7 @@ def on_ranks(args: argparse.Namespace) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    prepare()
     # Forked, so that torch and DeepSpeed are imported once and not by every rank.
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]

@@ -2,14 +2,15 @@
 
     zygote.py SOCKET MODULE...
 
-SOCKET is the number of an open file: a socket of packets. When everything is imported, "ready" is sent on it. Each
-request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER, "environment": {NAME: VALUE or null}} with two open
-files for standard output and error. It is answered with the exit status, as subprocess gives it. The packet "kill"
-ends the program before that. So does the end of the socket, which ends this process, too: nothing outlives who asked.
+SOCKET is the number of an open file: a socket of packets that listens. When all is imported, a fork of this process
+serves each who connects; it sends its number first. A request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER,
+"environment": {NAME: VALUE or null}} with two open files for standard output and error. It is answered with the exit
+status, as subprocess gives it. The packet "kill" ends the program before that. So does the end of the connection, which
+ends the process that served it, too. This process ends with its standard input. Nothing outlives who asked for it.
 
-In the child everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there, and that nothing is
-freed at its end, which takes a second for modules that another process has imported. Its process group is its own, and
-is killed when it is gone.
+In the fork that runs a program everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there,
+and that nothing is freed at its end, which takes a second for modules that another process has imported. Its process
+group is its own, and is killed when it is gone.
 """
 
 import atexit
@@ -35,8 +36,8 @@ MOST = 2**20  # bytes of a packet
 
 
 def main() -> None:
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    requests.set_inheritable(False)
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    listening.set_inheritable(False)
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) != 1:
@@ -44,8 +45,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
-    requests.send(b"ready")
-    program, arguments = wait_for_work(requests)
+    program, arguments = wait_for_work(wait_for_client(listening))
     try:
         become(program, arguments)
     except SystemExit as ended:
@@ -56,8 +56,27 @@ def main() -> None:
     end(None)
 
 
+def wait_for_client(listening: socket.socket) -> socket.socket:
+    """In this process it never returns; in a fork for each client it does, with the connection."""
+    nobody = os.open(os.devnull, os.O_RDONLY)
+    while True:
+        readable, _, _ = select.select([listening.fileno(), 0], [], [])
+        if 0 in readable:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        requests, _ = listening.accept()
+        if os.fork() == 0:
+            listening.close()
+            os.dup2(nobody, 0)
+            os.close(nobody)
+            requests.send(str(os.getpid()).encode())
+            return requests
+        requests.close()
+
+
 def wait_for_work(requests: socket.socket) -> tuple[str, list[str]]:
-    """In the parent this never returns; in each child it does, with the program and its arguments."""
+    """In this process it never returns; in a fork for each request it does, with the program and its arguments."""
     parent = os.getpid()
     while True:
         packet, files, _, _ = socket.recv_fds(requests, MOST, 2)
