@@ -14,8 +14,8 @@ import pytest
 
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
-from deepspeed_patches.ds_to_universal import Options, convert, upstream
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal import Options, convert, traits
+from deepspeed_patches.ds_to_universal.traits import Traits
 from universal import both, distinct, environment, files, ours, parallel, summary
 from upstream import REPOSITORY, all_releases, numbers, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream
@@ -57,7 +57,7 @@ def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) ->
     """Tied, replicated, averaged, row-parallel and vocabulary parameters, sub-parameters, none of no elements."""
     # Before 0.12.5 upstream's converter stops at the first, at an assertion of `_sanity_check`.
     cases = [*(["megatron"] if knows(version, "0.12.5") else []), "megatron_fp16", "fused"]
-    if upstream.of_file(tree("deepspeed", version) / upstream.CONVERTER) == (Traits(), ""):
+    if traits.of_file(tree("deepspeed", version) / traits.CONVERTER) == (Traits(), ""):
         cases += ["fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
     checkpoints = parallel(*cases)
     if not knows(version, "0.14.0"):

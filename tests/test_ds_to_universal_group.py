@@ -16,7 +16,7 @@ import pytest
 
 from ckpt_patches.errors import UserError
 from deepspeed_patches.ds_to_universal.group import Group
-from deepspeed_patches.ds_to_universal.output import meeting_folder
+from deepspeed_patches.ds_to_universal.output_folder import meeting_folder
 from universal import MODULE, command, distinct, environment, files, ours, parallel
 from upstream import free_port
 

@@ -16,8 +16,10 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.formats.zero import ElementType, Flat, ModelFile, Partition, Step
 from deepspeed_patches.ds_to_universal import arithmetic, layout
+from deepspeed_patches.ds_to_universal.conversion_plan import plan
+from deepspeed_patches.ds_to_universal.headers import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.layout import Layout
-from deepspeed_patches.ds_to_universal.outputs import (
+from deepspeed_patches.ds_to_universal.output_files import (
     Content,
     CopiedOutput,
     EqualPieces,
@@ -27,11 +29,9 @@ from deepspeed_patches.ds_to_universal.outputs import (
     Run,
     TorchOutput,
 )
-from deepspeed_patches.ds_to_universal.plan import plan
-from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.rules import SubParams
-from deepspeed_patches.ds_to_universal.sources import Sources
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.source_files import Sources
+from deepspeed_patches.ds_to_universal.traits import Traits
 from deepspeed_patches.ds_to_universal.workers import shares
 from deepspeed_patches.ds_to_universal.write import place, zeros
 

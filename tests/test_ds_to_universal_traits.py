@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_patches.ds_to_universal import known, syntax, upstream
-from deepspeed_patches.ds_to_universal.upstream import CONVERTER, Traits
+from deepspeed_patches.ds_to_universal import known_converters, syntax, traits
+from deepspeed_patches.ds_to_universal.traits import CONVERTER, Traits
 from universal import ours, parallel
 from upstream import PROGRAMS, all_releases, environment_for, in_place, releases, tree
 
@@ -27,13 +27,13 @@ def converter(version: str) -> Path:
 @pytest.mark.parametrize(
     ("version", "lacking"),
     [
-        ("0.12.6", set(upstream.SINCE) - {"vocab_tensor", "two_sub_params"}),
-        ("0.16.2", {name for name, since in upstream.SINCE.items() if since.startswith("0.19")}),
+        ("0.12.6", set(traits.SINCE) - {"vocab_tensor", "two_sub_params"}),
+        ("0.16.2", {name for name, since in traits.SINCE.items() if since.startswith("0.19")}),
         (NEWEST, set()),
     ],
 )
 def test_what_a_release_does(version: str, lacking: set[str]) -> None:
-    found, warning = upstream.of_file(converter(version))
+    found, warning = traits.of_file(converter(version))
     assert ({name for name, has in vars(found).items() if not has}, warning) == (lacking, "")
 
 
@@ -42,14 +42,14 @@ def test_the_table_says_of_a_release_what_its_syntax_says(version: str) -> None:
     """As it is, and with this project's fixes in it; see `known.py` for how to make the table anew."""
     facts = syntax.read(converter(version).read_bytes())
     edited = syntax.read((in_place(tree("deepspeed", version)) / CONVERTER).read_bytes())
-    assert upstream.of_file(converter(version)) == (upstream.of_syntax(facts), "")
-    (digests,) = (row for row in known.CONVERTERS.values() if facts.digest in row)
+    assert traits.of_file(converter(version)) == (traits.of_syntax(facts), "")
+    (digests,) = (row for row in known_converters.CONVERTERS.values() if facts.digest in row)
     assert digests == (syntax.shortened(converter(version).read_bytes()), facts.digest, edited.digest)
-    assert upstream.of_syntax(edited) == upstream.of_syntax(facts)
+    assert traits.of_syntax(edited) == traits.of_syntax(facts)
 
 
 def test_every_trait_has_a_release() -> None:
-    assert set(upstream.SINCE) == {field.name for field in fields(Traits)}
+    assert set(traits.SINCE) == {field.name for field in fields(Traits)}
 
 
 @pytest.mark.parametrize("version", ["0.16.2", NEWEST])
@@ -63,17 +63,17 @@ def test_a_reformatted_converter_is_the_same(version: str, formatted: str, tmp_p
     path = tmp_path / "ds_to_universal.py"
     path.write_text(changed)
     assert changed != text
-    assert upstream.of_file(path) == upstream.of_file(converter(version))
+    assert traits.of_file(path) == traits.of_file(converter(version))
 
 
 def test_a_converter_that_is_edited_in_place_is_known() -> None:
-    assert upstream.of_file(in_place(tree("deepspeed", "0.16.2")) / CONVERTER) == upstream.of_file(converter("0.16.2"))
+    assert traits.of_file(in_place(tree("deepspeed", "0.16.2")) / CONVERTER) == traits.of_file(converter("0.16.2"))
 
 
 def test_a_name_in_a_comment_or_an_import_is_not_what_it_does(tmp_path: Path) -> None:
     path = tmp_path / "ds_to_universal.py"
     path.write_text('"""step.pt"""\nfrom constants import AFFINE_MAP  # SUB_PARAM_SHARD_WIDTHS\n')
-    found, warning = upstream.of_file(path)
+    found, warning = traits.of_file(path)
     assert not any(vars(found).values())
     assert warning.startswith(f"{path} is none of the converters of DeepSpeed 0.12.0 to 0.19.8")
     assert "but for: affine_maps, module_weights" in warning
@@ -82,7 +82,7 @@ def test_a_name_in_a_comment_or_an_import_is_not_what_it_does(tmp_path: Path) ->
 def test_a_converter_that_does_not_parse(tmp_path: Path) -> None:
     path = tmp_path / "ds_to_universal.py"
     path.write_text("print 1\n")
-    found, warning = upstream.of_file(path)
+    found, warning = traits.of_file(path)
     assert found == Traits()
     assert re.search(
         r"none of the converters .* and no module for this Python .*: the output is as of 0\.19\.8", warning
@@ -110,4 +110,4 @@ def test_the_program_that_makes_the_table_prints_its_rows() -> None:
     root = tree("deepspeed", NEWEST)
     command = [sys.executable, str(PROGRAMS / "known_converters.py"), str(root)]
     done = subprocess.run(command, env=environment_for(root, "none"), capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == [NEWEST, *known.CONVERTERS[NEWEST]], done.stderr
+    assert done.stdout.split() == [NEWEST, *known_converters.CONVERTERS[NEWEST]], done.stderr

@@ -13,7 +13,7 @@ import torch
 from ckpt_patches.formats import stored_zip, torch_file, torch_writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.progress import Progress, line
-from deepspeed_patches.ds_to_universal.outputs import storages
+from deepspeed_patches.ds_to_universal.output_files import storages
 from upstream import PROGRAMS
 
 BASE = torch.arange(24, dtype=torch.float32)

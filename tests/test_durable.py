@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.formats import durable
-from deepspeed_patches.ds_to_universal import output
+from deepspeed_patches.ds_to_universal import output_folder
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -77,10 +77,10 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
         if os.path.samestat(os.fstat(descriptor), folders[bad].stat()):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    output._sync_folders([str(folder) for folder in folders])
+    output_folder._sync_folders([str(folder) for folder in folders])
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        output._sync_folders([str(folder) for folder in folders])
+        output_folder._sync_folders([str(folder) for folder in folders])
     assert raised.value.filename == str(folders[bad])
 
 

@@ -2,11 +2,11 @@
 
     python -m deepspeed_patches.ds_to_universal --input_folder IN/global_step10 --output_folder IN/universal
 
-The way of a conversion, by modules: `command`, `convert`; `upstream` with `syntax`, `known` (what the installed
-converter does), `checkpoint`
-with `folder` (the headers, as `records`); `plan` with `fragments`, `merge`, `rules`, `layout` (pure: which bytes go
-where, as `outputs`); `output` (the unfinished folder, and how it becomes the finished one); `workers`, `write` with
-`sources`, `new_file`, `file_systems`, `arithmetic` (the bytes); `group`, `meeting` (several machines).
+The way of a conversion, by modules: `command`, `convert`; `traits` with `syntax`, `known_converters` (what DeepSpeed's
+converter does); `read_headers` with `folder` (the files' headers, as `headers`); `conversion_plan` with `fragments`,
+`merge`, `rules`, `layout` (pure: which bytes go where, as `output_files`); `output_folder` (the unfinished folder, and
+how it becomes the finished one); `workers`, `write` with `source_files`, `new_file`, `file_systems`, `arithmetic` (the
+bytes); `group`, `meeting` (several machines).
 """
 
 from deepspeed_patches.ds_to_universal.convert import Options, Summary, convert

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from deepspeed_patches.ds_to_universal.outputs import Content
-from deepspeed_patches.ds_to_universal.sources import Sources
+from deepspeed_patches.ds_to_universal.output_files import Content
+from deepspeed_patches.ds_to_universal.source_files import Sources
 
 try:
     import numpy as np

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.progress import Progress
-from deepspeed_patches.ds_to_universal import checkpoint, upstream
+from deepspeed_patches.ds_to_universal import read_headers, traits
+from deepspeed_patches.ds_to_universal.conversion_plan import plan
 from deepspeed_patches.ds_to_universal.file_systems import Direct, writes_directly
 from deepspeed_patches.ds_to_universal.group import Group
 from deepspeed_patches.ds_to_universal.meeting import Meeting
-from deepspeed_patches.ds_to_universal.output import OutputFolder, fingerprint, meeting_folder
-from deepspeed_patches.ds_to_universal.outputs import Output, Plan
-from deepspeed_patches.ds_to_universal.plan import plan
-from deepspeed_patches.ds_to_universal.sources import Access
+from deepspeed_patches.ds_to_universal.output_files import Output, Plan
+from deepspeed_patches.ds_to_universal.output_folder import OutputFolder, fingerprint, meeting_folder
+from deepspeed_patches.ds_to_universal.source_files import Access
 from deepspeed_patches.ds_to_universal.workers import shares, worker_count, write_all
 from deepspeed_patches.ds_to_universal.write import Job
 
@@ -107,16 +107,16 @@ def convert(
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:
     """Everything that is found out before the first byte is written."""
-    traits, warning = upstream.installed()
+    known, warning = traits.installed()
     try:
-        found = checkpoint.read(
-            input_folder, traits, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
+        found = read_headers.read(
+            input_folder, known, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
         )
-        planned = plan(found, traits, strict=options.strict)
+        planned = plan(found, known, strict=options.strict)
         planned = replace(planned, warnings=(*([warning] if warning else []), *planned.warnings))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-    folder = OutputFolder(output_folder, fingerprint(planned, traits, options.strict))
+    folder = OutputFolder(output_folder, fingerprint(planned, known, options.strict))
     folder.check()
     folder.check_space(folder.missing(planned.outputs))
     return planned, folder

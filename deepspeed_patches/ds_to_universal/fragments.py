@@ -9,8 +9,8 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.zero import ElementType, Flat, Partition, Shape
 from deepspeed_patches.ds_to_universal import rules
-from deepspeed_patches.ds_to_universal.outputs import Pieces, Run
-from deepspeed_patches.ds_to_universal.records import Checkpoint
+from deepspeed_patches.ds_to_universal.headers import Checkpoint
+from deepspeed_patches.ds_to_universal.output_files import Pieces, Run
 from deepspeed_patches.ds_to_universal.rules import Rules
 
 

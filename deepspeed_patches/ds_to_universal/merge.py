@@ -9,11 +9,11 @@ from ckpt_patches.formats.torch_file import Global, Instance, TensorHeader, stan
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
 from deepspeed_patches.ds_to_universal import layout, rules
+from deepspeed_patches.ds_to_universal.headers import Checkpoint
 from deepspeed_patches.ds_to_universal.layout import Layout
-from deepspeed_patches.ds_to_universal.outputs import Content, Output, Slice, TorchOutput, tensor
-from deepspeed_patches.ds_to_universal.records import Checkpoint
+from deepspeed_patches.ds_to_universal.output_files import Content, Output, Slice, TorchOutput, tensor
 from deepspeed_patches.ds_to_universal.rules import Rule, Rules
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.traits import Traits
 
 
 class Merge:

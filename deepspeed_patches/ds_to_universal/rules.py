@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_patches.errors import UserError
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.traits import Traits
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"

@@ -8,8 +8,8 @@ from functools import partial
 from mmap import mmap
 
 from ckpt_patches.processes import ready, started
-from deepspeed_patches.ds_to_universal.outputs import Output
-from deepspeed_patches.ds_to_universal.sources import Sources
+from deepspeed_patches.ds_to_universal.output_files import Output
+from deepspeed_patches.ds_to_universal.source_files import Sources
 from deepspeed_patches.ds_to_universal.write import Job, Writer
 
 WORTH_A_PROCESS = 64 << 20  # bytes: starting one takes as long as to move these

@@ -12,8 +12,8 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_writer import torch_file
 from deepspeed_patches.ds_to_universal.layout import Block
 from deepspeed_patches.ds_to_universal.new_file import PAGE, NewFile, pages
-from deepspeed_patches.ds_to_universal.outputs import Content, CopiedOutput, Output, Slice, TorchOutput
-from deepspeed_patches.ds_to_universal.sources import Access, Sources
+from deepspeed_patches.ds_to_universal.output_files import Content, CopiedOutput, Output, Slice, TorchOutput
+from deepspeed_patches.ds_to_universal.source_files import Access, Sources
 
 TEMPORARY = ".unfinished-"  # what names of files begin with that are not whole yet
 SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place

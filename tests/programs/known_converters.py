@@ -12,7 +12,7 @@ from ckpt_patches.engine.installed import version_in
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED
 from deepspeed_patches.ds_to_universal import syntax
-from deepspeed_patches.ds_to_universal.upstream import CONVERTER
+from deepspeed_patches.ds_to_universal.traits import CONVERTER
 
 MODULE = "deepspeed.checkpoint.ds_to_universal"
 

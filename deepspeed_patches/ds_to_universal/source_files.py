@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.ranged import RangedFiles
-from deepspeed_patches.ds_to_universal.outputs import Slice
+from deepspeed_patches.ds_to_universal.output_files import Slice
 
 Access = Literal["read", "mmap"]
 SPARE_DESCRIPTORS = 64  # for everything else that a process has open

@@ -11,8 +11,8 @@ from pathlib import Path
 from ckpt_patches import __version__
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.durable import make_folder, sync_folder, write_durably
-from deepspeed_patches.ds_to_universal.outputs import Output, Plan
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.output_files import Output, Plan
+from deepspeed_patches.ds_to_universal.traits import Traits
 from deepspeed_patches.ds_to_universal.write import TEMPORARY, reported
 
 FINGERPRINT = ".ds_to_universal.json"

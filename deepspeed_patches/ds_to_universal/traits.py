@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ckpt_patches.engine.installed import locate
 from ckpt_patches.engine.registry import DEEPSPEED
-from deepspeed_patches.ds_to_universal import known, syntax
+from deepspeed_patches.ds_to_universal import known_converters, syntax
 from deepspeed_patches.ds_to_universal.syntax import Facts
 
 CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
@@ -45,7 +45,7 @@ SINCE = {
 
 
 def installed() -> tuple[Traits, str]:
-    """Of the installed DeepSpeed, without one of the latest; and a warning, where it is not one that is known."""
+    """Of the installed DeepSpeed, without one of the latest; and a warning, where it is none that is known."""
     root = locate(DEEPSPEED)
     if root is None or not (root / CONVERTER).is_file():
         return Traits(), ""
@@ -53,24 +53,27 @@ def installed() -> tuple[Traits, str]:
 
 
 def of_file(path: Path) -> tuple[Traits, str]:
-    """What a converter does; and a warning, where it is not one that is known."""
+    """What a converter does; and a warning, where it is none that is known."""
     data = path.read_bytes()
-    release = known.release_of(syntax.shortened(data))
+    release = known_converters.release_of(syntax.shortened(data))
     if release:  # to parse it would take longer than to read the headers of a hundred ranks
         return of_release(release), ""
-    unknown = f"{path} is none of the converters of DeepSpeed {known.FIRST} to {known.LAST}"
+    unknown = f"{path} is none of the converters of DeepSpeed {known_converters.FIRST} to {known_converters.LAST}"
     try:
         facts = syntax.read(data)
     except (SyntaxError, ValueError) as error:
-        return Traits(), f"{unknown}, and no module for this Python ({error}): the output is as of {known.LAST}"
-    if known.release_of(facts.digest):
+        return (
+            Traits(),
+            f"{unknown}, and no module for this Python ({error}): the output is as of {known_converters.LAST}",
+        )
+    if known_converters.release_of(facts.digest):
         return of_syntax(facts), ""
     traits = of_syntax(facts)
     lacking = ", ".join(sorted(name for name, has in vars(traits).items() if not has))
     but = f", but for: {lacking}" if lacking else ""
     return traits, (
-        f"{unknown}; by its syntax it does what that of {known.LAST} does{but}, and so does the output; compare one "
-        "conversion with its own before you rely on it"
+        f"{unknown}; by its syntax it does what that of {known_converters.LAST} does{but}, and so does the output; "
+        "compare one conversion with its own before you rely on it"
     )
 
 

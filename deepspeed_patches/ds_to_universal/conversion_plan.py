@@ -13,8 +13,9 @@ from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
+from deepspeed_patches.ds_to_universal.headers import Checkpoint
 from deepspeed_patches.ds_to_universal.merge import Merge
-from deepspeed_patches.ds_to_universal.outputs import (
+from deepspeed_patches.ds_to_universal.output_files import (
     CopiedOutput,
     EqualPieces,
     Link,
@@ -26,8 +27,7 @@ from deepspeed_patches.ds_to_universal.outputs import (
     bare,
     saved,
 )
-from deepspeed_patches.ds_to_universal.records import Checkpoint
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.traits import Traits
 
 
 def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:

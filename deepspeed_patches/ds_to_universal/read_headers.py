@@ -9,8 +9,8 @@ from ckpt_patches.formats import torch_file, zero
 from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
 from ckpt_patches.processes import mapped
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM, check_complete, look
-from deepspeed_patches.ds_to_universal.records import Checkpoint, File, Rank
-from deepspeed_patches.ds_to_universal.upstream import Traits
+from deepspeed_patches.ds_to_universal.headers import Checkpoint, File, Rank
+from deepspeed_patches.ds_to_universal.traits import Traits
 
 INFO = "universal_checkpoint_info"
 WORTH_A_PROCESS = 128  # files; to start one and to take over what it found takes as long as to read some of these

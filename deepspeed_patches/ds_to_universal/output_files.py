@@ -12,8 +12,8 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import Instance, StorageHeader, TensorHeader
 from ckpt_patches.formats.zero import ElementType, ModelFile, Shape
 from deepspeed_patches.ds_to_universal import layout
+from deepspeed_patches.ds_to_universal.headers import File
 from deepspeed_patches.ds_to_universal.layout import Layout
-from deepspeed_patches.ds_to_universal.records import File
 
 
 class Run(NamedTuple):
