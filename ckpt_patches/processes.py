@@ -1,9 +1,9 @@
 """Forked worker processes: they have all that this one has, and what they come to is sent back to it.
 
-`concurrent.futures` does the same. To import it, and to start its threads, queues and processes, takes 0.09 s more, on
-the machine on which the files of 768 ranks are converted in 1.1 s, 10.3 to 13 times as fast as upstream does it: the
-lower of these would not be the ten times that are wanted. Nor do its workers end when this process is killed, and where
-a second fork fails the interpreter waits in the end for the first worker, for ever.
+`concurrent.futures` does the same. To import it, and to start its threads, queues and processes, takes 0.06 to 0.09 s
+more, on the machine on which the files of 768 ranks are converted in 1.1 s, 10.3 to 13 times as fast as upstream does
+it: the lower of these would not be the ten times that are wanted. Nor do its workers end when this process is killed,
+and where a second fork fails the interpreter waits in the end for the first worker, for ever.
 
 Workers are not interrupted by Ctrl-C: this process is, and stops them.
 """
