@@ -118,6 +118,16 @@ def test_a_changed_checkpoint_is_not_taken_up_again(source: Path, tmp_path: Path
     ours(copy, output)
 
 
+def test_a_checkpoint_by_its_relative_and_by_its_absolute_path_is_one(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversion that was interrupted goes on."""
+    copy, output = shutil.copytree(source, tmp_path / "in" / source.name), tmp_path / "universal"
+    interrupted(copy, output)
+    monkeypatch.chdir(copy.parent)
+    assert summary(Path(copy.name), output)["files_before"] > 0
+
+
 def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

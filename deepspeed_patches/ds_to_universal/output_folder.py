@@ -23,7 +23,7 @@ TOGETHER = 8  # folders that are waited for at once
 
 def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
     """Of all that the output depends on. A file of the checkpoint that was written anew has another time."""
-    files = [(str(file.path), file.size, file.mtime_ns) for file in plan.files]
+    files = [(os.path.abspath(file.path), file.size, file.mtime_ns) for file in plan.files]
     data = json.dumps([__version__, files, sorted(vars(traits).items()), strict])
     return hashlib.sha256(data.encode()).hexdigest()
 
