@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import shared
 from upstream import REPOSITORY
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
@@ -15,19 +16,31 @@ IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('mega
 
 
 class Environment:
-    """A virtual environment with nothing in it; pip, setuptools and wheel are lent to it while pip runs."""
+    """A virtual environment; pip, setuptools and wheel are lent to it while pip runs."""
 
-    def __init__(self, folder: Path, python: str = sys.executable) -> None:
-        subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
+    def __init__(self, folder: Path) -> None:
+        """One that is there."""
         self.folder = folder
         self.executable = folder / "bin" / "python"
         (self.site_packages,) = folder.glob("lib/python*/site-packages")
         self.tools = folder / "tools"
-        self.tools.mkdir()
+
+    @classmethod
+    def make(cls, folder: Path, python: str = sys.executable) -> "Environment":
+        """A new one, with nothing in it."""
+        subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
+        made = cls(folder)
+        made.tools.mkdir()
         installed = Path(sysconfig.get_path("purelib"))
         for pattern in ("pip", "setuptools*", "wheel*", "packaging", "pkg_resources", "_distutils_hack"):
             for path in installed.glob(pattern):
-                (self.tools / path.name).symlink_to(path)
+                (made.tools / path.name).symlink_to(path)
+        return made
+
+    def copy(self, folder: Path) -> "Environment":
+        """One with the same packages; the programs in bin/ are still those of this one."""
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return Environment(folder)
 
     def python(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         """Run its Python, with nothing of ours in the environment but `env`."""
@@ -72,10 +85,19 @@ def copy_working_tree(folder: Path) -> Path:
     return folder
 
 
-def build_wheel(folder: Path) -> Path:
-    """The wheel of the working tree, built in an empty folder."""
-    builder = Environment(folder / "venv")
+def wheel() -> Path:
+    """The wheel of the working tree, built once a run of the tests in an empty folder."""
+    (built,) = shared.once("wheel", _build_wheel).glob("*.whl")
+    return built
+
+
+def _build_wheel(folder: Path) -> None:
+    folder.mkdir()
+    builder = Environment.make(folder / "venv")
     source = copy_working_tree(folder / "source")
     builder.pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source))
-    (built,) = folder.glob("*.whl")
-    return built
+
+
+def installed() -> Environment:
+    """An environment with the wheel, made once a run of the tests; to be read only."""
+    return Environment(shared.once("installed", lambda folder: Environment.make(folder).install(str(wheel()))))

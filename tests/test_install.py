@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import installs
 import upstream
 from ckpt_patches.engine.registry import FIXES
-from installs import SHOW_HOOK, Environment, build_wheel, copy_working_tree
+from installs import SHOW_HOOK, Environment, copy_working_tree
 
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """
@@ -27,7 +28,7 @@ for name, modules in ckpt_patches.engine.registry.FIXES.items():
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path / "venv")
+    return Environment.make(tmp_path / "venv")
 
 
 @pytest.fixture
@@ -35,9 +36,15 @@ def source(tmp_path: Path) -> Path:
     return copy_working_tree(tmp_path / "source")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+@pytest.fixture
+def wheel() -> Path:
+    return installs.wheel()
+
+
+@pytest.fixture
+def installed() -> Environment:
+    """With the wheel in it; not to be changed."""
+    return installs.installed()
 
 
 def as_folder(environment: Environment, source: Path) -> list[str]:
@@ -160,10 +167,9 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
         assert shipped == {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
 
 
-def test_nothing_is_required(environment: Environment, wheel: Path) -> None:
+def test_nothing_is_required(installed: Environment) -> None:
     """It must never pull another torch into a container."""
-    environment.install(str(wheel))
-    (metadata,) = environment.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
+    (metadata,) = installed.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
     required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist:")]
     assert required
     assert not [line for line in required if "extra ==" not in line]
@@ -224,9 +230,8 @@ def test_target_folder(environment: Environment, wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["-I"], ["-E"], ["-s"], ["-O"], ["-W", "error"], ["-X", "utf8=0"]], ids=" ".join)
-def test_interpreter_options(options: list[str], environment: Environment, wheel: Path) -> None:
-    environment.install(str(wheel))
-    done = environment.python(*options, "-c", SHOW_HOOK)
+def test_interpreter_options(options: list[str], installed: Environment) -> None:
+    done = installed.python(*options, "-c", SHOW_HOOK)
     assert (done.returncode, done.stderr) == (0, "")
     assert "PatchFinder" in done.stdout
 
@@ -246,9 +251,10 @@ def empty_package(installed: Path) -> None:
 
 @pytest.mark.parametrize("damage", [remove_package, damage_package, empty_package, shutil.rmtree])
 def test_broken_install_says_so_in_one_line(
-    damage: Callable[[Path], None], environment: Environment, wheel: Path
+    damage: Callable[[Path], None], installed: Environment, tmp_path: Path
 ) -> None:
-    environment.install(str(wheel))
+    environment = installed.copy(tmp_path / "venv")
+    assert "PatchFinder" in environment.hook()
     damage(environment.site_packages / "ckpt_patches")
     done = environment.python("-c", "print('started')")
     assert (done.returncode, done.stdout) == (0, "started\n")
@@ -258,16 +264,15 @@ def test_broken_install_says_so_in_one_line(
     )
 
 
-def test_errors_are_said_once(environment: Environment, wheel: Path) -> None:
+def test_errors_are_said_once(installed: Environment) -> None:
     """In a virtual environment, Python runs every .pth file twice."""
-    environment.install(str(wheel))
-    done = environment.python("-c", SHOW_HOOK, CKPT_PATCHES="sometimes")
+    done = installed.python("-c", SHOW_HOOK, CKPT_PATCHES="sometimes")
     assert done.stdout.count("PatchFinder") == 1
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_broken_install_without_stderr(environment: Environment, wheel: Path) -> None:
-    environment.install(str(wheel))
+def test_broken_install_without_stderr(installed: Environment, tmp_path: Path) -> None:
+    environment = installed.copy(tmp_path / "venv")
     remove_package(environment.site_packages / "ckpt_patches")
     command = f"exec '{environment.executable}' -c 'print(\"started\")' 2>&-"
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "started\n"

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+import shared
 import upstream
 from ckpt_patches.engine.plan import module_path
-from installs import Environment, build_wheel
+from installs import Environment, wheel
+from small_tree import MODULE, make
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -66,21 +68,16 @@ class Installed:
     environment: Environment
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
-
-
 @pytest.fixture(scope="module", params=VERSIONS)
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installed:
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     version = request.param
     python = find_python(version)
     if python is None:
         pytest.skip(f"no Python {version} on this machine")
-    environment = Environment(tmp_path_factory.mktemp(f"python-{version}") / "venv", python)
+    environment = Environment.make(tmp_path_factory.mktemp(f"python-{version}") / "venv", python)
     # Not by the environment's own Python, as the pip at hand may be older than that.
     options = ("--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(environment.site_packages))
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel())], check=True)
     return Installed(version, python, environment)
 
 
@@ -97,12 +94,16 @@ def copies(to: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def expected() -> dict[str, Any]:
     """What the Python that runs the tests does to the trees, from the checkout."""
-    folder = tmp_path_factory.mktemp("trees")
-    program = upstream.PROGRAMS / "own_fixes.py"
-    done = subprocess.run([sys.executable, str(program), *copies(folder)], capture_output=True, text=True)
-    found: dict[str, Any] = without_paths(check_succeeded(done), folder)
+
+    def edit(folder: Path) -> None:
+        program = upstream.PROGRAMS / "own_fixes.py"
+        done = subprocess.run([sys.executable, str(program), *copies(folder)], capture_output=True, text=True)
+        (folder / "found").write_text(check_succeeded(done))
+
+    folder = shared.once("trees-edited-from-the-checkout", edit)
+    found: dict[str, Any] = without_paths((folder / "found").read_text(), folder)
     return found
 
 
@@ -131,18 +132,48 @@ def test_the_trees_are_edited_alike(installed: Installed, expected: dict[str, An
         assert "active" in {fix["state"] for fix in results["fixes"]}
 
 
+# Prints what ran, the source that Python shows of it, and what a worker process ran; fails in it at the end.
+IN_SMALL_TREE = f"""
+import inspect, multiprocessing
+
+def work(shape):
+    import {MODULE} as m
+    return m.size(shape)
+
+if __name__ == "__main__":
+    import {MODULE} as m
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(work((2, 3)), inspect.getsource(m.size).splitlines()[-1].strip(), pool.map(work, [(2, 3)]))
+    m.size(None)
+"""
+
+
+def test_the_hook_runs_and_shows_the_edited_code(installed: Installed, tmp_path: Path) -> None:
+    """Of a small tree, without torch: in strict mode, in a worker process, in a traceback; and not where it is off."""
+    make(tmp_path)
+    (tmp_path / "numpy.py").write_text("import math\n\nprod = math.prod\n")
+    (tmp_path / "program.py").write_text(IN_SMALL_TREE)
+    run = functools.partial(installed.environment.python, str(tmp_path / "program.py"), PYTHONPATH=str(tmp_path))
+    strict = run(CKPT_PATCHES="strict")
+    assert strict.stdout == "6 return np.prod(shape) [6]\n"
+    assert strict.stderr.splitlines()[-1].startswith("TypeError")
+    assert "return np.prod(shape)" in strict.stderr
+    off = run(CKPT_PATCHES="off")
+    assert off.stdout == ""
+    assert "module 'numpy' has no attribute 'product'" in off.stderr
+
+
 def torch_for(installed: Installed) -> Path:
-    """The folder with a torch for this Python. The default run does not install it, which takes minutes."""
+    """The folder with a torch for this Python. The default run takes its own alone; others take minutes to install."""
     if installed.version == RUNNING:
         return Path(sysconfig.get_path("purelib"))
-    torch = upstream.torch_folder(installed.version)
-    if not torch.is_dir() and not upstream.all_releases():
-        pytest.skip(f"no torch for Python {installed.version} in {torch}; CKPT_PATCHES_TEST_ALL=1 installs it (5 GB)")
+    if not upstream.all_releases():
+        pytest.skip(f"with torch on Python {installed.version} (5 GB): with CKPT_PATCHES_TEST_ALL=1")
     try:
         upstream.install_torch(installed.version, installed.python)
     except RuntimeError as error:
         pytest.skip(str(error))
-    return torch
+    return upstream.torch_folder(installed.version)
 
 
 @dataclass(frozen=True)
