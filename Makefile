@@ -3,20 +3,26 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
+# Each process begins with one half of the tests, in their order: what those of a file share is made for one of them.
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-all lint check bench demo compatibility clean
+.PHONY: test quick test-all lint check bench demo compatibility clean
 
 # Formatting, lint, types, and the tests on the default upstream releases.
 test: lint check
 
+# The tests of the engine, the hook, formats and planners: less than a minute.
+quick: $(VENV)/ready
+	$(PYTEST) -m quick
+
 # The tests on every upstream release, and the pages that are made from their results.
 test-all: lint
 	rm -f tests/recorded/compatibility.json tests/recorded/resume.json
-	CKPT_PATCHES_TEST_ALL=1 $(PY) -m pytest -n 2; status=$$?; \
+	CKPT_PATCHES_TEST_ALL=1 $(PYTEST); status=$$?; \
 	  $(PY) tests/compatibility.py && $(PY) tests/resume_table.py && exit $$status
 
 check: $(VENV)/ready
-	$(PY) -m pytest -n 2
+	$(PYTEST)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff format --check .

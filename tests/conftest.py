@@ -10,9 +10,20 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# The default run draws the same cases every time: one that fails is no accident. `make test-all` draws others.
+# How long a case takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "tests",
+    derandomize=os.environ.get("CKPT_PATCHES_TEST_ALL") != "1",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tests")
 
 # Kept in the repository: the pages that are made from them take longer to run than any session.
 RECORDED = Path(__file__).parent / "recorded"
@@ -20,7 +31,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
-    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+    config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
     config.addinivalue_line(
         "markers",
         "compat(fix): the outcome is a cell of docs/compatibility.md; takes parameters `version` and `delivery` "
@@ -29,6 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CELLS] = {}
     config.stash[_RESUMES] = {}
 
+
+# Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
+QUICK = """
+    audit_blocks checksum command ds_to_universal_plan ds_to_universal_writer durable hook hook_company in_place names
+    plan rooms shared source stored_zip torch_file
+"""
 
 _CELLS = pytest.StashKey[dict[str, dict[str, Any]]]()
 _RESUMES = pytest.StashKey[dict[str, Any]]()
@@ -46,10 +63,13 @@ def _hook_is_active() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; refuse a `compat` test that cannot be put in a cell."""
+    """Mark what is quick; skip what needs a GPU where there is none; refuse a `compat` test that is in no cell."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
         _leave_out_older_releases_in_place(config, items)
+    quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
+        if item.path.stem in quick:
+            item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("compat") and not {"version", "delivery"} <= _parameters(item).keys():

@@ -103,8 +103,7 @@ def weights_kept(cases: Iterable[dict[str, Any]]) -> Found:
 def gather(bug: Bug, delivery: str, out: Path) -> Found:
     """Rank 0 of four, in buckets: what it needs beside the state that it gathers."""
     file = bug.tree / "megatron/core/optimizer/distrib_optimizer.py"
-    env = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # memory is given back at once
-    rank = run_json("lean_gather", file, "--parts", "memory", tree=bug.tree, delivery=delivery, env=env)["ranks"][0]
+    rank = run_json("lean_gather", file, "--parts", "memory", tree=bug.tree, delivery=delivery)["ranks"][0]
     buckets = rank["gloo"] / rank["bucket"]
     return Found(buckets > 1, f"rank 0 needs the state and {max(buckets, 0):.1f} buckets of it more")
 

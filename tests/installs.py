@@ -7,12 +7,24 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 import shared
 from upstream import REPOSITORY
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
 # Others ask this to learn whether Megatron is installed.
 IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
+
+
+def without_roots_rights(*command: str) -> list[str]:
+    """The command, which may not write where nobody else may; skips the test where root cannot give that right up."""
+    if os.geteuid() != 0:
+        return list(command)
+    dropped = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
+    if shutil.which(dropped[0]) is None or subprocess.run([*dropped, "true"], capture_output=True).returncode != 0:
+        pytest.skip("root may write everywhere, and cannot give that right up here")
+    return [*dropped, *command]
 
 
 class Environment:

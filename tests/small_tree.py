@@ -6,7 +6,7 @@ They call `np.product`, which the fix numpy2_product turns into `np.prod`.
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MODULE = "megatron.core.dist_checkpointing.exchange_utils"
@@ -44,12 +44,17 @@ def make_two(root: Path) -> tuple[Path, Path]:
 
 
 def python(
-    *arguments: str, tree: Path, env: Mapping[str, str] | None = None, check: bool = True, cwd: Path | None = None
+    *arguments: str,
+    tree: Path,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    cwd: Path | None = None,
+    through: Callable[..., list[str]] = lambda *command: list(command),
 ) -> subprocess.CompletedProcess[str]:
-    """Run this Python with the tree first on its path; output captured."""
+    """Run this Python with the tree first on its path, by the command that `through` makes of it; output captured."""
     inherited = {k: v for k, v in os.environ.items() if k != "RANK" and not k.startswith(("CKPT_PATCHES", "PYTHON"))}
     return subprocess.run(
-        [sys.executable, *arguments],
+        through(sys.executable, *arguments),
         env={**inherited, "PYTHONPATH": str(tree), **(env or {})},
         text=True,
         capture_output=True,

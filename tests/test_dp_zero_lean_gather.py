@@ -23,8 +23,6 @@ ALL = releases("megatron-core")
 NEWEST = "0.16.1"
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
-# The C library gives memory back at once, so that the next measurement starts from where the last did.
-FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 SLACK = 0.7  # MiB; a shard of the memory tests has 0.5, a bucket 2
 
 
@@ -34,7 +32,7 @@ def lean_gather(
     """What each rank found, by part."""
     on = tree("megatron-core", version)
     file = on / "megatron/core/optimizer/distrib_optimizer.py"
-    done = run("lean_gather", file, *options, tree=on, delivery=delivery, env={**FREED_AT_ONCE, **(env or {})})
+    done = run("lean_gather", file, *options, tree=on, delivery=delivery, env=env)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["part"]: line["ranks"] for line in lines}
 

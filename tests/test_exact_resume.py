@@ -54,7 +54,6 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("version", "delivery", "inner"), cases())
 def test_a_resume_is_exact(
     version: str, delivery: str, inner: str, tmp_path: Path, record_property: Callable[[str, object], None]

@@ -13,6 +13,7 @@ from ckpt_patches.engine.plan import TreePlan, plan_tree
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.hook import running
 from ckpt_patches.startup import install
+from installs import without_roots_rights
 from small_tree import IS_PATCHED, MODULE, UPSTREAM, make, python
 
 
@@ -192,11 +193,13 @@ def test_stale_bytecode_is_never_run_in_place_of_the_edited_source(tmp_path: Pat
 
 def test_an_unwritable_directory_is_no_obstacle(tmp_path: Path) -> None:
     path = make(tmp_path)
+    writes = f"try: open({str(path.parent / 'new')!r}, 'w')\nexcept PermissionError: print('unwritable')"
     path.parent.chmod(0o555)
     try:
-        assert patched(tmp_path)
+        done = python("-c", f"{writes}\n{IS_PATCHED}", tree=tmp_path, through=without_roots_rights)
     finally:
         path.parent.chmod(0o755)
+    assert (done.stdout.split(), caches(path)) == (["unwritable", "True"], [])
 
 
 # What cannot be patched

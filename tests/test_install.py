@@ -12,7 +12,7 @@ import pytest
 import installs
 import upstream
 from ckpt_patches.engine.registry import FIXES
-from installs import SHOW_HOOK, Environment, copy_working_tree
+from installs import SHOW_HOOK, Environment, copy_working_tree, without_roots_rights
 
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """
@@ -278,24 +278,12 @@ def test_broken_install_without_stderr(installed: Environment, tmp_path: Path) -
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "started\n"
 
 
-# Root may write everywhere, unless it gives that capability up.
-WITHOUT_ROOTS_RIGHTS = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
-
-
-def _works(command: list[str]) -> bool:
-    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
-
-
 def test_read_only_site_packages(environment: Environment, wheel: Path) -> None:
     """Where no bytecode can be written, everything works without."""
     environment.install("--no-compile", str(wheel))
     before = environment.files()
     folders = [environment.site_packages, *(p for p in environment.site_packages.rglob("*") if p.is_dir())]
-    command = [str(environment.executable), "-c", f"{IMPORT_US}\n{SHOW_HOOK}"]
-    if os.geteuid() == 0:
-        if not _works([*WITHOUT_ROOTS_RIGHTS, "true"]):
-            pytest.skip("root may write everywhere, and cannot give that right up here")
-        command = [*WITHOUT_ROOTS_RIGHTS, *command]
+    command = without_roots_rights(str(environment.executable), "-c", f"{IMPORT_US}\n{SHOW_HOOK}")
     try:
         for folder in folders:
             folder.chmod(0o555)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 import upstream
@@ -36,6 +37,10 @@ def test_all_releases_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {parameter.id: [mark.kwargs["reason"] for mark in parameter.marks] for parameter in found}
     assert [version for version, reason in reasons.items() if reason] == ["0.14.1", "0.14.2", "0.14.3"]
     assert "_get_socket_with_port" in reasons["0.14.1"][0]
+
+
+def test_generated_cases_are_the_same_in_every_default_run() -> None:
+    assert hypothesis.settings().derandomize is not upstream.all_releases()
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -50,8 +50,8 @@ def files(folder: Path) -> dict[str, bytes]:
 @settings(
     max_examples=2 if all_releases() else 1,
     deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # a smaller batch would say no more than the names of the files that differ
+    suppress_health_check=[HealthCheck.too_slow],
 )
 def test_the_files_are_those_of_a_synchronized_save(
     tmp_path_factory: pytest.TempPathFactory, batch: list[Case]
@@ -66,7 +66,8 @@ def test_the_files_are_those_of_a_synchronized_save(
         assert result["wrong"] == []
         assert bool(result["locks"]) == (fixes == SYNCHRONIZED)
         found[fixes] = files(out)
-    assert found[FIX,] == found[SYNCHRONIZED]
+    ours, synchronized = found[FIX,], found[SYNCHRONIZED]
+    assert sorted(name for name in ours.keys() | synchronized.keys() if ours.get(name) != synchronized.get(name)) == []
     assert len(found[FIX,]) >= 2 * len(batch)
 
 

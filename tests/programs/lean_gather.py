@@ -9,6 +9,7 @@ memory and time the save and the load took.
 
 import argparse
 import copy
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -32,6 +33,7 @@ SIZES = (5, 700, 129, 3, 1000, 64, 333)
 BUCKET_SIZE = 500
 LARGE_PARAMS = 4
 PAIRS = 7
+M_MMAP_THRESHOLD = -3  # of malloc.h
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend",
@@ -49,6 +51,8 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=MIB // 2, help="of each large parameter")
     parser.add_argument("--out")
     options = parser.parse_args()
+    # Else the C library keeps what one save has freed for the next, which then seems to need less.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     mt.spawn(worker, options.ranks, options)
 
 
