@@ -563,7 +563,8 @@ def test_a_buffer_of_which_elements_share_a_byte_is_named(zero: Path) -> None:
 
 def test_every_kind_is_crafted_somewhere() -> None:
     """A test expects to find it; that it is named in a comment or by a helper proves nothing."""
-    modules = sys.modules[__name__], importlib.import_module("test_audit_repair")
+    others = ("test_audit_repair", "test_audit_many")
+    modules = [sys.modules[__name__], *map(importlib.import_module, others)]
     tests = [test for module in modules for name, test in vars(module).items() if name.startswith("test_")]
     assert sorted(damages.KINDS.keys() - {name for test in tests for name in expected_by(test)}) == []
 

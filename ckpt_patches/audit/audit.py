@@ -101,9 +101,9 @@ def audit(path: Path, workers: int = WORKERS) -> Report:
     findings, empty = list(found.findings), set()
     # The others are bytes that no array has; they are read for the checksums.
     with Progress(sum(shard.nbytes for shard in shards), label=f"{path.name}:") as progress:
-        for shard, runs in zip(shards, scan(shards, workers, progress.show, checked, pieces), strict=True):
-            own = without(runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
-            findings += judge.judge(shard, own, found)
+        for shard, odd in zip(shards, scan(shards, workers, progress.show, checked, pieces), strict=True):
+            own = without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
+            findings += judge.judge(shard, odd._replace(runs=own), found)
             if judge.has_no_moments(shard, own):
                 empty.add(id(shard))
     findings += judge.checksums(found, pieces)

@@ -28,6 +28,9 @@ NEGATIVE = 64  # the square
 DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
 
+# What no whole checkpoint has, not in a single element.
+CERTAIN = (CONTRADICTED, UNROUNDED, NEGATIVE, *NOT_FINITE.values())
+
 # exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
 LARGE_AVG = np.float32(1e-15)
 

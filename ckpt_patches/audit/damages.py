@@ -120,6 +120,12 @@ NOT_READ = _kind(
     "a file in a format, or elements of a type, that is not read here; it may be sound",
     "load it with what wrote it",
 )
+NOT_JUDGED = _kind(
+    "not_judged",
+    SUSPICION,
+    "a tensor, or a part of one, that the files hold and the audit did not judge",
+    "look at it with what wrote it",
+)
 BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its checksums")
 
 

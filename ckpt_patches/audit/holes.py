@@ -11,12 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit.scan import OddRuns
+from ckpt_patches.audit.scan import SCATTERED, OddRuns
 
 # Zeros that come by chance: at least so likely are they taken to be, and a hole is what is less likely than that.
 LEAST_SHARE = 1e-6
 BY_CHANCE = 1e-5
-SCATTERED = 8  # elements; shorter holes tell how many zeros come by chance in this array
 
 
 class Hole(NamedTuple):

@@ -12,7 +12,7 @@ from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, 
 from ckpt_patches.audit.checksums import PartRead, wrong
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
-from ckpt_patches.audit.scan import OddRuns, rows_of
+from ckpt_patches.audit.scan import Odd, OddRuns, rows_of
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
 VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
@@ -29,9 +29,9 @@ MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
 class View:
     """A shard with its odd runs, and the holes in its arrays."""
 
-    def __init__(self, shard: Shard, runs: OddRuns, found: Checkpoint) -> None:
+    def __init__(self, shard: Shard, odd: Odd, found: Checkpoint) -> None:
         self.shard, self.data_parallel = shard, found.data_parallel
-        self.runs = runs
+        self.runs, self.tallies, self.is_cut = odd
         self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
         self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
@@ -92,9 +92,9 @@ def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) ->
     return f"slice {first} of {data_parallel}" if first == last else f"slices {first} to {last} of {data_parallel}"
 
 
-def judge(shard: Shard, runs: OddRuns, found: Checkpoint) -> Iterator[Finding]:
+def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
     """What is wrong with a shard."""
-    view = View(shard, runs, found)
+    view = View(shard, odd, found)
     for function in JUDGES:
         yield from _limited(list(function(view)))
 
@@ -199,13 +199,23 @@ def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterat
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]
     if not len(begin):
         return
-    total = np.concatenate([[0], np.cumsum(end - begin)])
+    tally, total = view.tallies[bit], np.concatenate([[0], np.cumsum(end - begin)])
+    if tally.elements != total[-1]:  # not all are kept
+        yield view.finding(kind, role, tally.begin, tally.end, f"{tally.elements} elements of these")
+        return
     cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
     if len(cuts) >= MOST_FINDINGS:
         cuts = cuts[:0]
     for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(begin)], strict=True):
         low, high, elements = int(begin[first]), int(end[last - 1]), int(total[last] - total[first])
         yield view.finding(kind, role, low, high, "" if elements == high - low else f"{elements} elements of these")
+
+
+def not_judged(view: View) -> Iterator[Finding]:
+    if view.is_cut:
+        role = next(iter(view.shard.streams))
+        detail = f"zeros in more places than are kept, {len(view.runs.begin)}: the shorter ones were not judged"
+        yield view.finding(damages.NOT_JUDGED, role, 0, view.shard.numel, detail)
 
 
 JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
@@ -216,6 +226,7 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
     not_finite,
     negative_square,
     denormal_run,
+    not_judged,
 )
 
 

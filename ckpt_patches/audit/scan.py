@@ -21,7 +21,8 @@ from ckpt_patches.processes import in_order
 BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
 SPAN = 128 * BLOCK  # elements that a worker takes at a time
 QUICK_SPAN = 1024 * BLOCK  # fewer in all are not worth a second process
-MAX_RUNS = 100_000  # kept of a span, the longest ones, so that memory is bounded whatever the checkpoint holds
+MAX_RUNS = 1_000_000  # kept of a shard, so that memory is bounded whatever the checkpoint holds
+SCATTERED = 8  # elements; shorter runs of zeros come by chance, and where there are so many others, by chance alone
 
 
 class OddRuns(NamedTuple):
@@ -46,33 +47,49 @@ class Span(NamedTuple):
     checked: bool  # whether checksums are wanted
 
 
+class Tally(NamedTuple):
+    """Elements with one bit of their code, also of runs that are not kept."""
+
+    elements: int
+    begin: int  # the first
+    end: int  # behind the last
+
+
+class Odd(NamedTuple):
+    """What is odd about the elements of a span, or a shard."""
+
+    runs: OddRuns
+    tallies: dict[int, Tally]  # by bit, of those that are certain
+    is_cut: bool = False  # there were more runs, of zeros that can be no chance
+
+
 class Found(NamedTuple):
     """What a worker found in a span."""
 
-    runs: OddRuns
+    odd: Odd
     pieces: list[PartRead]
 
 
 def scan(
     shards: list[Shard], workers: int, progress: Callable[[int], None], checked: frozenset[str], pieces: list[PartRead]
-) -> Iterator[OddRuns]:
-    """The odd runs of every shard in turn, so that no more than one shard's are in memory.
+) -> Iterator[Odd]:
+    """What is odd about every shard in turn, so that no more than one shard's runs are in memory.
 
     `progress` is told how many bytes have been read; the checksums of what was read of files in `checked` are
     added to `pieces`.
     """
     number = done = 0
-    parts: list[OddRuns] = []
+    parts: list[Odd] = []
     for span, found in _look_at_all(list(_spans(shards, checked)), workers):
         while number < span.shard:
-            yield joined(parts)
+            yield together(parts)
             number, parts = number + 1, []
-        parts = [longest(joined([*parts, found.runs]))]
+        parts = [together([*parts, found.odd])]
         pieces += found.pieces
         done += sum((span.end - span.begin) * item_size(stream.dtype) for stream in span.streams.values())
         progress(done)
     for _ in range(number, len(shards)):
-        yield joined(parts)
+        yield together(parts)
         parts = []
 
 
@@ -106,7 +123,7 @@ def look(span: Span, files: RangedFiles) -> Found:
         block = {role: (reader.read(begin, end), reader.stream.dtype) for role, reader in readers.items()}
         if not blocks.is_clean(block):
             parts.append(runs_of(blocks.codes(block, end - begin), begin))
-    return Found(longest(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
+    return Found(kept(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
 
 
 class BlockReader:
@@ -187,12 +204,40 @@ def _within(runs: OddRuns, low: int, high: int) -> OddRuns:
     return OddRuns(*(column[begin < end] for column in (begin, end, runs.code)))
 
 
-def longest(runs: OddRuns) -> OddRuns:
-    """At most so many as are kept."""
+def kept(runs: OddRuns) -> Odd:
+    """At most so many runs as are kept, and the exact number of what is certain of them all.
+
+    Left out are short runs of zeros first, then the shorter ones of all, what is certain last.
+    """
+    tallies = {bit: tally for bit in blocks.CERTAIN if (tally := _tally(runs, bit))}
     if len(runs.begin) <= MAX_RUNS:
-        return runs
-    kept = np.sort(np.argpartition(-runs.length, MAX_RUNS)[:MAX_RUNS])
-    return OddRuns(*(column[kept] for column in runs))
+        return Odd(runs, tallies)
+    is_certain = (runs.code & sum(blocks.CERTAIN)) > 0
+    chosen = np.flatnonzero(is_certain | (runs.length >= SCATTERED))
+    is_cut = len(chosen) > MAX_RUNS
+    if is_cut:
+        value = runs.length[chosen] + np.where(is_certain[chosen], np.iinfo(np.int64).max // 2, 0)
+        chosen = np.sort(chosen[np.argpartition(-value, MAX_RUNS)[:MAX_RUNS]])
+    return Odd(OddRuns(*(column[chosen] for column in runs)), tallies, is_cut)
+
+
+def together(parts: list[Odd]) -> Odd:
+    """All parts of a shard, in order."""
+    odd = kept(joined([part.runs for part in parts]))
+    tallies: dict[int, Tally] = {}
+    for part in parts:
+        for bit, own in part.tallies.items():
+            before = tallies.get(bit, own._replace(elements=0))
+            tallies[bit] = Tally(before.elements + own.elements, before.begin, own.end)
+    return Odd(odd.runs, tallies, odd.is_cut or any(part.is_cut for part in parts))
+
+
+def _tally(runs: OddRuns, bit: int) -> Tally | None:
+    chosen = np.flatnonzero(runs.code & bit)
+    if not len(chosen):
+        return None
+    elements = int(runs.length[chosen].sum())
+    return Tally(elements, int(runs.begin[chosen[0]]), int(runs.end[chosen[-1]]))
 
 
 def rows_of(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,93 @@
+"""Checkpoints with more odd elements than are kept: nothing certain is lost by their number."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from ckpt_patches.audit import scan
+from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+
+
+def arrays(rows: int, columns: int) -> Arrays:
+    """A layer's states; no element is odd."""
+    draw = np.random.default_rng(0)
+    shape = rows, columns
+    master = draw.normal(size=shape).astype(np.float32) + np.float32(0.01)
+    return {
+        "fp32_param": master,
+        "exp_avg": draw.normal(size=shape).astype(np.float32) + np.float32(0.01),
+        "exp_avg_sq": draw.uniform(0.1, 1.0, size=shape).astype(np.float32),
+    }
+
+
+def written(path: Path, states: Arrays) -> Path:
+    """As megatron-core writes one layer in zarr, with its weight in bf16."""
+    weight = states["fp32_param"].astype(ml_dtypes.bfloat16)
+    for name, array, dtype in [
+        ("layer.weight", weight, "bfloat16"),
+        *((f"optimizer.state.{state}.layer.weight", states[state], "<f4") for state in STATES),
+    ]:
+        folder = path / name
+        folder.mkdir(parents=True)
+        metadata = {"shape": array.shape, "chunks": array.shape, "dtype": dtype}
+        (folder / ".zarray").write_text(json.dumps({**metadata, "compressor": None, "filters": None, "order": "C"}))
+        (folder / "0.0").write_bytes(array.tobytes())
+    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    torch.save({"optimizer": {"param_groups": [{"step": 10, "betas": (0.9, 0.99)}]}}, path / "common.pt")
+    return path
+
+
+def found(report: Report) -> dict[str, tuple[int | None, int | None, str]]:
+    return {f.kind.name: (f.begin, f.end, f.detail) for f in report.findings if f.kind.severity != "note"}
+
+
+def with_dead_units(states: Arrays, pairs: int) -> None:
+    """Input units without a gradient: two neighbouring columns each."""
+    for state in STATES[1:]:
+        for pair in range(pairs):
+            states[state][:, 10 * pair : 10 * pair + 2] = 0
+
+
+def test_a_few_nan_among_many_dead_units_are_damage(tmp_path: Path) -> None:
+    states = arrays(40_000, 64)
+    with_dead_units(states, 3)
+    assert audit(written(tmp_path / "whole", states)).verdict == WHOLE
+    states["exp_avg_sq"][1000::1500, 40] = np.nan
+    states["exp_avg"][77::3000, 50] = np.inf
+    report = audit(written(tmp_path / "damaged", states))
+    assert report.verdict == DAMAGED
+    assert {f.array.rpartition("optimizer.state.")[2] for f in report.findings if f.kind.name == "not_finite"} == {
+        "exp_avg.layer.weight",
+        "exp_avg_sq.layer.weight",
+    }
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_more_nan_than_are_kept_are_counted_exactly(
+    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "MAX_RUNS", 1000)
+    states = arrays(1000, 64)
+    states[state].reshape(-1)[101:-7:3] = np.nan
+    report = audit(written(tmp_path / "damaged", states))
+    count = len(range(101, 64_000 - 7, 3))
+    assert found(report)["not_finite"] == (101, 101 + 3 * (count - 1) + 1, f"{count} elements of these")
+    assert report.verdict == DAMAGED
+
+
+def test_what_is_left_out_of_a_list_is_not_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros that are no damage for themselves, in more places than are kept."""
+    monkeypatch.setattr(scan, "MAX_RUNS", 100)
+    states = arrays(1000, 64)
+    for state in STATES[1:]:
+        states[state][::2, :20] = 0
+    report = audit(written(tmp_path / "many", states))
+    assert (report.verdict, set(found(report)) - {"moment_gap"}) == (UNCERTAIN, {"not_judged"})
