@@ -179,8 +179,7 @@ def test_what_a_program_leaves_behind_is_killed(zygote: Zygote, tmp_path: Path) 
 WHO_ASKS = """
 import os, sys, zygotes
 zygote = zygotes.Zygote({**os.environ, "TEST": sys.argv[3]}, ["json"])
-ancestor = zygote._ancestor.pid if zygote._ancestor else 0
-print(zygote.pid, ancestor, flush=True)
+print(zygote.pid, zygote.ancestor, flush=True)
 sys.stdin.readline()
 done = zygote.run([sys.argv[1]], cwd=sys.argv[2], environment={}, timeout=1000)
 print(done.stdout, flush=True)
@@ -230,15 +229,25 @@ def test_nothing_outlives_who_asked_also_when_that_is_killed(killed: str, tmp_pa
 def test_all_processes_of_a_run_share_the_imports_and_none_depends_on_another(tmp_path: Path) -> None:
     first = WhoAsks(tmp_path, "print('ran')")
     second = WhoAsks(tmp_path, "print('ran')")
-    assert first.ancestor
-    assert not second.ancestor
+    assert first.ancestor == second.ancestor
     assert first.process.communicate("\n")[0].strip() == "ran"
     assert gone(first.zygote, first.ancestor)
     third = WhoAsks(tmp_path, "print('ran')")
-    assert third.ancestor
+    assert third.ancestor != first.ancestor
     for process in (second.process, third.process):
         assert process.communicate("\n")[0].strip() == "ran"
     assert gone(second.zygote, third.zygote, third.ancestor)
+
+
+def test_it_is_no_child_of_who_asked(zygote: Zygote, tmp_path: Path) -> None:
+    """Who may have to know that there is none left of some other kind."""
+    assert run(zygote, tmp_path, "").returncode == 0
+    assert {parent_of(zygote.pid), parent_of(zygote.ancestor)} == {zygote.ancestor, parent_of(zygote.ancestor)}
+    assert parent_of(zygote.ancestor) != os.getpid()
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_process_that_is_gone_is_said(zygote: Zygote, tmp_path: Path) -> None:

@@ -34,12 +34,14 @@ MEGATRON = (
     "stand_in_fused_adam",
     "torch._dynamo",
 )
+BRIDGE = ("bridge_imports", "megatron.core.optimizer", "torch._dynamo")
 ZARR = ("zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
 
 # The modules that a program of programs/ imports, whichever arguments it is given.
 IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("empty_state", "exact_resume", "hybrid_reload", "lean_gather", "megatron_saving"), MEGATRON),
+    "bridge_finetune": BRIDGE,
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
     **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint", "zero_training"), DEEPSPEED),
@@ -68,7 +70,7 @@ class Zygote:
         what = json.dumps([sys.executable, list(modules), sorted(environment.items())])
         self._path = shared.folder() / f"zygote-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
         self._lock = threading.Lock()
-        self._ancestor: subprocess.Popen[bytes] | None = None
+        self._lifeline: IO[bytes] | None = None  # what the ancestor ends with, if this one has started it
         with open(f"{self._path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             ready = self._connect()
@@ -79,7 +81,7 @@ class Zygote:
         if not ready:
             self.end()
             raise NotStarted(f"{' '.join(modules)} could not be imported:\n{''.join(self._said)}")
-        self.pid = int(ready)
+        self.pid, self.ancestor = map(int, ready.split())
 
     def _connect(self) -> bytes:
         """What the process that serves this one says first; nothing if there is none."""
@@ -100,7 +102,7 @@ class Zygote:
         ):
             listening.bind(f"{self._path}.socket")
             listening.listen()
-            self._ancestor = subprocess.Popen(
+            starter = subprocess.Popen(
                 [sys.executable, str(ZYGOTE), str(listening.fileno()), *modules],
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -109,6 +111,8 @@ class Zygote:
                 pass_fds=[listening.fileno()],
                 start_new_session=True,
             )
+        starter.wait()
+        self._lifeline = starter.stdin
 
     def run(
         self, argv: Sequence[str], *, cwd: str, environment: Mapping[str, str | None], timeout: float
@@ -138,8 +142,8 @@ class Zygote:
     def end(self) -> None:
         """End the process and, should there be one, the program that it runs; those of other clients go on."""
         self._requests.close()
-        if self._ancestor is not None:
-            self._ancestor.communicate()
+        if self._lifeline is not None:
+            self._lifeline.close()
 
 
 def _text(file: IO[bytes]) -> str:

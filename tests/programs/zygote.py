@@ -3,10 +3,11 @@
     zygote.py SOCKET MODULE...
 
 SOCKET is the number of an open file: a socket of packets that listens. When all is imported, a fork of this process
-serves each who connects; it sends its number first. A request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER,
-"environment": {NAME: VALUE or null}} with two open files for standard output and error. It is answered with the exit
-status, as subprocess gives it. The packet "kill" ends the program before that. So does the end of the connection, which
-ends the process that served it, too. This process ends with its standard input. Nothing outlives who asked for it.
+serves each who connects; it sends its number and this one's first. A request is JSON {"argv": [PROGRAM, ARGUMENT...],
+"cwd": FOLDER, "environment": {NAME: VALUE or null}} with two open files for standard output and error. It is answered
+with the exit status, as subprocess gives it. The packet "kill" ends the program before that. So does the end of the
+connection, which ends the process that served it, too. This process ends with its standard input, and is no child of
+who started it, who may have to know all of those. Nothing outlives who asked for it.
 
 In the fork that runs a program everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there,
 and that nothing is freed at its end, which takes a second for modules that another process has imported. Its process
@@ -36,6 +37,8 @@ MOST = 2**20  # bytes of a packet
 
 
 def main() -> None:
+    if os.fork() != 0:
+        os._exit(0)
     listening = socket.socket(fileno=int(sys.argv[1]))
     listening.set_inheritable(False)
     for name in sys.argv[2:]:
@@ -70,7 +73,7 @@ def wait_for_client(listening: socket.socket) -> socket.socket:
             listening.close()
             os.dup2(nobody, 0)
             os.close(nobody)
-            requests.send(str(os.getpid()).encode())
+            requests.send(f"{os.getpid()} {os.getppid()}".encode())
             return requests
         requests.close()
 
