@@ -27,7 +27,15 @@ class Configuration:
     reload: str = "no"
 
     def __str__(self) -> str:
-        parts = (self.version, f"dp{self.ranks // self.tp}", f"tp{self.tp}", self.dtype, self.backend, self.reload)
+        parts = (
+            self.version,
+            self.format,
+            f"dp{self.ranks // self.tp}",
+            f"tp{self.tp}",
+            self.dtype,
+            self.backend,
+            self.reload,
+        )
         return "-".join((*parts, f"seed{self.seed}"))
 
     def options(self) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpt_patches.audit import (
     blocks,
     checksums,
+    coverage,
     damages,
     judge,
     megatron,
@@ -94,6 +95,7 @@ def audit(path: Path, workers: int = WORKERS) -> Report:
     if reader is None:
         raise UserError(f"{path}: not a checkpoint in a format that is known")
     found = reader(path)
+    found.shards += coverage.others(found)
     _read_repaired(found)
     shards = [*found.shards, *checksums.rest(found.records, found.shards)]
     pieces: list[checksums.PartRead] = []

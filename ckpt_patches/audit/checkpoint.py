@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.torch_file import TensorHeader
 
 # The arrays of one parameter. The weight is the model's own, which a mixed-precision run rounds from the master.
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
@@ -73,6 +74,14 @@ class Shard:
         return sum(extent.nbytes for stream in self.streams.values() for extent in stream.extents)
 
 
+class Held(NamedTuple):
+    """A tensor that a file holds."""
+
+    path: str
+    name: str  # its place in the file
+    header: TensorHeader
+
+
 @dataclass
 class Checkpoint:
     """A checkpoint as a reader finds it, before any element is read."""
@@ -84,6 +93,7 @@ class Checkpoint:
     data_parallel: int | None = None  # ranks
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
+    tensors: list[Held] = field(default_factory=list)  # all, of which a reader makes shards
     records: list[Record] = field(default_factory=list)  # whose checksums are to be right
     findings: list[Finding] = field(default_factory=list)  # what is wrong with its files
 

@@ -9,6 +9,7 @@ from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Owner, Record, Shard, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
+from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
@@ -55,6 +56,8 @@ def read(path: Path) -> Checkpoint:
     with RangedFiles() as files:
         for chunked in tensors.values():
             _find_elements(chunked, found, files)
+        for name in index.objects:
+            _read_object(name, index, found, files)
     check_siblings(found, tensors)
     for parameter, roles in by_parameter(tensors).items():
         found.shards += _shards(parameter, roles)
@@ -89,6 +92,20 @@ def _find_elements(chunked: Chunked, found: Checkpoint, files: RangedFiles) -> N
         span = tensor.places[offsets][1:]
         found.records += [Record(str(part.path), *stored, span) for stored in part.storages]
         chunked.extents[offsets] = Extent(str(part.path), part.value.offset, part.value.nbytes)
+
+
+def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> None:
+    """What is no tensor of its own; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
+    place = index.objects[name]
+    try:
+        part = torch_dist.read_place(files, found.path, place)
+    except (BadFileError, NotReadError) as error:
+        kind = damages.NOT_READ if isinstance(error, NotReadError) else damages.BAD_FILE
+        found.findings.append(Finding(kind, name, detail=str(error)))
+        return
+    torch_files.hold(found, part, place[1:], name)
+    if name != torch_dist.COMMON_OBJECT:
+        judge_object(found, part, name)
 
 
 def _shards(parameter: str, roles: dict[str, Chunked]) -> list[Shard]:

@@ -4,14 +4,22 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Record, Stream
+from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED
 
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
-    """What a file holds, and its checksums to the checkpoint's; None, and a finding, if it cannot be read."""
+    """What a file holds; its tensors and checksums are noted. None, and a finding, if it cannot be read."""
+    file = read_file(path, found, damage)
+    return None if file is None else file.value
+
+
+def read_file(
+    path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE
+) -> torch_file.TorchFile | None:
+    """The same, with what is known of the file."""
     try:
         file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins
     except torch_file.BadFileError as error:
@@ -20,8 +28,14 @@ def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BA
     except torch_file.NotReadError as error:
         found.findings.append(Finding(damages.NOT_READ, path.name, detail=str(error)))
         return None
-    found.records += [Record(str(path), *stored, (0, file.size)) for stored in file.storages]
-    return file.value
+    hold(found, file, (0, file.size))
+    return file
+
+
+def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:
+    """Note all tensors of a file, or of a part of one, and their checksums."""
+    found.records += [Record(str(file.path), *stored, span) for stored in file.storages]
+    found.tensors += [Held(str(file.path), *held) for held in torch_file.tensors_in(file.value, name)]
 
 
 def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:

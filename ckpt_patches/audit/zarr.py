@@ -7,6 +7,7 @@ from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard, Stream
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
+from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, is_array, read_array
@@ -22,7 +23,16 @@ def read(path: Path) -> Checkpoint:
     arrays = {array.name: array for folder in folders if (array := _array(folder, found))}
     for parameter, roles in by_parameter(arrays).items():
         found.shards += _shards(parameter, roles, found)
+    for file in sorted(path.glob("*/shard_*.pt")):
+        _read_object(file, found)
     return found
+
+
+def _read_object(path: Path, found: Checkpoint) -> None:
+    """What is no array; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
+    file = torch_files.read_file(path, found)
+    if file is not None:
+        judge_object(found, file, path.parent.name)
 
 
 def _array_folders(found: Checkpoint) -> list[Path]:

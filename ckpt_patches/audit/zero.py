@@ -89,9 +89,6 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
                 own = torch_files.stream(found, module_path, name, weight)
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
-    for name, tensor in module.items():
-        if name not in parameters and (stream := torch_files.stream(found, module_path, name, tensor)) and tensor.numel:
-            found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))
 
 
 def _model_states(

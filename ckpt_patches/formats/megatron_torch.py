@@ -4,11 +4,10 @@
 of many parameters; `mp_rank_*/model_optim_rng.pt` the model's weights and the optimizer's groups.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
 
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -22,27 +21,11 @@ def folders(path: Path) -> list[Path]:
     return found if any((folder / OPTIMIZER).exists() for folder in found) else []
 
 
-def buckets(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The dicts with a bucket's (or a parameter's) states in what `distrib_optim.pt` holds, by their place in it."""
-    if isinstance(value, dict) and any(isinstance(value.get(key), TensorHeader) for key in STATES):
-        yield ".".join(path), value
-    elif isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in items:
-            yield from buckets(inner, (*path, _name(key)))
-
-
-def weights(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]:
-    """The tensors in what a model's nested dict holds, by their names."""
-    if isinstance(value, TensorHeader):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from weights(inner, f"{name}.{key}".lstrip("."))
-
-
-def _name(key: Any) -> str:
-    """Keys are numbers, and pairs of types."""
-    if isinstance(key, tuple):
-        return "(" + ", ".join(getattr(part, "__name__", str(part)) for part in key) + ")"
-    return str(key)
+def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:
+    """The states of each bucket (or parameter) in what `distrib_optim.pt` holds, by its place in it."""
+    found: dict[str, dict[str, TensorHeader]] = {}
+    for name, tensor in tensors_in(value):
+        bucket, _, state = name.rpartition(".")
+        if state in STATES:
+            found.setdefault(bucket, {})[state] = tensor
+    return found

@@ -196,6 +196,35 @@ def number(dtype: str, data: bytes) -> float | None:
     return float(struct.unpack(NUMBERS[dtype], data)[0])
 
 
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]:
+    """All tensors in what a file holds, wherever they are, by their place in it; a value may hold itself."""
+    seen: set[int] = set()
+    left: list[tuple[str, Any]] = [(name, value)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, TensorHeader):
+            yield name, value
+            left += [(f"{name}.{index}", inner) for index, inner in enumerate(value.wrapping)]
+            continue
+        if id(value) in seen or not isinstance(value, (dict, list, tuple, Instance)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            inner = list(value.items())
+        elif isinstance(value, Instance):
+            inner = [*enumerate((value.args, value.items, value.pairs)), ("", value.state)]
+        else:
+            inner = list(enumerate(value))
+        left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner)]
+
+
+def _part(key: Any) -> str:
+    """Of a name; keys are strings, numbers, and pairs of types."""
+    if isinstance(key, tuple):
+        return "(" + ", ".join(getattr(part, "__name__", str(part)) for part in key) + ")"
+    return str(key)
+
+
 # Stand-ins
 
 
