@@ -27,8 +27,8 @@ EXAMPLES = """examples:
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
   ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
 
-exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, a file that
-cannot be worked on, or a checkpoint that cannot be told whole or damaged
+exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, or a file that
+cannot be worked on, 3 of a checkpoint it cannot be told whether it is damaged
 """
 
 TO_UNIVERSAL = "to-universal"

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_patches.audit import damages
+from ckpt_patches.audit import coverage, damages
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, find
+from ckpt_patches.audit.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.checksums import update_checksum
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
@@ -497,6 +498,17 @@ def test_a_checkpoint_that_is_written_anew_under_its_path_is_read_anew(zarr: Pat
     assert [path for path in open_files if str(zarr) in path] == []
 
 
+def test_nan_in_a_bucket_cannot_be_told_from_padding(tmp_path: Path) -> None:
+    path = copied(written(TORCH).whole[-1], tmp_path)
+    shard = next(s for s in audit(path).checkpoint.shards if "master" in s.streams)
+    extent = shard.streams["exp_avg_sq"].extents[0]
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset + 400)
+        file.write(np.float32(np.nan).tobytes())
+    update_checksum(next(r for r in audit(path).checkpoint.records if r.offset == extent.offset))
+    assert (audit(path).verdict, names(audit(path))) == (UNCERTAIN, {"odd_in_bucket"})
+
+
 # What is not read is not called damage
 
 
@@ -558,6 +570,54 @@ def test_a_buffer_of_which_elements_share_a_byte_is_named(zero: Path) -> None:
     report = audit(zero)
     details = [f.detail for f in report.findings if f.kind is damages.NOT_READ]
     assert (report.verdict, details) == (UNCERTAIN, ["elements of torch.quint4x2, several of which share a byte"])
+
+
+# A checkpoint is the unit of failure
+
+
+def put_a_folder_in_place_of_a_chunk(path: Path) -> None:
+    (path / UP / "0.0").unlink()
+    (path / UP / "0.0").mkdir()
+    (path / UP / "0.0" / "x").write_bytes(bytes(10_000))
+
+
+def defect(path: Path) -> None:
+    raise KeyError("ours")
+
+
+def test_one_that_cannot_be_read_is_a_finding_and_the_others_are_judged(
+    zarr: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = Path(shutil.copytree(zarr, zarr.parent / "a_bad_one"))
+    put_a_folder_in_place_of_a_chunk(bad)
+    assert main(["audit", "--json-lines", str(zarr.parent)]) in (1, 3)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(Path(line["path"]).name, line["verdict"] == WHOLE) for line in lines] == [
+        ("a_bad_one", False),
+        (zarr.name, True),
+    ]
+
+
+def test_a_defect_of_the_audit_is_a_finding_with_its_place(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_patches.audit.zarr.read_array", defect)
+    (finding,) = (f for f in audit(zarr).findings if f.kind is damages.UNREADABLE)
+    assert (audit(zarr).verdict, names(audit(zarr))) == (UNCERTAIN, {"unreadable"})
+    assert finding.detail.startswith("a defect of the audit, please report it: KeyError: 'ours' (test_audit.py, line ")
+
+
+def test_one_that_vanishes_is_unreadable(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is read: its files have gone, though they had been there."""
+
+    others = coverage.others
+
+    def gone(found: Checkpoint) -> list[Shard]:
+        shutil.rmtree(zarr)
+        return others(found)
+
+    monkeypatch.setattr(coverage, "others", gone)
+    report = audit(zarr)
+    assert (report.verdict, names(report)) == (UNCERTAIN, {"unreadable"})
+    assert all(str(zarr) in f.array for f in report.findings if f.kind is damages.UNREADABLE)
 
 
 # The command
@@ -622,7 +682,7 @@ def test_no_checkpoint_is_a_mistake_of_usage(tmp_path: Path, path: str, capsys: 
 
 def test_a_gap_alone_cannot_be_told(zarr: Path) -> None:
     lose_both_moments(zarr)
-    assert main(["audit", str(zarr)]) == 2
+    assert main(["audit", str(zarr)]) == 3
 
 
 def test_a_picture_of_the_holes(zarr: Path, tmp_path: Path) -> None:

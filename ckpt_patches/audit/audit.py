@@ -1,6 +1,7 @@
 """Audit a path: find its checkpoints, read them, judge them."""
 
 import json
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from ckpt_patches.progress import Progress
 
 WORKERS = 2
 WHOLE, DAMAGED, UNCERTAIN = "whole", "damaged", "could not tell"
-EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 2}
+EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 3}
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,18 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
 
 
 def find(path: Path) -> Iterator[Path]:
-    """The checkpoints in a path: itself, or what lies below it, in order."""
+    """The checkpoints in a path: itself, or what lies below it, in order; and what cannot be looked into."""
     if not path.is_dir():
         raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
-    if reader_of(path):
+    try:
+        is_checkpoint = reader_of(path) is not None
+        folders = [] if is_checkpoint else sorted(f for f in path.iterdir() if f.is_dir() and not f.is_symlink())
+    except Exception:  # what it is, the audit says
+        is_checkpoint, folders = True, []
+    if is_checkpoint:
         yield path
-        return
-    for folder in sorted(path.iterdir()):
-        if folder.is_dir() and not folder.is_symlink():
-            yield from find(folder)
+    for folder in folders:
+        yield from find(folder)
 
 
 def repaired_list(path: Path) -> Path:
@@ -90,24 +94,53 @@ def _read_repaired(found: Checkpoint) -> None:
 
 
 def audit(path: Path, workers: int = WORKERS) -> Report:
-    """Read one checkpoint, whole, and judge it."""
-    reader = reader_of(path)
-    if reader is None:
-        raise UserError(f"{path}: not a checkpoint in a format that is known")
-    found = reader(path)
+    """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
+
+    Raises:
+        UserError: it is no checkpoint in a format that is known.
+    """
+    found = Checkpoint(path, "unknown")
+    findings: list[Finding] = []
+    try:
+        reader = reader_of(path)
+        if reader is not None:
+            found = reader(path)
+            findings = found.findings
+            _judge(found, workers)
+    except Exception as error:
+        findings.append(_unreadable(path, error))
+    else:
+        if reader is None:
+            raise UserError(f"{path}: not a checkpoint in a format that is known")
+    return Report(found, tuple(findings))
+
+
+def _unreadable(path: Path, error: Exception) -> Finding:
+    if isinstance(error, OSError):
+        name = error.filename or str(path)
+        return Finding(damages.UNREADABLE, str(name), detail=error.strerror or str(error))
+    if isinstance(error, UserError):
+        return Finding(damages.UNREADABLE, str(path), detail=str(error))
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(at.filename).name}, line {at.lineno}"
+    detail = f"a defect of the audit, please report it: {type(error).__name__}: {error} ({where})"
+    return Finding(damages.UNREADABLE, str(path), detail=detail)
+
+
+def _judge(found: Checkpoint, workers: int) -> None:
+    """Read every element, and add to the findings what is wrong with them."""
     found.shards += coverage.others(found)
     _read_repaired(found)
     shards = [*found.shards, *checksums.rest(found.records, found.shards)]
     pieces: list[checksums.PartRead] = []
     checked = frozenset(record.path for record in found.records)
-    findings, empty = list(found.findings), set()
+    empty = set()
     # The others are bytes that no array has; they are read for the checksums.
-    with Progress(sum(shard.nbytes for shard in shards), label=f"{path.name}:") as progress:
+    with Progress(sum(shard.nbytes for shard in shards), label=f"{found.path.name}:") as progress:
         for shard, odd in zip(shards, scan(shards, workers, progress.show, checked, pieces), strict=True):
             own = without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
-            findings += judge.judge(shard, odd._replace(runs=own), found)
+            found.findings += judge.judge(shard, odd._replace(runs=own), found)
             if judge.has_no_moments(shard, own):
                 empty.add(id(shard))
-    findings += judge.checksums(found, pieces)
-    findings += judge.of_parameters(found, empty)
-    return Report(found, tuple(findings))
+    found.findings += judge.checksums(found, pieces)
+    found.findings += judge.of_parameters(found, empty)

@@ -18,10 +18,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     audit = commands.add_parser(
         "audit",
         help="find the damage in checkpoints that exist",
-        epilog="exit status: 0 all are whole, 1 one is damaged, 2 one cannot be told, or wrong usage",
+        epilog="exit status: 0 all are whole, 1 one is damaged, 3 of one it cannot be told, 2 wrong usage",
     )
     audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
     audit.add_argument("--json", action="store_true", help="for programs (schema: docs/audit.md)")
+    audit.add_argument("--json-lines", action="store_true", help="the same, a line for each as soon as it is judged")
     audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
     audit.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read (default: 2)")
@@ -56,8 +57,10 @@ def _audit(options: argparse.Namespace) -> int:
         plot.require()
     reports = []
     for checkpoint in _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))]):
-        reports.append(_reading(partial(audit, checkpoint, options.workers)))
-        if not options.json:
+        reports.append(audit(checkpoint, options.workers))
+        if options.json_lines:
+            print(json.dumps(report.checkpoint_as_json(reports[-1])), flush=True)
+        elif not options.json:
             print(report.as_text(reports[-1], notes=options.notes), flush=True)
     if options.json:
         print(json.dumps(report.as_json(reports), indent=1))

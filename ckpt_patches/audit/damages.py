@@ -63,6 +63,11 @@ UNROUNDED_MASTER = _kind(
     FROM_WEIGHT,
 )
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
+ODD_IN_BUCKET = _kind(
+    "odd_in_bucket",
+    SUSPICION,
+    "NaN, infinity or a negative square in a bucket: damage, or padding, which megatron-core 0.7 leaves uninitialised",
+)
 NEGATIVE_SQUARE = _kind("negative_square", DAMAGE, "negative elements in exp_avg_sq, a mean of squares", FROM_OLDER)
 DENORMAL_RUN = _kind(
     "denormal_run",
@@ -119,6 +124,12 @@ NOT_READ = _kind(
     SUSPICION,
     "a file in a format, or elements of a type, that is not read here; it may be sound",
     "load it with what wrote it",
+)
+UNREADABLE = _kind(
+    "unreadable",
+    SUSPICION,
+    "the checkpoint could not be read to its end: it has gone, or its disk fails, or the audit has a defect",
+    "look at the reason, and audit it again",
 )
 NOT_JUDGED = _kind(
     "not_judged",

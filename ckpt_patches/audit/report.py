@@ -12,10 +12,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def as_json(reports: list[Report]) -> dict[str, Any]:
     """The schema is documented in docs/audit.md."""
-    return {"schema": SCHEMA, "checkpoints": [_checkpoint(report) for report in reports]}
+    return {"schema": SCHEMA, "checkpoints": [checkpoint_as_json(report) for report in reports]}
 
 
-def _checkpoint(report: Report) -> dict[str, Any]:
+def checkpoint_as_json(report: Report) -> dict[str, Any]:
+    """One of its checkpoints."""
     found = report.checkpoint
     return {
         "path": str(found.path),
