@@ -28,9 +28,9 @@ def arrays(rows: int, columns: int) -> Arrays:
     }
 
 
-def written(path: Path, states: Arrays) -> Path:
-    """As megatron-core writes one layer in zarr, with its weight in bf16."""
-    weight = states["fp32_param"].astype(ml_dtypes.bfloat16)
+def written(path: Path, states: Arrays, master: npt.NDArray[np.float32] | None = None) -> Path:
+    """As megatron-core writes one layer in zarr, with the weight of a master in bf16."""
+    weight = (states["fp32_param"] if master is None else master).astype(ml_dtypes.bfloat16)
     for name, array, dtype in [
         ("layer.weight", weight, "bfloat16"),
         *((f"optimizer.state.{state}.layer.weight", states[state], "<f4") for state in STATES),

@@ -2,16 +2,19 @@
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.audit.repair import FROM_OLDER, FROM_WEIGHT, RESET
+from ckpt_patches.audit.repaired import NAME
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
 from test_audit import (
@@ -29,6 +32,8 @@ from test_audit import (
     shorten_chunk,
     state,
 )
+from test_audit_many import Arrays, arrays
+from test_audit_many import written as written_by_hand
 from upstream import all_releases, run, tree
 
 HYBRID = Configuration(ranks=2, backend="torch_dist", iterations="0,1", reload="hybrid")
@@ -39,9 +44,9 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def listed(output: Path) -> list[dict[str, object]]:
-    ranges: list[dict[str, object]] = json.loads(Path(f"{output}.repaired.json").read_text())["ranges"]
-    return ranges
+def listed(output: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((output / NAME).read_text())["repaired"]
+    return found
 
 
 @pytest.mark.parametrize("run", [ZARR, ZARR_TP], ids=str)
@@ -69,7 +74,7 @@ def check_values(path: Path, output: Path, whole: Path, older: bool) -> None:
         expected = damaged.copy()
         for entry in ranges:
             if entry["array"] == name.parts[0] and entry["shard"] == name.parts[1]:
-                here = slice(entry["begin"], entry["end"])
+                here = np.concatenate([np.arange(*found) for found in entry["ranges"]])
                 expected[here] = (
                     weights(path, name)[here] if "fp32_param" in name.parts[0] else truth[here] if older else 0
                 )
@@ -146,6 +151,74 @@ def test_the_repaired_range_is_no_damage_only_with_its_list(zarr: Path, tmp_path
     output = tmp_path / "new"
     assert main(["repair", str(zarr), "--output", str(output)]) == 0
     assert {finding.kind.name for finding in audit(output).findings} >= {"repaired"}
-    shutil.move(f"{output}.repaired.json", tmp_path / "elsewhere")
+    shutil.move(output / NAME, tmp_path / "elsewhere")
     assert audit(output).verdict != WHOLE
     assert np.all(chunk(output, state("exp_avg"))[:100] == 0)
+
+
+# Nothing else changes
+
+
+def many_damaged(tmp_path: Path) -> tuple[Path, Arrays]:
+    """Thousands of single elements, far from each other."""
+    states = arrays(20_000, 64)
+    states["fp32_param"].reshape(-1)[5::700] = np.nan
+    states["exp_avg"].reshape(-1)[77::600] = np.inf
+    states["exp_avg_sq"].reshape(-1)[333::900] = -1
+    return written_by_hand(tmp_path / "damaged", states, arrays(20_000, 64)["fp32_param"]), states
+
+
+def test_no_other_element_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, states = many_damaged(tmp_path)
+    assert main(["repair", str(path), "--output", str(tmp_path / "new")]) == 0
+    original = arrays(20_000, 64)
+    weight = original["fp32_param"].astype(ml_dtypes.bfloat16).astype(np.float32).reshape(-1)
+    expected = {name: states[name].copy().reshape(-1) for name in states}
+    expected["fp32_param"][5::700] = weight[5::700]
+    for moment, damaged in (("exp_avg", slice(77, None, 600)), ("exp_avg_sq", slice(333, None, 900))):
+        expected[moment][damaged] = 0
+    expected["exp_avg"][333::900] = 0  # the first moment of a square that is reset
+    for name, values in expected.items():
+        found = np.fromfile(tmp_path / "new" / f"optimizer.state.{name}.layer.weight" / "0.0", np.float32)
+        np.testing.assert_array_equal(found, values)
+    counts = [len(range(*slice(*part).indices(1_280_000))) for part in ((5, None, 700), (333, None, 900))]
+    counts.append(len({*range(77, 1_280_000, 600), *range(333, 1_280_000, 900)}))
+    assert f" {sum(counts)} elements repaired, no other changed" in capsys.readouterr().out
+
+
+def test_a_repaired_one_can_be_repaired_again(zarr: Path, tmp_path: Path) -> None:
+    lose_first_moment(zarr)
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "once")]) == 0
+    chunk(tmp_path / "once", state("exp_avg_sq"))[500] = np.nan
+    assert main(["repair", str(tmp_path / "once"), "--output", str(tmp_path / "twice")]) == 0
+    assert audit(tmp_path / "twice").verdict == WHOLE
+    assert len(listed(tmp_path / "twice")) > len(listed(tmp_path / "once"))
+
+
+def test_the_list_says_nothing_of_another_checkpoint(zarr: Path, tmp_path: Path) -> None:
+    """Put there under the same name, or changed since."""
+    other = copied(zarr, tmp_path / "other")
+    lose_first_moment(zarr)
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 0
+    shutil.copy(tmp_path / "new" / NAME, other / NAME)
+    assert {finding.kind.name for finding in audit(other).findings} >= {"stale_list"}
+    assert audit(other).verdict == WHOLE
+    chunk(other, state("exp_avg"))[:90] = 0
+    assert audit(other).verdict != WHOLE
+
+
+def test_the_list_is_there_before_the_folder_has_its_name(
+    zarr: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_first_moment(zarr)
+    replace_ = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (Path(old, NAME).stat(), replace_(old, new)))
+    monkeypatch.setattr("ckpt_patches.audit.repaired.write_durably", lambda path, data: path.write_bytes(data))
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 0
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"repaired": [], "files": {"../x": [1, 2]}}', b'{"repaired": 3}'])
+def test_a_list_of_another_making_is_none(zarr: Path, content: bytes) -> None:
+    (zarr / NAME).write_bytes(content)
+    assert audit(zarr).verdict == WHOLE
+    assert "stale_list" in {finding.kind.name for finding in audit(zarr).findings}

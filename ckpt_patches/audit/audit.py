@@ -1,6 +1,5 @@
 """Audit a path: find its checkpoints, read them, judge them."""
 
-import json
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ckpt_patches.audit import (
     judge,
     megatron,
     megatron_torch,
+    repaired,
     torch_dist,
     universal,
     zarr,
@@ -74,25 +74,6 @@ def find(path: Path) -> Iterator[Path]:
         yield from find(folder)
 
 
-def repaired_list(path: Path) -> Path:
-    """The file beside a repaired checkpoint that says which ranges were repaired."""
-    return path.with_name(f"{path.name}.repaired.json")
-
-
-def _read_repaired(found: Checkpoint) -> None:
-    file = repaired_list(found.path)
-    if not file.exists():
-        return
-    try:
-        ranges = json.loads(file.read_bytes())["ranges"]
-        for entry in ranges:
-            own = found.repaired.setdefault((entry["array"], entry["shard"]), [])
-            own.append((int(entry["begin"]), int(entry["end"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: not a list that repair writes: {type(error).__name__}: {error}") from None
-    found.findings.append(Finding(damages.REPAIRED, file.name, detail=f"{len(ranges)} ranges"))
-
-
 def audit(path: Path, workers: int = WORKERS) -> Report:
     """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
 
@@ -130,7 +111,7 @@ def _unreadable(path: Path, error: Exception) -> Finding:
 def _judge(found: Checkpoint, workers: int) -> None:
     """Read every element, and add to the findings what is wrong with them."""
     found.shards += coverage.others(found)
-    _read_repaired(found)
+    found.repaired = repaired.read(found).ranges
     shards = [*found.shards, *checksums.rest(found.records, found.shards)]
     pieces: list[checksums.PartRead] = []
     checked = frozenset(record.path for record in found.records)

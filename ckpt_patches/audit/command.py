@@ -38,12 +38,14 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 def _repair(options: argparse.Namespace) -> int:
     try:
         from ckpt_patches.audit.repair import repair
+        from ckpt_patches.audit.repaired import NAME
     except ModuleNotFoundError as error:
         raise _missing("a repair", error) from None
-    made = _reading(partial(repair, options.path, options.output, options.older, options.workers))
-    for fill in made.fills:
-        print(f"{fill.array} {fill.shard} [{fill.begin}, {fill.end}): {fill.source}")
-    print(f"{options.output} is whole; what was repaired is listed in {options.output}.repaired.json")
+    done = _reading(partial(repair, options.path, options.output, options.older, options.workers))
+    for one in done:
+        print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
+    elements = sum(one.elements for one in done)
+    print(f"{options.output} is whole: {elements} elements repaired, no other changed; they are listed in it ({NAME})")
     return 0
 
 

@@ -116,7 +116,13 @@ INTERRUPTED = _kind(
     "interrupted", DAMAGE, "the conversion did not come to its end", "convert the ZeRO checkpoint again"
 )
 REPAIRED = _kind(
-    "repaired", NOTE, "ranges that `ckpt-patches repair` has repaired, by the list beside the checkpoint", NO_HARM
+    "repaired", NOTE, "elements that `ckpt-patches repair` has repaired, by the list in the checkpoint", NO_HARM
+)
+STALE_LIST = _kind(
+    "stale_list",
+    NOTE,
+    "a list of repaired elements that is not of these files: nothing is taken from it",
+    "remove it",
 )
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
 NOT_READ = _kind(

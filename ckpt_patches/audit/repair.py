@@ -6,16 +6,16 @@ square would make huge steps.
 """
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_patches.audit import checksums, damages
-from ckpt_patches.audit.audit import WHOLE, Report, audit, repaired_list
+import numpy as np
+
+from ckpt_patches.audit import blocks, checksums, damages, repaired
+from ckpt_patches.audit.audit import WHOLE, Report, audit
 from ckpt_patches.audit.blocks import as_float32
 from ckpt_patches.audit.checkpoint import (
     EXP_AVG,
@@ -29,14 +29,16 @@ from ckpt_patches.audit.checkpoint import (
     Stream,
 )
 from ckpt_patches.audit.damages import NOTE, Finding
-from ckpt_patches.audit.scan import read_elements
+from ckpt_patches.audit.holes import stretches
+from ckpt_patches.audit.scan import BLOCK, read_elements, runs_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
-from ckpt_patches.formats.durable import new_folder, write_durably
+from ckpt_patches.formats.durable import new_folder
+from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.zarr import LOCKS
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
-AT_A_TIME = 1 << 22  # elements
+AT_A_TIME = 1 << 22  # elements, many times a block
 
 # What can be repaired, of a master or of a moment; what is not listed cannot.
 IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE)
@@ -53,7 +55,7 @@ CHUNKS = (damages.MISSING_CHUNK, damages.SHORT_CHUNK)
 
 @dataclass(frozen=True)
 class Fill:
-    """A range of an array, and what goes into it."""
+    """Elements of an array, and what goes into them: in a range, those whose code has one of these bits."""
 
     array: str
     shard: str
@@ -61,6 +63,7 @@ class Fill:
     end: int
     role: str
     source: str
+    bits: int  # none: all of the range
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def plan(report: Report, older: Report | None) -> Plan:
         elif reason := _why_not(finding, shard, role, older):
             refused.append((finding, reason))
         else:
-            fills.update(dict.fromkeys(_fills(shard, role, finding.begin, finding.end, older)))
+            fills.update(dict.fromkeys(_fills(finding, shard, role, older)))
     return Plan(tuple(fills), tuple(cuts), tuple(refused))
 
 
@@ -134,16 +137,43 @@ def _same(found: Checkpoint, shard: Shard) -> Shard | None:
     return next((other for other in found.shards if (other.parameter, other.label, other.shape) == key), None)
 
 
-def _fills(shard: Shard, role: str, begin: int, end: int, older: Report | None) -> Iterator[Fill]:
+def _fills(finding: Finding, shard: Shard, role: str, older: Report | None) -> Iterator[Fill]:
+    """A lost square is reset together with its first moment."""
+    assert finding.begin is not None
+    assert finding.end is not None
     source = FROM_WEIGHT if role == MASTER else FROM_OLDER if older else RESET
     roles = MOMENTS if role == EXP_AVG_SQ and source == RESET else (role,)
+    bits = 0 if role in shard.lost else _bits(finding, role)
     for own in roles:
         stream = shard.streams.get(own) or shard.lost[own]
-        yield Fill(stream.array, shard.label, begin, end, own, source)
+        yield Fill(stream.array, shard.label, finding.begin, finding.end, own, source, bits)
 
 
-def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> Plan:
+def _bits(finding: Finding, role: str) -> int:
+    """What the damaged elements have in their codes."""
+    if finding.kind is damages.NOT_FINITE:
+        return blocks.NOT_FINITE[role]
+    if finding.kind is damages.UNROUNDED_MASTER:
+        return blocks.UNROUNDED
+    if finding.kind is damages.NEGATIVE_SQUARE:
+        return blocks.NEGATIVE
+    return {MASTER: blocks.NO_MASTER, EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}[role]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was repaired of an array's shard."""
+
+    array: str
+    shard: str
+    source: str
+    elements: int
+
+
+def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> list[Done]:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
+
+    No element changes but those that are damaged, and a first moment whose square is reset.
 
     Raises:
         UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
@@ -156,76 +186,90 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> P
     older = audit(older_path, workers=workers) if older_path else None
     made = plan(report, older)
     if made.refused:
-        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason}" for f, reason in made.refused]
+        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
         raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
-    with new_folder(output) as temporary, _without_its_list(temporary):
-        _copy(path, temporary)
-        _execute(made, report.checkpoint, older.checkpoint if older else None, path, temporary)
-        _write_list(made, path, older_path, repaired_list(temporary))
+    with new_folder(output) as temporary:
+        shutil.copytree(path, temporary, ignore=shutil.ignore_patterns(f"*{LOCKS}"))
+        done = _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
         result = audit(temporary, workers=workers)
         if result.verdict != WHOLE:
             found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
             raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
-        os.replace(repaired_list(temporary), repaired_list(output))
-    return made
+    return done
 
 
-@contextmanager
-def _without_its_list(temporary: Path) -> Iterator[None]:
-    """The list of what was repaired lies beside the folder; one beside a folder that is gone is none."""
-    try:
-        yield
-    finally:
-        repaired_list(temporary).unlink(missing_ok=True)
-
-
-def _copy(path: Path, to: Path) -> None:
-    shutil.copytree(path, to, ignore=shutil.ignore_patterns(f"*{LOCKS}"))
-
-
-def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, path: Path, copy: Path) -> None:
+def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:
+    """Change the copy, and put the list of what was repaired into it."""
     shards = {
         (s.array, shard.label): shard for shard in found.shards for s in (*shard.streams.values(), *shard.lost.values())
     }
     for cut in made.cuts:
-        os.truncate(_moved(cut.path, path, copy), cut.nbytes)
+        os.truncate(_in_copy(cut.path, found.path, copy), cut.nbytes)
+    now = repaired.Repaired()
     changed: set[str] = set()
     for fill in made.fills:
         shard = shards[fill.array, fill.shard]
+        target = shard.streams.get(fill.role) or shard.lost[fill.role]
+        own = replace_paths(target, found.path, copy)
         source = shard.streams[WEIGHT] if fill.role == MASTER else None
         if fill.source == FROM_OLDER and older:
             same = _same(older, shard)
             source = same.streams[fill.role] if same else None
-        target = shard.streams.get(fill.role) or shard.lost[fill.role]
-        moved = replace_paths(target, path, copy)
-        changed.update(extent.path for extent in moved.extents)
+        ranges: list[tuple[int, int]] = []
         for begin in range(fill.begin, fill.end, AT_A_TIME):
-            _fill(moved, source, begin, min(begin + AT_A_TIME, fill.end))
+            chosen = _damaged(shard, fill, begin, min(begin + AT_A_TIME, fill.end))
+            _fill(own, source, chosen)
+            ranges += chosen
+        changed.update(extent.path for extent in own.extents)
+        now.add((fill.array, fill.shard), ranges, fill.source)
     for record in found.records:
-        if (own := _moved(record.path, path, copy)) in changed:
-            checksums.update_checksum(record._replace(path=own))
+        if (name := _in_copy(record.path, found.path, copy)) in changed:
+            checksums.update_checksum(record._replace(path=name))
+    files = {str(Path(name).relative_to(copy)) for name in changed}
+    repaired.write(copy, repaired.read(replace(found, findings=[])), now, files)
+    return [Done(*key, now.sources[key], now.elements(key)) for key in now.ranges]
+
+
+def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, int]]:
+    """The ranges between two elements that are to be filled, as the checkpoint is before anything is."""
+    if not fill.bits:
+        return [(begin, end)]
+    found: list[tuple[int, int]] = []
+    for low in range(begin, end, BLOCK):
+        high = min(low + BLOCK, end)
+        block = {role: (read_elements(stream, low, high), stream.dtype) for role, stream in shard.streams.items()}
+        found += stretches(runs_of(blocks.codes(block, high - low) & np.uint16(fill.bits), low), fill.bits)
+    return found
 
 
 def replace_paths(stream: Stream, path: Path, copy: Path) -> Stream:
-    extents = tuple(extent._replace(path=_moved(extent.path, path, copy)) for extent in stream.extents)
+    extents = tuple(extent._replace(path=_in_copy(extent.path, path, copy)) for extent in stream.extents)
     return stream._replace(extents=extents)
 
 
-def _moved(name: str, path: Path, copy: Path) -> str:
-    return str(copy / Path(name).relative_to(path))
+def _in_copy(name: str, path: Path, copy: Path) -> str:
+    """The file of the copy; nothing outside of it, whatever the checkpoint calls its files."""
+    return str(path_within(copy, str(Path(name).relative_to(path))))
 
 
-def _fill(target: Stream, source: Stream | None, begin: int, end: int) -> None:
-    """Write elements; zeros without a source. Both sides are converted through fp32."""
+def _fill(target: Stream, source: Stream | None, ranges: list[tuple[int, int]]) -> None:
+    for begin, end in ranges:
+        _write(target, begin, end, _content(target, source, begin, end))
+
+
+def _content(target: Stream, source: Stream | None, begin: int, end: int) -> bytes:
+    """What goes into a range: zeros without a source. Other types are converted through fp32."""
     if source is None:
-        data = bytes((end - begin) * item_size(target.dtype))
-    elif source.dtype == target.dtype:
-        data = read_elements(source, begin, end).tobytes()
-    else:
-        values = as_float32(read_elements(source, begin, end), source.dtype)
-        if values is None or target.dtype not in ("float32", "float64"):
-            raise UserError(f"{target.array}: expected fp32, found {target.dtype}, which is not written")
-        data = values.astype(target.dtype).tobytes()
+        return bytes((end - begin) * item_size(target.dtype))
+    if source.dtype == target.dtype:
+        return bytes(read_elements(source, begin, end).data)
+    values = as_float32(read_elements(source, begin, end), source.dtype)
+    if values is None or target.dtype not in ("float32", "float64"):
+        raise UserError(f"{target.array}: expected fp32, found {target.dtype}, which is not written")
+    return bytes(values.astype(target.dtype).data)
+
+
+def _write(target: Stream, begin: int, end: int, data: bytes) -> None:
     ends = itertools.accumulate(extent.nbytes for extent in target.extents)
     size = item_size(target.dtype)
     for extent, stop in zip(target.extents, ends, strict=True):
@@ -235,15 +279,3 @@ def _fill(target: Stream, source: Stream | None, begin: int, end: int) -> None:
             with open(extent.path, "r+b" if os.path.exists(extent.path) else "wb") as file:
                 file.seek(extent.offset + low - start)
                 file.write(data[low - begin * size : high - begin * size])
-
-
-def _write_list(made: Plan, path: Path, older: Path | None, to: Path) -> None:
-    """What was repaired, and of what."""
-    content = {
-        "schema": 1,
-        "repaired": str(path),
-        "older": str(older) if older else None,
-        "ranges": [{key: value for key, value in asdict(fill).items() if key != "role"} for fill in made.fills],
-        "cut": [extent.path for extent in made.cuts],
-    }
-    write_durably(to, (json.dumps(content, indent=1) + "\n").encode())
