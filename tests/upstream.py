@@ -282,7 +282,8 @@ def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:
 def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
     def make(folder: Path) -> None:
         copy = folder / tree.name  # by which its stand-in is known
-        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git"), symlinks=True)
+        # Bytecode that another process writes meanwhile has a name of its own until it is whole.
+        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("*.pyc.*", ".git"), symlinks=True)
         command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
