@@ -14,6 +14,7 @@ from ckpt_patches.audit import (
     megatron,
     megatron_torch,
     repaired,
+    shifted,
     torch_dist,
     universal,
     zarr,
@@ -38,6 +39,7 @@ class Report:
 
     checkpoint: Checkpoint
     findings: tuple[Finding, ...]
+    shift: shifted.Shift | None = None  # of a checkpoint that was saved shifted
 
     @property
     def verdict(self) -> str:
@@ -82,18 +84,19 @@ def audit(path: Path, workers: int = WORKERS) -> Report:
     """
     found = Checkpoint(path, "unknown")
     findings: list[Finding] = []
+    shift = None
     try:
         reader = reader_of(path)
         if reader is not None:
             found = reader(path)
             findings = found.findings
-            _judge(found, workers)
+            shift = _judge(found, workers)
     except Exception as error:
         findings.append(_unreadable(path, error))
     else:
         if reader is None:
             raise UserError(f"{path}: not a checkpoint in a format that is known")
-    return Report(found, tuple(findings))
+    return Report(found, tuple(findings), shift)
 
 
 def _unreadable(path: Path, error: Exception) -> Finding:
@@ -108,8 +111,8 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     return Finding(damages.UNREADABLE, str(path), detail=detail)
 
 
-def _judge(found: Checkpoint, workers: int) -> None:
-    """Read every element, and add to the findings what is wrong with them."""
+def _judge(found: Checkpoint, workers: int) -> shifted.Shift | None:
+    """Read every element, and add to the findings what is wrong with them; what is known of a shift."""
     found.shards += coverage.others(found)
     found.repaired = repaired.read(found).ranges
     shards = [*found.shards, *checksums.rest(found.records, found.shards)]
@@ -125,3 +128,5 @@ def _judge(found: Checkpoint, workers: int) -> None:
                 empty.add(id(shard))
     found.findings += judge.checksums(found, pieces)
     found.findings += judge.of_parameters(found, empty)
+    found.findings[:], shift = shifted.explained(found, found.findings)
+    return shift

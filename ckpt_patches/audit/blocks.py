@@ -196,14 +196,14 @@ def _compare_master(
     if WEIGHT in values:
         weight, dtype = streams[WEIGHT]
         code[zero[MASTER] & (values[WEIGHT] != 0)] |= np.uint16(CONTRADICTED)
-        wrong = ~_is_nearest(values[MASTER], weight, dtype)
+        wrong = ~is_nearest(values[MASTER], weight, dtype)
         code[wrong & ~zero[MASTER] & np.isfinite(values[MASTER]) & np.isfinite(values[WEIGHT])] |= np.uint16(UNROUNDED)
     elif EXP_AVG in values and EXP_AVG_SQ in values:
         moved = (np.abs(values[EXP_AVG]) > LARGE_AVG) & ~zero[EXP_AVG_SQ]
         code[zero[MASTER] & moved] |= np.uint16(CONTRADICTED)
 
 
-def _is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> npt.NDArray[np.bool_]:
+def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> npt.NDArray[np.bool_]:
     """Whether each weight is (one of) the nearest to its master: a tie may go either way, optimizers differ in it."""
     if dtype in ("float32", "float64"):
         return master == weight.view(dtype)

@@ -91,6 +91,7 @@ class Checkpoint:
     step: int | None = None  # of the optimizer; None if the checkpoint does not say
     beta1: float | None = None  # how much of the first moment is left after a step
     data_parallel: int | None = None  # ranks
+    sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
     tensors: list[Held] = field(default_factory=list)  # all, of which a reader makes shards

@@ -62,6 +62,12 @@ UNROUNDED_MASTER = _kind(
     "the master parameter does not round to the model's own weight, as after a reload that did not reach it",
     FROM_WEIGHT,
 )
+SHIFTED_STATE = _kind(
+    "shifted_state",
+    DAMAGE,
+    "the states of a parameter were saved by megatron-core 0.15.0 to 0.19.2 from the wrong place of their buffer: the "
+    "master rounds to the model's weight some elements on",
+)
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
 ODD_IN_BUCKET = _kind(
     "odd_in_bucket",

@@ -69,6 +69,7 @@ def set_common(found: Checkpoint, common: Any) -> None:
         found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
         return
     set_run(found, param_groups(common.get("optimizer")), common.get("args"))
+    found.sharding = sharding_type(common)
 
 
 def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> None:
@@ -78,6 +79,23 @@ def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> 
     found.beta1 = max((float(group["betas"][0]) for group in groups if "betas" in group), default=None)
     if isinstance(arguments, torch_file.Instance):
         found.data_parallel = arguments.fields.get("data_parallel_size")
+
+
+def sharding_type(common: dict[str, Any]) -> str:
+    """What is said of how the optimizer's state is cut up; empty if nothing is."""
+    content = common.get("content_metadata")
+    if isinstance(content, dict) and isinstance(kind := content.get("distrib_optim_sharding_type"), str):
+        return kind
+    return _sharding_of(common.get("optimizer"))
+
+
+def _sharding_of(optimizer: Any) -> str:
+    """Of one optimizer, or of the first in a chain that says it."""
+    if not isinstance(optimizer, dict):
+        return ""
+    if isinstance(kind := optimizer.get("param_state_sharding_type"), str):
+        return kind
+    return next(filter(None, map(_sharding_of, optimizer.values())), "")
 
 
 def param_groups(optimizer: Any) -> list[dict[str, Any]]:

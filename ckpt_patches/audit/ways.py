@@ -1,0 +1,232 @@
+"""Read saved shards of which it is not known whose elements they have: all ways that the model's weights allow.
+
+A saved shard is a part of a gradient buffer: parameters behind each other, each beginning at a multiple of so many
+elements, with zeros in between. `shifted.py` says why it can begin in another place than it should.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.audit import blocks
+from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, WEIGHT, Shard
+from ckpt_patches.audit.scan import BLOCK, read_elements
+
+ALIGNMENT = 64  # elements: each parameter begins at a multiple of them in its buffer
+PROBE = 64  # elements that are compared at each place before a whole shard is
+CERTAIN, DISTINCT = 16, 8  # so many elements, that many of them different, are not found by chance
+FARTHEST = 1 << 24  # elements of a shift that are looked for
+HEADS = 1 << 26  # elements of all parameters' beginnings that are held at a time
+LEAST_HEAD = 4096
+MOST_WAYS = 16  # to read one shard; of more nothing is certain
+MOST_PLACES = 4096  # that are looked at for one shard
+MOST_STEPS = 4096  # parameters' ends behind which the next one is looked for, for one shard
+LONGEST = 200  # parameters in one saved shard
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of a weight that a master rounds to
+
+Floats: TypeAlias = "npt.NDArray[np.float32]"
+Places: TypeAlias = "npt.NDArray[np.int64]"
+
+
+class Run(NamedTuple):
+    """Elements of a saved shard, and whose they are."""
+
+    begin: int  # in the saved shard
+    piece: int  # the number of the shard that they belong to
+    offset: int  # in that shard
+    length: int
+
+
+Way: TypeAlias = tuple[Run, ...]  # to read a saved shard; what is in no run of it is padding
+
+
+class TooMany(Exception):
+    """There are more ways to read a shard than are looked at."""
+
+
+class Piece:
+    """A saved shard, and the weights of the parameter that it should be of."""
+
+    def __init__(self, number: int, shard: Shard) -> None:
+        self.number, self.shard, self.numel = number, shard, shard.numel
+        self.dtype = shard.streams[WEIGHT].dtype
+        self.gap = -shard.numel % ALIGNMENT  # before the next parameter of the same bucket
+
+    def weights(self, begin: int, end: int) -> blocks.Block:
+        """Their bits, an integer each."""
+        return read_elements(self.shard.streams[WEIGHT], begin, end).view(f"u{SIZES[self.dtype]}")
+
+    def state(self, role: str, begin: int, end: int) -> Floats:
+        return read_elements(self.shard.streams[role], begin, end).view(np.float32)
+
+    def is_padding(self, begin: int, end: int) -> bool:
+        """Whether the elements are zero in all states, as the buffer is where no parameter lies."""
+        return all(
+            not self.state(role, first, min(first + BLOCK, end)).any()
+            for role in (MASTER, *MOMENTS)
+            for first in range(begin, end, BLOCK)
+        )
+
+    def leading_padding(self) -> int:
+        """How many elements are padding before the first that is none, up to the longest gap."""
+        most = min(ALIGNMENT, self.numel)
+        used = np.any([self.state(role, 0, most) != 0 for role in (MASTER, *MOMENTS)], axis=0)
+        return int(np.argmax(used)) if used.any() else most
+
+    def holds(self, begin: int, other: "Piece", offset: int, length: int) -> bool:
+        """Whether the masters saved from `begin` on round to so many of another's weights, from `offset` on."""
+        for first in range(0, length, BLOCK):
+            last = min(first + BLOCK, length)
+            masters = self.state(MASTER, begin + first, begin + last)
+            if not blocks.is_nearest(masters, other.weights(offset + first, offset + last), other.dtype).all():
+                return False
+        return True
+
+
+def certain_shift(piece: Piece) -> int | None:
+    """How far a shard is shifted whose own elements tell it without its neighbours."""
+    for by in own_places(piece):
+        length = piece.numel - by
+        told = len(np.unique(piece.weights(by, by + min(length, PROBE))))
+        if length >= CERTAIN and told >= DISTINCT and piece.holds(0, piece, by, length):
+            return by
+    return None
+
+
+def own_places(piece: Piece) -> list[int]:
+    """Where among a parameter's weights those can begin that the saved masters begin with."""
+    probe = piece.state(MASTER, 0, min(PROBE, piece.numel))
+    limit = min(piece.numel, FARTHEST)
+    weights = piece.weights(0, min(piece.numel, limit + PROBE))
+    found: list[int] = _places(probe, weights, piece.dtype, np.arange(limit)).tolist()
+    return found
+
+
+def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places) -> Places:
+    """Those of the places from which on all weights, or all that are left, agree with the probe."""
+    for number, value in enumerate(probe):
+        inside = places + number < len(weights)
+        chosen = weights[np.where(inside, places + number, 0)]
+        places = places[~inside | blocks.is_nearest(np.full(len(places), value, np.float32), chosen, dtype)]
+        if not len(places):
+            break
+    return places
+
+
+class Reader:
+    """Finds the ways in which a saved shard can be read."""
+
+    def __init__(self, pieces: list[Piece], certain: dict[int, int]) -> None:
+        self.pieces, self.certain = pieces, certain
+        self.known = set(certain.values())
+        self.steps = 0
+        self.head = max(min(2 * max(self.known) + LEAST_HEAD, HEADS // len(pieces)), 1)
+        self.by_dtype: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self.by_dtype.setdefault(piece.dtype, []).append(piece)
+        self.heads = {dtype: self._heads(own) for dtype, own in self.by_dtype.items()}
+
+    def _heads(self, pieces: list[Piece]) -> tuple[Places, blocks.Block]:
+        """Where in the second each parameter begins; the beginnings of all."""
+        parts = [piece.weights(0, min(self.head, piece.numel)) for piece in pieces]
+        starts = np.cumsum([0, *(len(part) for part in parts)])
+        return starts, np.concatenate(parts)
+
+    def ways(self, piece: Piece) -> list[Way]:
+        """All that fit the buffer's layout as far as it is known; none where there are too many."""
+        self.steps = 0
+        try:
+            found = list(itertools.islice(self._ways(piece), MOST_WAYS + 1))
+        except TooMany:
+            return []
+        return found if len(found) <= MOST_WAYS else []
+
+    def _ways(self, piece: Piece) -> Iterator[Way]:
+        for by in self._own_places(piece):
+            own = Run(0, piece.number, by, piece.numel - by)
+            yield from self._behind(piece, (own,))
+        if piece.number not in self.certain:
+            yield from self._elsewhere(piece)
+
+    def _own_places(self, piece: Piece) -> list[int]:
+        """The shifts by which a shard has elements of its own, and then what the rest of it can be."""
+        if piece.number in self.certain:
+            return [self.certain[piece.number]]
+        places = own_places(piece)
+        if len(places) > MOST_WAYS:  # of one number again and again
+            places = [by for by in places if by in self.known | {_first_change(piece)}]
+        return [by for by in places if piece.holds(0, piece, by, piece.numel - by)]
+
+    def _elsewhere(self, saved: Piece) -> Iterator[Way]:
+        """Ways without any element of the parameter's own: it is not longer than the shift."""
+        padding = saved.leading_padding()
+        if padding:
+            if saved.is_padding(0, saved.numel):
+                yield ()
+            else:
+                yield from self._from(saved, padding, ())
+            return
+        for other, offset in self._anywhere(saved):
+            length = min(other.numel - offset, saved.numel)
+            if saved.holds(0, other, offset, length):
+                yield from self._behind(saved, (Run(0, other.number, offset, length),))
+
+    def _anywhere(self, saved: Piece) -> Iterator[tuple[Piece, int]]:
+        """Where another parameter's beginning, further than its first element, agrees with the first that are saved."""
+        probe = saved.state(MASTER, 0, min(PROBE, saved.numel))
+        for dtype, (starts, heads) in self.heads.items():
+            places = _places(probe[:1], heads, dtype, np.arange(len(heads)))
+            if len(places) > MOST_PLACES:
+                raise TooMany
+            for place in places.tolist():
+                number = int(np.searchsorted(starts, place, "right")) - 1
+                run = Run(0, self.by_dtype[dtype][number].number, place - int(starts[number]), 0)
+                length = min(len(probe), int(starts[number + 1]) - place)
+                agree = blocks.is_nearest(probe[:length], heads[place : place + length], dtype)
+                if agree.all() and self._fits(saved, run):
+                    yield self.pieces[run.piece], run.offset
+
+    def _behind(self, saved: Piece, way: Way) -> Iterator[Way]:
+        """The ways to read all of a saved shard of which this one reads the first elements, up to a parameter's end."""
+        at, gap = way[-1].begin + way[-1].length, self.pieces[way[-1].piece].gap
+        if at == saved.numel or saved.is_padding(at, saved.numel):
+            yield way
+            return
+        yield from self._from(saved, at, way)
+        if gap and at + gap < saved.numel and saved.is_padding(at, at + gap):
+            yield from self._from(saved, at + gap, way)
+
+    def _from(self, saved: Piece, at: int, way: Way) -> Iterator[Way]:
+        """The same, of which this one reads all before an element at which a parameter begins."""
+        self.steps += 1
+        if self.steps > MOST_STEPS or len(way) > LONGEST:
+            raise TooMany
+        used: Collection[int] = {saved.number, *(run.piece for run in way)}
+        value = saved.state(MASTER, at, at + 1)
+        for dtype, (starts, heads) in self.heads.items():
+            firsts = heads[starts[:-1]]
+            agree = blocks.is_nearest(np.repeat(value, len(firsts)), firsts, dtype)
+            for number in np.flatnonzero(agree).tolist():
+                other = self.by_dtype[dtype][number]
+                run = Run(at, other.number, 0, min(other.numel, saved.numel - at))
+                fits = other.number not in used and self._fits(saved, run)
+                if fits and saved.holds(at, other, 0, run.length):
+                    yield from self._behind(saved, (*way, run))
+
+    def _fits(self, saved: Piece, run: Run) -> bool:
+        """Whether another parameter, if its shift is certain, begins where one can begin, behind the saved one."""
+        if run.piece not in self.certain:
+            return run.piece != saved.number
+        distance = run.begin - run.offset + self.certain[run.piece]
+        return run.piece != saved.number and distance >= saved.numel and distance % ALIGNMENT == 0
+
+
+def _first_change(piece: Piece) -> int:
+    """How many elements are left of a shard from the first on that is not as the one before."""
+    masters = piece.state(MASTER, 0, min(piece.numel, FARTHEST))
+    weights = piece.weights(0, len(masters))
+    wrong = np.flatnonzero(~blocks.is_nearest(masters, weights, piece.dtype))
+    return piece.numel - int(wrong[0]) if len(wrong) else 0
