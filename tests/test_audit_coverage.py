@@ -1,5 +1,6 @@
 """Every tensor that the files hold is judged, or named."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import shared
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
 from megatron_checkpoints import Configuration, written
 from test_audit import copied, names
+from upstream import run, tree
 from zero_checkpoints import trained
 
 WRITER = "0.16.2"
@@ -74,3 +77,51 @@ def test_the_gathered_state_in_an_object_is_judged(configuration: Configuration)
     assert (report.verdict, names(report)) == (WHOLE, set())
     roles = {role for shard in report.checkpoint.shards if not shard.has_rows for role in shard.streams}
     assert roles == {"master", "exp_avg", "exp_avg_sq"}
+
+
+# Experts, and files that are no rank's
+
+
+@functools.cache
+def experts(stage: int) -> Path:
+    """Of a real training: expert-parallel ranks 0 and 1 have other experts, by the same names."""
+    release = tree("deepspeed", "0.19.8")
+    return shared.once(f"experts-{stage}", lambda out: run("experts", out, str(stage), tree=release)) / "global_step8"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_experts_are_judged_by_expert_parallel_ranks(stage: int) -> None:
+    report = audit(experts(stage))
+    assert (report.verdict, names(report)) == (WHOLE, set())
+    labels = {shard.label for shard in report.checkpoint.shards if "master" in shard.streams}
+    assert labels == {"", "expert-parallel rank 0", "expert-parallel rank 1"}
+
+
+def test_damage_in_the_state_of_every_expert_is_found(tmp_path: Path) -> None:
+    path = copied(experts(1), tmp_path)
+    shards = [shard for shard in audit(path).checkpoint.shards if "expert" in shard.label]
+    assert len(shards) == 8
+    for shard in shards:
+        extent = shard.streams["exp_avg_sq"].extents[0]
+        whole = Path(extent.path).read_bytes()
+        with open(extent.path, "r+b") as file:
+            file.seek(extent.offset)
+            file.write(b"\0\0\xc0\x7f")  # NaN
+        report = audit(path)
+        assert report.verdict == DAMAGED
+        assert (shard.parameter, shard.label) in {(f.array.rpartition(".")[0], f.shard) for f in report.findings}
+        Path(extent.path).write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["layer_0_expert_2_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_file_of_weights_is_read_to_its_end(tmp_path: Path, name: str) -> None:
+    path = copied(experts(1), tmp_path)
+    change(path / name, lambda value: poison(value))
+    assert audit(path).verdict == DAMAGED
+    (path / name).write_bytes((path / name).read_bytes()[:-100])
+    assert "bad_file" in names(audit(path))
+
+
+def poison(value: Any) -> None:
+    weights = value.get("module", value)
+    next(iter(weights.values())).view(-1)[0] = float("nan")

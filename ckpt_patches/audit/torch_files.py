@@ -20,6 +20,7 @@ def read_file(
     path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE
 ) -> torch_file.TorchFile | None:
     """The same, with what is known of the file."""
+    found.read.add(path.name)
     try:
         file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins
     except torch_file.BadFileError as error:

@@ -15,6 +15,7 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 
+Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
@@ -61,6 +62,9 @@ def read(path: Path) -> Checkpoint:
     folder = zero.look(path)
     for model_rank in sorted({mp for _, mp in folder.optimizer}):
         _read_model_rank(found, folder, model_rank)
+    for name in folder.names:  # layers of pipelines, experts, what other ranks of stage 3 have of the model
+        if name.endswith(".pt") and name not in found.read:
+            torch_files.read(path / name, found)
     return found
 
 
@@ -71,15 +75,17 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
     files = [file for rank, name in names.items() if (file := _rank_file(found, rank, folder.path / name))]
     if not files:
         return
-    _check_ranks(found, files, names.keys(), info)
+    _check_ranks(found, files, names.keys(), info, has_experts=bool(folder.experts))
     _check_paddings(found, files)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
     parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes)
-    for name, parameter in parameters.items():
+    for (name, of_experts), parameter in parameters.items():
         numel = sum(part.numel for part in parameter.ranks)
-        if numel != math.prod(parameter.shape):
+        if of_experts:
+            _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel)
+        elif numel != math.prod(parameter.shape):
             detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
@@ -89,6 +95,18 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
                 own = torch_files.stream(found, module_path, name, weight)
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
+
+
+def _add_experts(found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int) -> None:
+    """A parameter of experts, of which each expert-parallel rank has its own by the same name.
+
+    The model's weights of it lie in files of their own, by the number of the expert.
+    """
+    if numel == math.prod(parameter.shape):
+        found.shards.append(Shard(name, label, parameter.shape, _streams(name, parameter), _owners(parameter)))
+        return
+    detail = f"{numel} elements in the fragments of an expert, {math.prod(parameter.shape)} in the model's shape"
+    found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail=detail))
 
 
 def _model_states(
@@ -125,8 +143,10 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     return None
 
 
-def _check_ranks(found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: dict[str, Any]) -> None:
-    """Every rank's file, and all of one save."""
+def _check_ranks(
+    found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: dict[str, Any], *, has_experts: bool
+) -> None:
+    """Every rank's file, and all of one save. A group of experts is shared by a part of the ranks."""
     ranks = set(ranks)
     sizes = {count for file in files for count in file.state.data_parallel}
     expected = info.get("dp_world_size") or max(sizes, default=None) or max(ranks) + 1
@@ -134,7 +154,11 @@ def _check_ranks(found: Checkpoint, files: list[RankFile], ranks: Iterable[int],
     for rank in sorted(set(range(found.data_parallel)) - ranks):
         found.findings.append(Finding(damages.MISSING_RANK, f"rank {rank} of {expected}"))
     for file in files:
-        others = [count for count in file.state.data_parallel if count != found.data_parallel]
+        others = [
+            count
+            for count in file.state.data_parallel
+            if count != found.data_parallel and not (has_experts and found.data_parallel % count == 0)
+        ]
         if file.rank >= found.data_parallel or others:
             counts = ", ".join(map(str, dict.fromkeys(file.state.data_parallel))) or "unknown"
             detail = f"of {counts} ranks, expected {found.data_parallel}"
@@ -164,21 +188,33 @@ def _numel(partition: Partition) -> int:
     return max(flat.numel for flat in partition.states.values())
 
 
-def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[str, Parameter]:
+def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[Key, Parameter]:
     whole = {name: shape for group in shapes for name, shape in group.items()}
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[Key, Parameter] = {}
     for file in sorted(files, key=lambda file: file.rank):
         if file.rank >= (found.data_parallel or 0):
             continue
-        for partition in file.state.partitions:
+        for group, partition in enumerate(file.state.partitions):
             _check_fragments(found, file, partition)
+            of_experts = _expert_parallel_rank(found, file, group)
             for name, (start, numel) in partition.fragments.items():
-                parameter = parameters.setdefault(name, Parameter(whole.get(name, (0,))))
+                parameter = parameters.setdefault((name, of_experts), Parameter(whole.get(name, (0,))))
                 parameter.ranks.append(OnRank(file, partition, start, numel))
-    for name in whole.keys() - parameters.keys():
+    for name in whole.keys() - {name for name, _ in parameters}:
         if any(partition.fragments for file in files for partition in file.state.partitions):
             found.findings.append(Finding(damages.FRAGMENTS, name, detail="no rank has a fragment of it"))
     return parameters
+
+
+def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int) -> str:
+    """Of a group of experts, which fewer ranks share than there are; empty for others.
+
+    Neighbouring ranks have different experts: of 4 ranks, 2 of them to an expert, ranks 0 and 2 share one.
+    """
+    ranks, counts = found.data_parallel or 1, file.state.data_parallel
+    if group >= len(counts) or counts[group] == ranks or ranks % counts[group]:
+        return ""
+    return f"expert-parallel rank {file.rank % (ranks // counts[group])}"
 
 
 def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:
@@ -194,10 +230,10 @@ def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) ->
         found.findings.append(Finding(damages.FRAGMENTS, last, detail=detail))
 
 
-def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[str, Parameter]:
+def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[Key, Parameter]:
     """Every group of every rank."""
     ranks = found.data_parallel or len(files)
-    parameters = {name: Parameter(shape) for group in shapes for name, shape in group.items()}
+    parameters = {(name, ""): Parameter(shape) for group in shapes for name, shape in group.items()}
     for file in sorted(files, key=lambda file: file.rank):
         partitions = file.state.partitions
         if len(partitions) != len(shapes):
@@ -211,7 +247,7 @@ def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sha
                 found.findings.append(Finding(damages.FRAGMENTS, f"all parameters of group {number}", detail=detail))
                 return {}
             for name, share in zero.shares(group, ranks):
-                parameters[name].ranks.append(OnRank(file, partition, share.start, share.of(file.rank)))
+                parameters[name, ""].ranks.append(OnRank(file, partition, share.start, share.of(file.rank)))
     return parameters
 
 
