@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +204,20 @@ def test_run(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert found["hook"] == (delivery == "hook")
         assert int(found["environment"].pop("MASTER_PORT")) > 0
         assert found["environment"] == {"CKPT_PATCHES": switch, "RANK": None, "MINE": "1"}
+
+
+def test_a_port_is_free_and_no_connection_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a program starts, others connect."""
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    taken = upstream.free_port()
+    ports = iter([taken, taken, upstream.free_port()])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(ports))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", taken))
+        listener.listen()
+        port = upstream.free_port()
+    assert port != taken
+    assert max(port, taken) < first
 
 
 def test_run_says_what_failed(tmp_path: Path) -> None:

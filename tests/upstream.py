@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -378,10 +379,12 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port of this machine that nobody listens on now, and that no connection is given meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)  # below those that Linux gives to connections
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _tail(text: str, lines: int = 40) -> str:
