@@ -64,6 +64,7 @@ class Shard:
     owners: tuple[Owner, ...] = ()  # empty where the checkpoint does not tell
     lost: dict[str, Stream] = field(default_factory=dict)  # streams whose bytes are not all there
     has_rows: bool = True  # and not a buffer of many parameters, whose layout the checkpoint does not tell
+    has_zeros_between: bool = False  # of such a buffer: the padding is zeros, and not anything
 
     @property
     def numel(self) -> int:

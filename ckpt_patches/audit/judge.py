@@ -194,7 +194,9 @@ def denormal_run(view: View) -> Iterator[Finding]:
 def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
     """The elements with a bit; those that lie near to each other as one range."""
     if not view.shard.has_rows:
-        kind = damages.ODD_IN_BUCKET  # padding can hold anything
+        kind = damages.ODD_IN_BUCKET
+        if not view.shard.has_zeros_between and view.shard.numel <= view.least:
+            return  # padding, which can hold anything, or a parameter
     chosen = view.runs.code & bit > 0
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]
     if not len(begin):
