@@ -1,11 +1,12 @@
-"""Shifted checkpoints of the real megatron-core: how far each parameter is, what is in no file, and what is no shift.
+"""Shifted checkpoints of the real megatron-core: how far each parameter is, what is in no file, what is no shift.
 
 The truth is what the ranks held when they saved: tests/programs/shifted_saving.py writes it beside the checkpoint.
 """
 
+import json
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,12 +16,18 @@ import pytest
 
 import shared
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
-from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, Shard
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, WEIGHT, Shard
+from ckpt_patches.audit.checksums import update_checksum
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.repair import FROM_WEIGHT, RESET, plan
+from ckpt_patches.audit.repaired import NAME
 from ckpt_patches.audit.scan import read_elements
-from ckpt_patches.audit.shifted import Shift
+from ckpt_patches.audit.shifted import Shift, explained
+from ckpt_patches.cli import main
 from test_audit import names
-from upstream import all_releases, run, tree
+from test_audit_repair import contents
+from upstream import all_releases, run, run_json, tree
 
 STATES = dict(zip((MASTER, *MOMENTS), ("param", "exp_avg", "exp_avg_sq"), strict=True))
 Bits: TypeAlias = "npt.NDArray[np.uint32]"
@@ -34,6 +41,11 @@ class Save:
     dp: int
     tp: int = 1
     gloo: bool = False
+
+    @property
+    def options(self) -> list[str]:
+        """The program's."""
+        return ["--ranks", str(self.dp * self.tp), "--tp", str(self.tp), *(["--gloo"] if self.gloo else [])]
 
     def __str__(self) -> str:
         return f"{self.version}-dp{self.dp}-tp{self.tp}{'-gloo' if self.gloo else ''}"
@@ -55,16 +67,19 @@ def saved(how: Save, name: str = "shifted") -> Path:
     """A checkpoint that the release saved: "shifted", "one_bucket" or "even"."""
 
     def write(out: Path) -> None:
-        options = ["--ranks", str(how.dp * how.tp), "--tp", str(how.tp), *(["--gloo"] if how.gloo else [])]
-        run("shifted_saving", out, *options, tree=tree("megatron-core", how.version))
+        run("shifted_saving", out, *how.options, tree=tree("megatron-core", how.version))
 
     return shared.once(f"shifted-{how}", write) / name
 
 
+def rank_of(shard: Shard) -> int:
+    """The tensor-parallel rank that saved it; the models are cut in one way alone."""
+    return max((int(part) for part in shard.label.split(".") if part), default=0)
+
+
 def live(path: Path, shard: Shard) -> dict[str, Any]:
     """What the ranks held of a shard: its states by role, and the padding of the buckets before it."""
-    rank = max((int(part) for part in shard.label.split(".") if part), default=0)  # the models are cut in one way alone
-    with np.load(f"{path}.{rank}.npz") as found:
+    with np.load(f"{path}.{rank_of(shard)}.npz") as found:
         states = {role: found[f"{shard.parameter}/{state}"].view(np.uint32) for role, state in STATES.items()}
         return {**states, "shift": int(found[f"{shard.parameter}/shift"])}
 
@@ -155,3 +170,148 @@ def test_other_wrong_masters_are_not_called_shifted(tmp_path: Path, make: Any) -
     assert (report.verdict, report.shift) == (DAMAGED, None)
     assert "unrounded_master" in names(report)
     assert "shifted_state" not in names(report)
+
+
+def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
+    """Of one parameter the checkpoint has no weights."""
+    report = audit(saved(DEFAULT))
+    found = report.checkpoint
+    one = next(shard for shard in found.shards if shard.parameter == "module.layers.0.bias")
+    streams = {role: stream for role, stream in one.streams.items() if role != WEIGHT}
+    others = [shard for shard in found.shards if shard is not one]
+    blind = replace(found, shards=[*others, replace(one, streams=streams)])
+    suspicion = Finding(damages.UNROUNDED_MASTER, others[0].streams[MASTER].array, others[0].label)
+    findings, shift = explained(blind, [suspicion])
+    own = [f.detail for f in findings if f.array == one.streams[MASTER].array]
+    assert own == [
+        "whether it is shifted could not be told: other arrays or types than are compared "
+        "(weight none, master float32, exp_avg float32, exp_avg_sq float32)"
+    ]
+    refused = plan(Report(blind, tuple(findings), shift), None).refused
+    assert [(f.array, reason) for f, reason in refused] == [(one.streams[MASTER].array, own[0])]
+
+
+# Repair
+
+
+def repaired(how: Save, to: Path, *options: str) -> Path:
+    assert main(["repair", str(saved(how)), "--output", str(to), *options]) == 0
+    return to
+
+
+@pytest.mark.parametrize("how", SAVES, ids=str)
+def test_after_the_repair_each_state_is_what_the_ranks_held_but_for_what_is_in_no_file(
+    how: Save, tmp_path: Path
+) -> None:
+    path = saved(how)
+    before = contents(path)
+    output = repaired(how, tmp_path / "output")
+    assert contents(path) == before
+    report = audit(output)
+    assert (report.verdict, names(report)) == (WHOLE, set())
+    by_name = {(shard.parameter, shard.label): shard for shard in report.checkpoint.shards}
+    for old, lost in zip(shift_of(path).shards, shift_of(path).lost, strict=True):
+        shard, truth = by_name[old.parameter, old.label], live(path, old)
+        is_lost = np.zeros(shard.numel, np.bool_)
+        for begin, end in lost:
+            is_lost[begin:end] = True
+        weights = weights_of(shard)
+        np.testing.assert_array_equal(weights, weights_of(old))
+        for role, bits in in_file(shard).items():
+            expected = np.where(is_lost, weights if role == MASTER else 0, truth[role])
+            np.testing.assert_array_equal(bits, expected, f"{old.parameter} {old.label} {role}")
+
+
+def weights_of(shard: Shard) -> Bits:
+    """The bits in fp32."""
+    weights = read_elements(shard.streams[WEIGHT], 0, shard.numel).view(np.uint16)
+    return weights.astype(np.uint32) << np.uint32(16)
+
+
+@pytest.mark.parametrize("how", SAVES, ids=str)
+def test_upstream_loads_the_repaired_checkpoint_as_it_was(how: Save, tmp_path: Path) -> None:
+    path = saved(how)
+    output = repaired(how, tmp_path / "output")
+    options = [*how.options, "--load", str(output)]
+    release = tree("megatron-core", how.version)
+    wrong = run_json("shifted_saving", path.parent, *options, tree=release)
+    shift = shift_of(path)
+    cut = Counter(shard.parameter for shard in shift.shards)
+    listed: dict[str, set[int]] = {}
+    for shard, ranges in zip(shift.shards, shift.lost, strict=True):
+        for rank in [rank_of(shard)] if cut[shard.parameter] > 1 else range(how.tp):
+            listed[f"{rank}/{shard.parameter}"] = {number for begin, end in ranges for number in range(begin, end)}
+    assert any(wrong.values())
+    for rank, own in wrong.items():
+        for key, numbers in own.items():
+            assert set(numbers) <= listed[f"{rank}/{key.rpartition('/')[0]}"], key
+
+
+def test_the_list_says_what_was_moved_and_what_filled(tmp_path: Path) -> None:
+    output = repaired(DEFAULT, tmp_path / "output")
+    content = json.loads((output / NAME).read_text())
+    shift = shift_of(saved(DEFAULT))
+    lost = {
+        (shard.streams[role].array, begin, end)
+        for shard, ranges in zip(shift.shards, shift.lost, strict=True)
+        for begin, end in ranges
+        for role in STATES
+    }
+    filled = content["repaired"]
+    assert {(entry["array"], *ends) for entry in filled for ends in entry["ranges"]} == lost
+    assert {entry["source"] for entry in filled} == {FROM_WEIGHT, RESET}
+    moved = Counter[str]()
+    for entry in content["moved"]:
+        assert (entry["array"], entry["begin"]) != (entry["source"], entry["source_begin"])
+        moved[entry["array"]] += entry["end"] - entry["begin"]
+    for shard, by, ranges in zip(shift.shards, shift.by, shift.lost, strict=True):
+        elements = shard.numel - sum(end - begin for begin, end in ranges)
+        assert moved[shard.streams[MASTER].array] == (0 if by == 0 else elements)
+
+
+def test_moments_that_are_in_no_file_come_from_an_older_checkpoint(tmp_path: Path) -> None:
+    path, older = saved(DEFAULT), saved(DEFAULT, "one_bucket")
+    output = repaired(DEFAULT, tmp_path / "output", "--from", str(older))
+    found = {shard.parameter: in_file(shard) for shard in audit(output).checkpoint.shards if MASTER in shard.streams}
+    held = {shard.parameter: in_file(shard) for shard in audit(older).checkpoint.shards if MASTER in shard.streams}
+    places = 0
+    for shard, ranges in zip(shift_of(path).shards, shift_of(path).lost, strict=True):
+        for begin, end in ranges:
+            for role in MOMENTS:
+                ours, theirs = found[shard.parameter][role][begin:end], held[shard.parameter][role][begin:end]
+                np.testing.assert_array_equal(ours, theirs)
+                places += int(theirs.any())
+    assert places
+
+
+def refusal(path: Path, to: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["repair", str(path), "--output", str(to), *options]) == 2
+    assert list(to.parent.glob(f"*{to.name}*")) == []
+    return capsys.readouterr().err
+
+
+def test_moments_are_not_taken_from_a_shifted_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(saved(DEFAULT), tmp_path / "output", capsys, "--from", str(saved(DEFAULT)))
+    assert "is shifted itself" in said
+
+
+def test_other_damage_of_a_shifted_parameter_is_not_repaired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(saved(DEFAULT), tmp_path / "copy"))
+    shard = next(s for s in audit(path).checkpoint.shards if s.parameter == "module.layers.1.weight")
+    with open(shard.streams[MOMENTS[0]].extents[0].path, "r+b") as file:
+        file.seek(shard.streams[MOMENTS[0]].extents[0].offset + 400)
+        file.write(np.float32(np.nan).tobytes())
+    update_checksums(path, shard)
+    assert {"not_finite", "shifted_state"} == names(audit(path))
+    said = refusal(path, tmp_path / "output", capsys)
+    assert "not_finite" in said
+    assert "its elements are saved in another place than their own" in said
+
+
+def update_checksums(path: Path, shard: Shard) -> None:
+    places = {(extent.path, extent.offset) for stream in shard.streams.values() for extent in stream.extents}
+    for record in audit(path).checkpoint.records:
+        if (record.path, record.offset) in places:
+            update_checksum(record)

@@ -141,7 +141,7 @@ def test_nan_or_infinity_in_one_element_of_any_tensor_is_not_called_whole(name: 
     places = [place for place in tensors(folder) if not is_padding(folder, place)]
     assert len(places) > 10
     missed = []
-    for number, place in enumerate(places if all_releases() or len(places) < 150 else places[::3]):
+    for number, place in enumerate(places if all_releases() else places[:: len(places) // 8]):
         value = FLOATS[place.dtype][number % 2]
         before = place.path.read_bytes()
         put(place, value * place.numel if "stage 3" in name else value)

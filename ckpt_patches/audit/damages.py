@@ -67,6 +67,8 @@ SHIFTED_STATE = _kind(
     DAMAGE,
     "the states of a parameter were saved by megatron-core 0.15.0 to 0.19.2 from the wrong place of their buffer: the "
     "master rounds to the model's weight some elements on",
+    "repair gathers them from where they are, takes masters that are in no file from the model's weights, and the "
+    "moments of these from an older checkpoint (`--from`), or resets them",
 )
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
 ODD_IN_BUCKET = _kind(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_patches.audit import blocks, checksums, damages, repaired
+from ckpt_patches.audit import blocks, checksums, damages, repaired, unshift
 from ckpt_patches.audit.audit import WHOLE, Report, audit
 from ckpt_patches.audit.blocks import as_float32
 from ckpt_patches.audit.checkpoint import (
@@ -31,6 +31,7 @@ from ckpt_patches.audit.checkpoint import (
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.holes import stretches
 from ckpt_patches.audit.scan import BLOCK, read_elements, runs_of
+from ckpt_patches.audit.shifted import Shift
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder
@@ -41,7 +42,7 @@ FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older check
 AT_A_TIME = 1 << 22  # elements, many times a block
 
 # What can be repaired, of a master or of a moment; what is not listed cannot.
-IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE)
+IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE, damages.SHIFTED_STATE)
 IN_MOMENTS = (
     damages.LOST_MOMENT,
     damages.MOMENT_GAP,
@@ -49,6 +50,7 @@ IN_MOMENTS = (
     damages.PARAMETER_WITHOUT_MOMENTS,
     damages.NEGATIVE_SQUARE,
     damages.NOT_FINITE,
+    damages.SHIFTED_STATE,
 )
 CHUNKS = (damages.MISSING_CHUNK, damages.SHORT_CHUNK)
 
@@ -73,6 +75,7 @@ class Plan:
     fills: tuple[Fill, ...]
     cuts: tuple[Extent, ...]  # files that are longer than they should be, with their right length
     refused: tuple[tuple[Finding, str], ...]  # with the reason
+    shift: Shift | None = None  # what is put back in its place
 
 
 def plan(report: Report, older: Report | None) -> Plan:
@@ -85,17 +88,17 @@ def plan(report: Report, older: Report | None) -> Plan:
     fills: dict[Fill, None] = {}
     cuts: list[Extent] = []
     refused = []
-    for finding in (f for f in report.findings if f.kind.severity != NOTE):
+    for finding in (f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE):
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if finding.kind is damages.LONG_CHUNK and shard:
             cuts += shard.streams[role].extents
         elif shard is None or finding.begin is None or finding.end is None:
             refused.append((finding, finding.kind.remedy))
-        elif reason := _why_not(finding, shard, role, older):
+        elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):
             refused.append((finding, reason))
         else:
             fills.update(dict.fromkeys(_fills(finding, shard, role, older)))
-    return Plan(tuple(fills), tuple(cuts), tuple(refused))
+    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift)
 
 
 def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) -> str:
@@ -151,6 +154,8 @@ def _fills(finding: Finding, shard: Shard, role: str, older: Report | None) -> I
 
 def _bits(finding: Finding, role: str) -> int:
     """What the damaged elements have in their codes."""
+    if finding.kind is damages.SHIFTED_STATE:
+        return 0  # what lies there is of another place
     if finding.kind is damages.NOT_FINITE:
         return blocks.NOT_FINITE[role]
     if finding.kind is damages.UNROUNDED_MASTER:
@@ -184,6 +189,8 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> l
     if report.verdict == WHOLE:
         raise UserError(f"{path} is whole: nothing to repair")
     older = audit(older_path, workers=workers) if older_path else None
+    if older:
+        unshift.check_older(older.checkpoint.path, older.shift)
     made = plan(report, older)
     if made.refused:
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
@@ -206,7 +213,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
     for cut in made.cuts:
         os.truncate(_in_copy(cut.path, found.path, copy), cut.nbytes)
     now = repaired.Repaired()
-    changed: set[str] = set()
+    changed = unshift.gather(made.shift, found.path, copy)
     for fill in made.fills:
         shard = shards[fill.array, fill.shard]
         target = shard.streams.get(fill.role) or shard.lost[fill.role]
@@ -226,6 +233,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
         if (name := _in_copy(record.path, found.path, copy)) in changed:
             checksums.update_checksum(record._replace(path=name))
     files = {str(Path(name).relative_to(copy)) for name in changed}
+    now.moved = unshift.listed(made.shift)
     repaired.write(copy, repaired.read(replace(found, findings=[])), now, files)
     return [Done(*key, now.sources[key], now.elements(key)) for key in now.ranges]
 

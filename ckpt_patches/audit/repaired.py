@@ -31,6 +31,7 @@ class Repaired:
     ranges: dict[Key, list[Range]] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)  # what the last repair took
     files: dict[str, tuple[int, int]] = field(default_factory=dict)  # by name in the folder: size, checksum
+    moved: list[dict[str, Any]] = field(default_factory=list)  # for people: what of a shifted state came from where
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
         """Elements that were repaired; those of an earlier repair stay."""
@@ -52,6 +53,7 @@ def read(found: Checkpoint) -> Repaired:
             {(entry["array"], entry["shard"]): [_range(*r) for r in entry["ranges"]] for entry in content["repaired"]},
             {(entry["array"], entry["shard"]): str(entry["source"]) for entry in content["repaired"]},
             {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()},
+            list(content.get("moved", [])),
         )
         others = [name for name, known in listed.files.items() if fingerprint(found.path, name) != known]
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -77,6 +79,7 @@ def write(folder: Path, before: Repaired, now: Repaired, files: set[str]) -> Non
             {"array": array, "shard": shard, "source": listed.sources[array, shard], "ranges": ranges}
             for (array, shard), ranges in sorted(listed.ranges.items())
         ],
+        "moved": [*before.moved, *now.moved],
         "files": {name: fingerprint(folder, name) for name in sorted({*before.files, *files})},
     }
     write_durably(folder / NAME, (json.dumps(content, indent=1) + "\n").encode())

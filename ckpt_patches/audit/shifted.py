@@ -19,7 +19,7 @@ import numpy as np
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.ways import SIZES, Piece, Reader, Run, Way, certain_shift
+from ckpt_patches.audit.ways import SIZES, Piece, Reader, Run, Way, certain_shift, forget
 
 TYPE = "fully_reshardable"
 MASTERS = "optimizer.state.param."  # in front of it stands what chains optimizers
@@ -61,7 +61,10 @@ def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding]
     suspect = {damages.UNROUNDED_MASTER, damages.LOST_MASTER}
     if found.sharding not in ("", TYPE) or not any(f.kind in suspect and MASTERS in f.array for f in findings):
         return findings, None
-    shift = find([shard for shard in found.shards if _is_complete(shard)])
+    try:
+        shift = find([shard for shard in found.shards if _is_complete(shard)])
+    finally:
+        forget()
     if shift is None:
         return findings, None
     concerned = {
@@ -70,16 +73,29 @@ def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding]
         for role in (MASTER, *MOMENTS)
         if by != 0
     }
+    untold = [_untold(shard) for shard in found.shards if _has_states(shard) and not _is_complete(shard)]
     kept = [f for f in findings if f.kind not in EXPLAINED or (f.array, f.shard) not in concerned]
-    return [*_findings(shift), *kept], shift
+    return [*_findings(shift), *untold, *kept], shift
+
+
+def _has_states(shard: Shard) -> bool:
+    return MASTER in shard.streams and MASTERS in shard.streams[MASTER].array and shard.numel > 0
+
+
+def _untold(shard: Shard) -> Finding:
+    """Of a shard that nothing can be said of, in a checkpoint where others are shifted."""
+    what = {role: shard.streams[role].dtype if role in shard.streams else "none" for role in (WEIGHT, MASTER, *MOMENTS)}
+    types = ", ".join(f"{role} {dtype}" for role, dtype in what.items())
+    detail = f"whether it is shifted could not be told: other arrays or types than are compared ({types})"
+    return Finding(damages.SHIFTED_STATE, shard.streams[MASTER].array, shard.label, 0, shard.numel, detail)
 
 
 def _is_complete(shard: Shard) -> bool:
     """Whether all is there that tells whose elements a shard has; of other weights nothing rounds to them."""
-    if not shard.streams.keys() >= {WEIGHT, MASTER, *MOMENTS} or not shard.numel:
+    if not _has_states(shard) or not shard.streams.keys() >= {WEIGHT, *MOMENTS}:
         return False
     states = {shard.streams[role].dtype for role in (MASTER, *MOMENTS)}
-    return MASTERS in shard.streams[MASTER].array and states == {"float32"} and shard.streams[WEIGHT].dtype in SIZES
+    return states == {"float32"} and shard.streams[WEIGHT].dtype in SIZES
 
 
 def _findings(shift: Shift) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ A saved shard is a part of a gradient buffer: parameters behind each other, each
 elements, with zeros in between. `shifted.py` says why it can begin in another place than it should.
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Iterator
 from typing import NamedTuple, TypeAlias
@@ -12,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit import blocks
-from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, WEIGHT, Shard
+from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, WEIGHT, Shard, Stream
 from ckpt_patches.audit.scan import BLOCK, read_elements
+from ckpt_patches.formats.dtypes import item_size
 
 ALIGNMENT = 64  # elements: each parameter begins at a multiple of them in its buffer
 PROBE = 64  # elements that are compared at each place before a whole shard is
@@ -21,8 +23,9 @@ CERTAIN, DISTINCT = 16, 8  # so many elements, that many of them different, are 
 FARTHEST = 1 << 24  # elements of a shift that are looked for
 HEADS = 1 << 26  # elements of all parameters' beginnings that are held at a time
 LEAST_HEAD = 4096
-MOST_WAYS = 16  # to read one shard; of more nothing is certain
+MOST_WAYS = 256  # to read one shard; of more nothing is certain
 MOST_PLACES = 4096  # that are looked at for one shard
+SMALL, KEPT = 1 << 16, 256  # elements of an array that is kept in memory, and how many such arrays are
 MOST_STEPS = 4096  # parameters' ends behind which the next one is looked for, for one shard
 LONGEST = 200  # parameters in one saved shard
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of a weight that a master rounds to
@@ -47,6 +50,24 @@ class TooMany(Exception):
     """There are more ways to read a shard than are looked at."""
 
 
+@functools.lru_cache(maxsize=KEPT)
+def _whole(stream: Stream) -> blocks.Block:
+    return read_elements(stream, 0, stream.numel)
+
+
+def forget() -> None:
+    """What was read of files is read anew from now on."""
+    _whole.cache_clear()
+
+
+def _read(stream: Stream, begin: int, end: int) -> blocks.Block:
+    """The bytes of elements `begin` to `end`, which are not to be changed."""
+    if stream.numel > SMALL:
+        return read_elements(stream, begin, end)
+    size = item_size(stream.dtype)
+    return _whole(stream)[begin * size : end * size]
+
+
 class Piece:
     """A saved shard, and the weights of the parameter that it should be of."""
 
@@ -57,10 +78,10 @@ class Piece:
 
     def weights(self, begin: int, end: int) -> blocks.Block:
         """Their bits, an integer each."""
-        return read_elements(self.shard.streams[WEIGHT], begin, end).view(f"u{SIZES[self.dtype]}")
+        return _read(self.shard.streams[WEIGHT], begin, end).view(f"u{SIZES[self.dtype]}")
 
     def state(self, role: str, begin: int, end: int) -> Floats:
-        return read_elements(self.shard.streams[role], begin, end).view(np.float32)
+        return _read(self.shard.streams[role], begin, end).view(np.float32)
 
     def is_padding(self, begin: int, end: int) -> bool:
         """Whether the elements are zero in all states, as the buffer is where no parameter lies."""
@@ -88,21 +109,31 @@ class Piece:
 
 def certain_shift(piece: Piece) -> int | None:
     """How far a shard is shifted whose own elements tell it without its neighbours."""
-    for by in own_places(piece):
-        length = piece.numel - by
-        told = len(np.unique(piece.weights(by, by + min(length, PROBE))))
-        if length >= CERTAIN and told >= DISTINCT and piece.holds(0, piece, by, length):
-            return by
-    return None
+    try:
+        places = [by for by in own_places(piece) if piece.numel - by >= CERTAIN]
+    except TooMany:
+        return None
+    found = [by for by in places if piece.holds(0, piece, by, piece.numel - by)]
+    if len(found) != 1:
+        return None
+    told = np.unique(piece.weights(found[0], min(found[0] + LEAST_HEAD, piece.numel)))
+    return found[0] if len(told) >= DISTINCT else None
 
 
 def own_places(piece: Piece) -> list[int]:
-    """Where among a parameter's weights those can begin that the saved masters begin with."""
+    """Where among a parameter's weights those can begin that the saved masters begin with.
+
+    Raises:
+        TooMany: they are one number again and again.
+    """
     probe = piece.state(MASTER, 0, min(PROBE, piece.numel))
     limit = min(piece.numel, FARTHEST)
     weights = piece.weights(0, min(piece.numel, limit + PROBE))
-    found: list[int] = _places(probe, weights, piece.dtype, np.arange(limit)).tolist()
-    return found
+    found = _places(probe, weights, piece.dtype, np.arange(limit))
+    if len(found) > MOST_PLACES:
+        raise TooMany
+    numbers: list[int] = found.tolist()
+    return numbers
 
 
 def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places) -> Places:
@@ -121,9 +152,8 @@ class Reader:
 
     def __init__(self, pieces: list[Piece], certain: dict[int, int]) -> None:
         self.pieces, self.certain = pieces, certain
-        self.known = set(certain.values())
         self.steps = 0
-        self.head = max(min(2 * max(self.known) + LEAST_HEAD, HEADS // len(pieces)), 1)
+        self.head = max(min(2 * max(certain.values()) + LEAST_HEAD, HEADS // len(pieces)), 1)
         self.by_dtype: dict[str, list[Piece]] = {}
         for piece in pieces:
             self.by_dtype.setdefault(piece.dtype, []).append(piece)
@@ -155,10 +185,7 @@ class Reader:
         """The shifts by which a shard has elements of its own, and then what the rest of it can be."""
         if piece.number in self.certain:
             return [self.certain[piece.number]]
-        places = own_places(piece)
-        if len(places) > MOST_WAYS:  # of one number again and again
-            places = [by for by in places if by in self.known | {_first_change(piece)}]
-        return [by for by in places if piece.holds(0, piece, by, piece.numel - by)]
+        return [by for by in own_places(piece) if piece.holds(0, piece, by, piece.numel - by)]
 
     def _elsewhere(self, saved: Piece) -> Iterator[Way]:
         """Ways without any element of the parameter's own: it is not longer than the shift."""
@@ -222,11 +249,3 @@ class Reader:
             return run.piece != saved.number
         distance = run.begin - run.offset + self.certain[run.piece]
         return run.piece != saved.number and distance >= saved.numel and distance % ALIGNMENT == 0
-
-
-def _first_change(piece: Piece) -> int:
-    """How many elements are left of a shard from the first on that is not as the one before."""
-    masters = piece.state(MASTER, 0, min(piece.numel, FARTHEST))
-    weights = piece.weights(0, len(masters))
-    wrong = np.flatnonzero(~blocks.is_nearest(masters, weights, piece.dtype))
-    return piece.numel - int(wrong[0]) if len(wrong) else 0
