@@ -10,6 +10,8 @@ import torch
 
 import shared
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats import zero as zero_files
 from megatron_checkpoints import Configuration, written
 from test_audit import copied, names
 from upstream import run, tree
@@ -55,6 +57,25 @@ def test_a_tensor_whose_elements_do_not_lie_in_order_is_named(zero: Path) -> Non
     report = audit(zero)
     (finding,) = [f for f in report.findings if f.kind.name == "not_judged"]
     assert (report.verdict, finding.array) == (UNCERTAIN, "module.strided")
+
+
+@pytest.mark.parametrize("kind", ["stage2", "stage3"])
+def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Path) -> None:
+    """The last ranks have no element of any parameter; DeepSpeed does not initialise what they save."""
+    path = copied(trained(WRITER, kind)[kind], tmp_path)
+    file = path / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    found = torch_file.read(file, trust=True).value["optimizer_state_dict"]
+    state = zero_files.read_rank(file, 0, found)
+    padding = [p for p in state.partitions if kind == "stage3" or not p.fragments]
+    whole = file.read_bytes()
+    for partition in padding:
+        for flat in partition.states.values():
+            with open(file, "r+b") as changed:
+                changed.seek(flat.offset)
+                changed.write(NAN.numpy().tobytes()[: 4 * flat.numel])
+            assert names(audit(path)) <= {"bad_file"}  # by the checksum, which is another matter
+            file.write_bytes(whole)
+    assert padding or kind == "stage2"
 
 
 def test_what_is_whole_stays_whole(zero: Path) -> None:

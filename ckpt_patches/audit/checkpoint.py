@@ -95,6 +95,7 @@ class Checkpoint:
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
+    padded: list[Extent] = field(default_factory=list)  # bytes of which shards are parts, and the rest is padding
     read: set[str] = field(default_factory=set)  # names of torch files
     tensors: list[Held] = field(default_factory=list)  # all, of which a reader makes shards
     records: list[Record] = field(default_factory=list)  # whose checksums are to be right

@@ -43,7 +43,8 @@ class _Ranges:
 
 def others(found: Checkpoint) -> list[Shard]:
     """Shards of the tensors of which no shard reads anything; what cannot be judged is added to the findings."""
-    by_readers = _Ranges(e for shard in found.shards for stream in shard.streams.values() for e in stream.extents)
+    extents = [e for shard in found.shards for stream in shard.streams.values() for e in stream.extents]
+    by_readers = _Ranges([*extents, *found.padded])
     named = {finding.array for finding in found.findings if finding.kind is damages.NOT_READ}
     left = [
         held

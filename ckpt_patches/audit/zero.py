@@ -81,6 +81,7 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
     stage = files[0].state.stage
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
     parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes)
+    found.padded += _partitions(files, parameters)
     for (name, of_experts), parameter in parameters.items():
         numel = sum(part.numel for part in parameter.ranks)
         if of_experts:
@@ -95,6 +96,16 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
                 own = torch_files.stream(found, module_path, name, weight)
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
+
+
+def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iterator[Extent]:
+    """All bytes of the groups in which parameters are. What no parameter has there is padding, and can be anything."""
+    used = {id(part.partition) for parameter in parameters.values() for part in parameter.ranks}
+    groups = {n for file in files for n, partition in enumerate(file.state.partitions) if id(partition) in used}
+    for file in files:
+        for number, partition in enumerate(file.state.partitions):
+            for flat in partition.states.values() if number in groups else ():
+                yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
 
 
 def _add_experts(found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int) -> None:
