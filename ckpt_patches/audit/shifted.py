@@ -124,29 +124,34 @@ def find(shards: list[Shard]) -> Shift | None:
     return Shift(tuple(shards), shifts(ways, pieces, certain), moves, lost)
 
 
+class _Known:
+    """The neighbours that parameters have in the shards that can be read in one way only."""
+
+    def __init__(self, ways: list[list[Way]], pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.before: dict[int, set[str]] = {}
+        self.behind: dict[int, set[str]] = {}
+        for left, right, _ in _sure_neighbours(ways, pieces):
+            self.before.setdefault(right, set()).add(_name(pieces[left]))
+            self.behind.setdefault(left, set()).add(_name(pieces[right]))
+
+    def agrees(self, way: Way) -> bool:
+        for left, right, _ in _neighbours(way, self.pieces):
+            names = _name(self.pieces[left]), _name(self.pieces[right])
+            if names[0] not in self.before.get(right, names) or names[1] not in self.behind.get(left, names):
+                return False
+        return True
+
+
 def consistent(ways: list[list[Way]], pieces: list[Piece]) -> list[list[Way]]:
     """The ways to read each shard, less those in which a parameter has other neighbours than in what is certain.
 
-    Neighbours are known by their parameter, because each tensor-parallel rank has buffers of its own, all in one order.
+    Of a neighbour its parameter's name is compared: a parameter that all tensor-parallel ranks have lies in buffers of
+    them all, which are in one order, between other shards of the same neighbours.
     """
     while True:
-        before: dict[str, set[str]] = {}
-        behind: dict[str, set[str]] = {}
-        for left, right, _ in _sure_neighbours(ways, pieces):
-            before.setdefault(_name(pieces[right]), set()).add(_name(pieces[left]))
-            behind.setdefault(_name(pieces[left]), set()).add(_name(pieces[right]))
-        kept = [
-            [
-                way
-                for way in own
-                if all(
-                    _name(pieces[left]) in before.get(_name(pieces[right]), {_name(pieces[left])})
-                    and _name(pieces[right]) in behind.get(_name(pieces[left]), {_name(pieces[right])})
-                    for left, right, _ in _neighbours(way, pieces)
-                )
-            ]
-            for own in ways
-        ]
+        known = _Known(ways, pieces)
+        kept = [[way for way in own if known.agrees(way)] for own in ways]
         if kept == ways:
             return ways
         ways = kept
@@ -187,7 +192,11 @@ def shifts(ways: list[list[Way]], pieces: list[Piece], certain: dict[int, int]) 
     Padding between two parameters, or behind one that is not the last of all, is seen within a bucket only.
     """
     found = dict(certain)
-    in_one_bucket = {(left, right) for left, right, gap in _sure_neighbours(ways, pieces) if gap}
+    in_one_bucket = {
+        (left, right)
+        for left, right, gap in _sure_neighbours(ways, pieces)
+        if gap or _name(pieces[left]) == _name(pieces[right])  # halves of one parameter
+    }
     followed = {left for left, _ in in_one_bucket} | set(_with_a_gap_behind(ways, pieces))
     while True:
         told: dict[int, set[int | None]] = {piece.number: set() for piece in pieces}

@@ -6,6 +6,7 @@ elements, with zeros in between. `shifted.py` says why it can begin in another p
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -20,13 +21,13 @@ from ckpt_patches.formats.dtypes import item_size
 ALIGNMENT = 64  # elements: each parameter begins at a multiple of them in its buffer
 PROBE = 64  # elements that are compared at each place before a whole shard is
 CERTAIN, DISTINCT = 16, 8  # so many elements, that many of them different, are not found by chance
-FARTHEST = 1 << 24  # elements of a shift that are looked for
-HEADS = 1 << 26  # elements of all parameters' beginnings that are held at a time
+FARTHEST = 1 << 22  # elements of a shift that are looked for
+HEADS = 1 << 25  # elements of all parameters' beginnings that are held at a time
 LEAST_HEAD = 4096
 MOST_WAYS = 256  # to read one shard; of more nothing is certain
 MOST_PLACES = 4096  # that are looked at for one shard
 SMALL, KEPT = 1 << 16, 256  # elements of an array that is kept in memory, and how many such arrays are
-MOST_STEPS = 4096  # parameters' ends behind which the next one is looked for, for one shard
+MOST_STEPS = 4096  # parameters that are tried behind others, for one shard
 LONGEST = 200  # parameters in one saved shard
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of a weight that a master rounds to
 
@@ -129,19 +130,23 @@ def own_places(piece: Piece) -> list[int]:
     probe = piece.state(MASTER, 0, min(PROBE, piece.numel))
     limit = min(piece.numel, FARTHEST)
     weights = piece.weights(0, min(piece.numel, limit + PROBE))
-    found = _places(probe, weights, piece.dtype, np.arange(limit))
+    found = _places(probe, weights, piece.dtype, np.arange(limit), np.full(limit, len(weights)))
     if len(found) > MOST_PLACES:
         raise TooMany
     numbers: list[int] = found.tolist()
     return numbers
 
 
-def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places) -> Places:
-    """Those of the places from which on all weights, or all that are left, agree with the probe."""
+def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places, ends: Places) -> Places:
+    """Those of the places from which on all weights, or all that are left up to an end, agree with the probe.
+
+    `ends` has for each place the end of the parameter that it lies in.
+    """
     for number, value in enumerate(probe):
-        inside = places + number < len(weights)
+        inside = places + number < ends
         chosen = weights[np.where(inside, places + number, 0)]
-        places = places[~inside | blocks.is_nearest(np.full(len(places), value, np.float32), chosen, dtype)]
+        agree = ~inside | blocks.is_nearest(np.full(len(places), value, np.float32), chosen, dtype)
+        places, ends = places[agree], ends[agree]
         if not len(places):
             break
     return places
@@ -154,6 +159,10 @@ class Reader:
         self.pieces, self.certain = pieces, certain
         self.steps = 0
         self.head = max(min(2 * max(certain.values()) + LEAST_HEAD, HEADS // len(pieces)), 1)
+        # A gated layer's first matrix is one parameter of the buffer, and its halves are saved as two shards. Which
+        # parameters are gated is not in the checkpoint: any that has several shards can be.
+        cut = Counter(piece.shard.parameter for piece in pieces)
+        self.halves = {piece.number for piece in pieces if cut[piece.shard.parameter] > 1}
         self.by_dtype: dict[str, list[Piece]] = {}
         for piece in pieces:
             self.by_dtype.setdefault(piece.dtype, []).append(piece)
@@ -205,31 +214,30 @@ class Reader:
         """Where another parameter's beginning, further than its first element, agrees with the first that are saved."""
         probe = saved.state(MASTER, 0, min(PROBE, saved.numel))
         for dtype, (starts, heads) in self.heads.items():
-            places = _places(probe[:1], heads, dtype, np.arange(len(heads)))
+            ends = np.repeat(starts[1:], np.diff(starts))
+            places = _places(probe, heads, dtype, np.arange(len(heads)), ends)
             if len(places) > MOST_PLACES:
                 raise TooMany
             for place in places.tolist():
                 number = int(np.searchsorted(starts, place, "right")) - 1
                 run = Run(0, self.by_dtype[dtype][number].number, place - int(starts[number]), 0)
-                length = min(len(probe), int(starts[number + 1]) - place)
-                agree = blocks.is_nearest(probe[:length], heads[place : place + length], dtype)
-                if agree.all() and self._fits(saved, run):
+                if self._fits(saved, run):
                     yield self.pieces[run.piece], run.offset
 
     def _behind(self, saved: Piece, way: Way) -> Iterator[Way]:
         """The ways to read all of a saved shard of which this one reads the first elements, up to a parameter's end."""
-        at, gap = way[-1].begin + way[-1].length, self.pieces[way[-1].piece].gap
+        at, before = way[-1].begin + way[-1].length, self.pieces[way[-1].piece]
         if at == saved.numel or saved.is_padding(at, saved.numel):
             yield way
             return
-        yield from self._from(saved, at, way)
-        if gap and at + gap < saved.numel and saved.is_padding(at, at + gap):
-            yield from self._from(saved, at + gap, way)
+        gaps = {0, before.gap, -2 * before.numel % ALIGNMENT if before.number in self.halves else 0}
+        for gap in sorted(gaps):
+            if at + gap < saved.numel and saved.is_padding(at, at + gap):
+                yield from self._from(saved, at + gap, way)
 
     def _from(self, saved: Piece, at: int, way: Way) -> Iterator[Way]:
         """The same, of which this one reads all before an element at which a parameter begins."""
-        self.steps += 1
-        if self.steps > MOST_STEPS or len(way) > LONGEST:
+        if len(way) > LONGEST:
             raise TooMany
         used: Collection[int] = {saved.number, *(run.piece for run in way)}
         value = saved.state(MASTER, at, at + 1)
@@ -237,6 +245,9 @@ class Reader:
             firsts = heads[starts[:-1]]
             agree = blocks.is_nearest(np.repeat(value, len(firsts)), firsts, dtype)
             for number in np.flatnonzero(agree).tolist():
+                self.steps += 1
+                if self.steps > MOST_STEPS:
+                    raise TooMany
                 other = self.by_dtype[dtype][number]
                 run = Run(at, other.number, 0, min(other.numel, saved.numel - at))
                 fits = other.number not in used and self._fits(saved, run)
@@ -248,4 +259,10 @@ class Reader:
         if run.piece not in self.certain:
             return run.piece != saved.number
         distance = run.begin - run.offset + self.certain[run.piece]
-        return run.piece != saved.number and distance >= saved.numel and distance % ALIGNMENT == 0
+        return run.piece != saved.number and distance >= saved.numel and self._is_aligned(saved, run.piece, distance)
+
+    def _is_aligned(self, saved: Piece, other: int, distance: int) -> bool:
+        """Whether so many elements can be from the place of one to that of another; a second half has any place."""
+        before = {0, saved.numel if saved.number in self.halves else 0}
+        behind = {0, self.pieces[other].numel if other in self.halves else 0}
+        return any((distance + a - b) % ALIGNMENT == 0 for a in before for b in behind)
