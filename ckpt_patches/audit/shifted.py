@@ -53,7 +53,7 @@ class Shift:
     shards: tuple[Shard, ...]
     by: tuple[int | None, ...]  # of each shard how many elements; None: could not tell
     moves: tuple[Move, ...]  # what lies in its right place is among them
-    lost: tuple[tuple[tuple[int, int], ...], ...]  # of each shard the ranges that are in no file
+    lost: tuple[tuple[tuple[int, int], ...], ...]  # of each shard the ranges that are in no file, or not for certain
 
 
 def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding], Shift | None]:
@@ -104,7 +104,7 @@ def _findings(shift: Shift) -> Iterator[Finding]:
             continue
         places = ", ".join(f"[{begin}, {end})" for begin, end in lost)
         far = "by how many elements could not be told" if by is None else f"by {by} elements"
-        detail = f"{far}; in no file: {places or 'none'}"
+        detail = f"{far}; found in no file: {places or 'none'}"
         yield Finding(damages.SHIFTED_STATE, shard.streams[MASTER].array, shard.label, 0, shard.numel, detail)
 
 
