@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.audit.copies import in_copy
 from ckpt_patches.audit.repair import FROM_OLDER, FROM_WEIGHT, RESET
 from ckpt_patches.audit.repaired import NAME
 from ckpt_patches.cli import main
+from ckpt_patches.formats.paths import LeavesFolderError
 from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
 from test_audit import (
     Change,
@@ -222,3 +224,14 @@ def test_a_list_of_another_making_is_none(zarr: Path, content: bytes) -> None:
     (zarr / NAME).write_bytes(content)
     assert audit(zarr).verdict == WHOLE
     assert "stale_list" in {finding.kind.name for finding in audit(zarr).findings}
+
+
+@pytest.mark.parametrize("name", ["../other", "inner/../../other", "link/file"])
+def test_nothing_outside_of_the_copy_is_written_to(name: str, tmp_path: Path) -> None:
+    """By whatever name a checkpoint calls its files; one by an absolute name is not its own."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "link").symlink_to(tmp_path)
+    with pytest.raises(LeavesFolderError):
+        in_copy(f"{tmp_path}/run/{name}", tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(ValueError, match="not in the subpath"):
+        in_copy("/elsewhere", tmp_path / "run", tmp_path / "copy")

@@ -5,7 +5,6 @@ reset: a lost first moment to zero, a lost square together with its first moment
 square would make huge steps.
 """
 
-import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from ckpt_patches.audit.checkpoint import (
     Shard,
     Stream,
 )
+from ckpt_patches.audit.copies import copied, in_copy, write_elements
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.holes import stretches
 from ckpt_patches.audit.scan import BLOCK, read_elements, runs_of
@@ -35,7 +35,6 @@ from ckpt_patches.audit.shifted import Shift
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder
-from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.zarr import LOCKS
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
@@ -211,13 +210,13 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
         (s.array, shard.label): shard for shard in found.shards for s in (*shard.streams.values(), *shard.lost.values())
     }
     for cut in made.cuts:
-        os.truncate(_in_copy(cut.path, found.path, copy), cut.nbytes)
+        os.truncate(in_copy(cut.path, found.path, copy), cut.nbytes)
     now = repaired.Repaired()
     changed = unshift.gather(made.shift, found.path, copy)
     for fill in made.fills:
         shard = shards[fill.array, fill.shard]
         target = shard.streams.get(fill.role) or shard.lost[fill.role]
-        own = replace_paths(target, found.path, copy)
+        own = copied(target, found.path, copy)
         source = shard.streams[WEIGHT] if fill.role == MASTER else None
         if fill.source == FROM_OLDER and older:
             same = _same(older, shard)
@@ -230,7 +229,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
         changed.update(extent.path for extent in own.extents)
         now.add((fill.array, fill.shard), ranges, fill.source)
     for record in found.records:
-        if (name := _in_copy(record.path, found.path, copy)) in changed:
+        if (name := in_copy(record.path, found.path, copy)) in changed:
             checksums.update_checksum(record._replace(path=name))
     files = {str(Path(name).relative_to(copy)) for name in changed}
     now.moved = unshift.listed(made.shift)
@@ -250,19 +249,9 @@ def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, 
     return found
 
 
-def replace_paths(stream: Stream, path: Path, copy: Path) -> Stream:
-    extents = tuple(extent._replace(path=_in_copy(extent.path, path, copy)) for extent in stream.extents)
-    return stream._replace(extents=extents)
-
-
-def _in_copy(name: str, path: Path, copy: Path) -> str:
-    """The file of the copy; nothing outside of it, whatever the checkpoint calls its files."""
-    return str(path_within(copy, str(Path(name).relative_to(path))))
-
-
 def _fill(target: Stream, source: Stream | None, ranges: list[tuple[int, int]]) -> None:
     for begin, end in ranges:
-        _write(target, begin, end, _content(target, source, begin, end))
+        write_elements(target, begin, _content(target, source, begin, end))
 
 
 def _content(target: Stream, source: Stream | None, begin: int, end: int) -> bytes:
@@ -275,15 +264,3 @@ def _content(target: Stream, source: Stream | None, begin: int, end: int) -> byt
     if values is None or target.dtype not in ("float32", "float64"):
         raise UserError(f"{target.array}: expected fp32, found {target.dtype}, which is not written")
     return bytes(values.astype(target.dtype).data)
-
-
-def _write(target: Stream, begin: int, end: int, data: bytes) -> None:
-    ends = itertools.accumulate(extent.nbytes for extent in target.extents)
-    size = item_size(target.dtype)
-    for extent, stop in zip(target.extents, ends, strict=True):
-        start = stop - extent.nbytes
-        low, high = max(begin * size, start), min(end * size, stop)
-        if low < high:
-            with open(extent.path, "r+b" if os.path.exists(extent.path) else "wb") as file:
-                file.seek(extent.offset + low - start)
-                file.write(data[low - begin * size : high - begin * size])

@@ -4,19 +4,18 @@ Each element comes from where the search has found it, mostly the parameter's ow
 is in no file is left to the ordinary repair: a finding for each of its ranges, in each state.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, Stream
+from ckpt_patches.audit.checkpoint import MASTER, MOMENTS
+from ckpt_patches.audit.copies import copied, write_elements
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.scan import read_elements
 from ckpt_patches.audit.shifted import Move, Shift
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.dtypes import item_size
 
 ROLES = (MASTER, *MOMENTS)
 AT_A_TIME = 1 << 22  # elements
@@ -76,11 +75,11 @@ def gather(shift: Shift | None, path: Path, copy: Path) -> set[str]:
         assert shift is not None
         for role in ROLES:
             source, target = (shift.shards[number].streams[role] for number in (move.source, move.target))
-            own = _moved(target, path, copy)
+            own = copied(target, path, copy)
             for first in range(0, move.length, AT_A_TIME):
                 length = min(AT_A_TIME, move.length - first)
                 data = read_elements(source, move.begin + first, move.begin + first + length)
-                _write(own, move.offset + first, memoryview(data))
+                write_elements(own, move.offset + first, memoryview(data).cast("B"))
             changed.update(extent.path for extent in own.extents)
     return changed
 
@@ -89,24 +88,6 @@ def _of_other_places(shift: Shift | None) -> Iterator[Move]:
     for move in shift.moves if shift else ():
         if (move.source, move.begin) != (move.target, move.offset):
             yield move
-
-
-def _moved(stream: Stream, path: Path, copy: Path) -> Stream:
-    extents = (extent._replace(path=str(copy / Path(extent.path).relative_to(path))) for extent in stream.extents)
-    return stream._replace(extents=tuple(extents))
-
-
-def _write(target: Stream, at: int, data: memoryview) -> None:
-    """Elements, from that one on."""
-    begin = at * item_size(target.dtype)
-    ends = itertools.accumulate(extent.nbytes for extent in target.extents)
-    for extent, stop in zip(target.extents, ends, strict=True):
-        start = stop - extent.nbytes
-        low, high = max(begin, start), min(begin + data.nbytes, stop)
-        if low < high:
-            with open(extent.path, "r+b") as file:
-                file.seek(extent.offset + low - start)
-                file.write(data[low - begin : high - begin])
 
 
 def listed(shift: Shift | None) -> list[dict[str, Any]]:
