@@ -1,5 +1,9 @@
 """Find out whether a checkpoint is whole: on the CPU, without torch, megatron or deepspeed, running none of its code.
 
-A reader for each format (`zarr`, `torch_dist`, …) says where each array's bytes lie, `scan` reads each byte once,
-`damages` is the closed list of what can be wrong, `audit` judges, `report` and `plot` tell, `repair` repairs a copy.
+What a format looks like is known by `ckpt_patches.formats`. Here a reader for each (`zarr`, `torch_dist`, `zero`, …)
+makes shards of it: a master with its moments and its weight; `coverage` adds what no reader has a place for. `scan`
+reads each byte once, `blocks` says what is odd about an element, `judge` with `holes` what that means, `checksums`
+what the files' own say, `shifted` with `ways` whether all of it lies in the wrong place. `damages` is the closed list
+of what can be wrong, `audit` puts it together, `report` and `plot` show it. `repair` with `unshift` and `copies`
+repairs a copy, and `repaired` is the list of what was.
 """
