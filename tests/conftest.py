@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -30,6 +31,9 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So does a shell start what it runs in the background, and every program under test would ignore it as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
     config.addinivalue_line(
