@@ -1,7 +1,7 @@
 """Whether a pickle asks for more memory than its own length accounts for; to be told before it is unpickled.
 
 Python's unpickler makes room for the value that a pickle says it will keep at place 2,000,000,000, and for a bytearray
-of the length that it says follows. Both stand in the opcodes. `pickletools` knows these as well, and takes twenty times
+of the length that it says follows. Both stand in the opcodes. `pickletools` knows these as well, and takes three times
 as long: there are thousands of files.
 https://docs.python.org/3/library/pickletools.html
 """
