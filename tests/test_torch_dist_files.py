@@ -88,6 +88,15 @@ def test_a_file_of_what_is_not_sharded_is_read_first(folder: Path) -> None:
     assert audit(folder).checkpoint.step == 3
 
 
+def test_what_is_not_sharded_in_an_old_format_is_not_read_and_no_damage(folder: Path) -> None:
+    torch.save(common(), folder / "common.pt", _use_new_zipfile_serialization=False)
+    found = audit(folder)
+    assert (found.verdict, [(f.kind.name, f.array) for f in found.findings if f.kind.severity != "note"]) == (
+        UNCERTAIN,
+        [("not_read", "common.pt")],
+    )
+
+
 def test_neither_a_file_nor_an_object_of_what_is_not_sharded(folder: Path) -> None:
     change_index(folder, lambda index: index.storage_data.pop(the_key(index, torch_dist.COMMON_OBJECT)))
     found = audit(folder)

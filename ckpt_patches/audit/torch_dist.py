@@ -51,7 +51,7 @@ def read(path: Path) -> Checkpoint:
     try:
         set_common(found, torch_dist.read_common(path, index))
     except (BadFileError, NotReadError) as error:
-        found.findings.append(Finding(damages.BAD_METADATA, torch_dist.COMMON, detail=str(error)))
+        found.findings.append(torch_files.refused(error, torch_dist.COMMON, damage=damages.BAD_METADATA))
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     with RangedFiles() as files:
         for chunked in tensors.values():
@@ -69,7 +69,7 @@ def _index(found: Checkpoint) -> torch_dist.Index:
     try:
         return torch_dist.read_index(found.path)
     except UserError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, torch_dist.INDEX, detail=str(error)))
+        found.findings.append(torch_files.refused(error, torch_dist.INDEX, damage=damages.BAD_METADATA))
         return torch_dist.Index({}, {})
 
 
@@ -86,8 +86,7 @@ def _find_elements(chunked: Chunked, found: Checkpoint, files: RangedFiles) -> N
         try:
             part = torch_dist.read_chunk(files, found.path, tensor, offsets)
         except (BadFileError, NotReadError) as error:
-            kind = damages.NOT_READ if isinstance(error, NotReadError) else damages.BAD_FILE
-            found.findings.append(Finding(kind, tensor.name, str(offsets), detail=str(error)))
+            found.findings.append(torch_files.refused(error, tensor.name, str(offsets)))
             continue
         span = tensor.places[offsets][1:]
         found.records += [Record(str(part.path), *stored, span) for stored in part.storages]
@@ -100,8 +99,7 @@ def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: R
     try:
         part = torch_dist.read_place(files, found.path, place)
     except (BadFileError, NotReadError) as error:
-        kind = damages.NOT_READ if isinstance(error, NotReadError) else damages.BAD_FILE
-        found.findings.append(Finding(kind, name, detail=str(error)))
+        found.findings.append(torch_files.refused(error, name))
         return
     torch_files.hold(found, part, place[1:], name)
     if name != torch_dist.COMMON_OBJECT:

@@ -6,8 +6,9 @@ from typing import Any
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED
+from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
@@ -23,14 +24,19 @@ def read_file(
     found.read.add(path.name)
     try:
         file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins
-    except torch_file.BadFileError as error:
-        found.findings.append(Finding(damage, path.name, detail=str(error)))
-        return None
-    except torch_file.NotReadError as error:
-        found.findings.append(Finding(damages.NOT_READ, path.name, detail=str(error)))
+    except (torch_file.BadFileError, torch_file.NotReadError) as error:
+        found.findings.append(refused(error, path.name, damage=damage))
         return None
     hold(found, file, (0, file.size))
     return file
+
+
+def refused(
+    error: UserError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
+) -> Finding:
+    """What it means that a file, or a part of one, cannot be read: damage, but for what is in a format of another."""
+    kind = damages.NOT_READ if isinstance(error, torch_file.NotReadError | UnknownDtypeError) else damage
+    return Finding(kind, array, shard, detail=str(error))
 
 
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:

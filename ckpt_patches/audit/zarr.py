@@ -46,11 +46,9 @@ def _array(folder: Path, found: Checkpoint) -> Array | None:
     """The array of a folder; None, and a finding, if it cannot be read."""
     try:
         return read_array(folder)
-    except BadFileError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, folder.name, detail=str(error)))
-    except NotReadError as error:
-        found.findings.append(Finding(damages.NOT_READ, folder.name, detail=str(error)))
-    return None
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(torch_files.refused(error, folder.name, damage=damages.BAD_METADATA))
+        return None
 
 
 def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[Shard]:

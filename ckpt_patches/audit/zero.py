@@ -11,7 +11,7 @@ from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, C
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import zero
-from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
+from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 
@@ -144,10 +144,8 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
         return None
     try:
         return RankFile(path, rank, zero.read_rank(path, rank, zero.optimizer_of(path, value)))
-    except UnknownDtypeError as error:
-        found.findings.append(Finding(damages.NOT_READ, path.name, detail=str(error)))
     except UserError as error:
-        found.findings.append(Finding(damages.BAD_FILE, path.name, detail=str(error)))
+        found.findings.append(torch_files.refused(error, path.name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         detail = f"not as DeepSpeed writes it: {type(error).__name__}: {error}"
         found.findings.append(Finding(damages.BAD_FILE, path.name, detail=detail))
