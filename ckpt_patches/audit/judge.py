@@ -31,7 +31,7 @@ class View:
 
     def __init__(self, shard: Shard, odd: Odd, found: Checkpoint) -> None:
         self.shard, self.data_parallel = shard, found.data_parallel
-        self.runs, self.tallies, self.is_cut = odd
+        self.runs, self.is_cut, self.tallies = odd
         self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
         self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}

@@ -30,11 +30,12 @@ from ckpt_patches.audit.checkpoint import (
 from ckpt_patches.audit.copies import copied, in_copy, write_elements
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.holes import stretches
-from ckpt_patches.audit.scan import BLOCK, read_elements, runs_of
+from ckpt_patches.audit.scan import BLOCK, BlockReader, read_elements, runs_of
 from ckpt_patches.audit.shifted import Shift
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder
+from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
@@ -242,10 +243,12 @@ def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, 
     if not fill.bits:
         return [(begin, end)]
     found: list[tuple[int, int]] = []
-    for low in range(begin, end, BLOCK):
-        high = min(low + BLOCK, end)
-        block = {role: (read_elements(stream, low, high), stream.dtype) for role, stream in shard.streams.items()}
-        found += stretches(runs_of(blocks.codes(block, high - low) & np.uint16(fill.bits), low), fill.bits)
+    with RangedFiles() as files:
+        readers = {role: BlockReader(stream, BLOCK, files, checked=False) for role, stream in shard.streams.items()}
+        for low in range(begin, end, BLOCK):
+            high = min(low + BLOCK, end)
+            block = {role: (reader.read(low, high), reader.stream.dtype) for role, reader in readers.items()}
+            found += stretches(runs_of(blocks.codes(block, high - low) & np.uint16(fill.bits), low), fill.bits)
     return found
 
 

@@ -59,8 +59,8 @@ class Odd(NamedTuple):
     """What is odd about the elements of a span, or a shard."""
 
     runs: OddRuns
+    is_cut: bool  # there were more runs, of zeros that can be no chance
     tallies: dict[int, Tally]  # by bit, of those that are certain
-    is_cut: bool = False  # there were more runs, of zeros that can be no chance
 
 
 class Found(NamedTuple):
@@ -123,7 +123,7 @@ def look(span: Span, files: RangedFiles) -> Found:
         block = {role: (reader.read(begin, end), reader.stream.dtype) for role, reader in readers.items()}
         if not blocks.is_clean(block):
             parts.append(runs_of(blocks.codes(block, end - begin), begin))
-    return Found(kept(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
+    return Found(odd_of(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
 
 
 class BlockReader:
@@ -204,32 +204,37 @@ def _within(runs: OddRuns, low: int, high: int) -> OddRuns:
     return OddRuns(*(column[begin < end] for column in (begin, end, runs.code)))
 
 
-def kept(runs: OddRuns) -> Odd:
-    """At most so many runs as are kept, and the exact number of what is certain of them all.
+def odd_of(runs: OddRuns) -> Odd:
+    """The runs that are kept of a span's, and the exact number of what is certain of them all."""
+    tallies = {bit: tally for bit in blocks.CERTAIN if (tally := _tally(runs, bit))}
+    return Odd(*_kept(runs), tallies)
+
+
+def _kept(runs: OddRuns) -> tuple[OddRuns, bool]:
+    """At most so many runs as are kept, and whether others than short zeros are left out.
 
     Left out are short runs of zeros first, then the shorter ones of all, what is certain last.
     """
-    tallies = {bit: tally for bit in blocks.CERTAIN if (tally := _tally(runs, bit))}
     if len(runs.begin) <= MAX_RUNS:
-        return Odd(runs, tallies)
+        return runs, False
     is_certain = (runs.code & sum(blocks.CERTAIN)) > 0
     chosen = np.flatnonzero(is_certain | (runs.length >= SCATTERED))
     is_cut = len(chosen) > MAX_RUNS
     if is_cut:
         value = runs.length[chosen] + np.where(is_certain[chosen], np.iinfo(np.int64).max // 2, 0)
         chosen = np.sort(chosen[np.argpartition(-value, MAX_RUNS)[:MAX_RUNS]])
-    return Odd(OddRuns(*(column[chosen] for column in runs)), tallies, is_cut)
+    return OddRuns(*(column[chosen] for column in runs)), is_cut
 
 
 def together(parts: list[Odd]) -> Odd:
     """All parts of a shard, in order."""
-    odd = kept(joined([part.runs for part in parts]))
+    runs, is_cut = _kept(joined([part.runs for part in parts]))
     tallies: dict[int, Tally] = {}
     for part in parts:
         for bit, own in part.tallies.items():
             before = tallies.get(bit, own._replace(elements=0))
             tallies[bit] = Tally(before.elements + own.elements, before.begin, own.end)
-    return Odd(odd.runs, tallies, odd.is_cut or any(part.is_cut for part in parts))
+    return Odd(runs, is_cut or any(part.is_cut for part in parts), tallies)
 
 
 def _tally(runs: OddRuns, bit: int) -> Tally | None:

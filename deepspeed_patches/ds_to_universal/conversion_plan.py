@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.paths import is_within
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
@@ -186,7 +187,7 @@ def _same_file(step: Step) -> Hashable:
 
 def _check_name(name: str) -> None:
     """A parameter's name is a folder's; no checkpoint writes elsewhere."""
-    if ".." in name.split("/") or "\0" in name:
+    if not is_within(name):
         raise UserError(f"{name!r} is no name of a file in the output folder")
 
 
