@@ -72,3 +72,8 @@ def rewrite(tree: Path, module: str, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text, f"expected {old!r} in {path}"
     path.write_text(text.replace(old, new))
+
+
+def text(tree: Path, module: str) -> str:
+    """A module's source in a tree."""
+    return Path(module_path(str(tree), module)).read_text()

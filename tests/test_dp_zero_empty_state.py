@@ -14,7 +14,7 @@ from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
 FIX = "dp_zero_empty_state"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 ALL = releases("megatron-core")
-NEWEST = "0.16.1"
+NEWEST = "0.19.2"
 
 
 def save_and_resume(

@@ -9,7 +9,7 @@ import pytest
 from upstream import run, tree
 
 pytestmark = pytest.mark.gpu
-NEWEST = "0.16.1"
+NEWEST = "0.19.2"
 ON_A_GPU = {"MEGATRON_TRAINING_ON_A_GPU": "1"}
 
 

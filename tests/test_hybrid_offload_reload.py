@@ -14,7 +14,7 @@ FIX = "hybrid_offload_reload"
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.12.0")
-NEWEST = "0.16.1"
+NEWEST = "0.19.2"
 WEIGHTS = ["module.a.bias", "module.a.weight", "module.b.bias", "module.b.weight"]  # bf16
 NATIVE = "module.scale"  # fp32
 

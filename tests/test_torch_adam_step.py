@@ -16,7 +16,7 @@ AFFECTED = releases("megatron-core", oldest="0.10.0")
 WITHOUT_TORCHS_ADAM = releases("megatron-core", oldest="0.9.0", newest="0.9.0") or [
     pytest.param("0.9.0", marks=pytest.mark.skip(reason="not a default release; CKPT_PATCHES_TEST_ALL=1 runs it"))
 ]
-NEWEST = "0.16.1"
+NEWEST = "0.19.2"
 THREE_STEPS = ("--inner", "torch", "--steps", "3")
 
 

@@ -15,7 +15,6 @@ from ckpt_patches.engine.fix import folder, load, package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, FIXES
-from test_reshardable_padding_flag import leaves_the_flag_out
 from upstream import PLAIN, environment_for, newest_by_default, releases, run_pytest, tree
 
 OPTIONS = ("-rA", "--tb=line", "-W", "ignore")
@@ -48,9 +47,7 @@ def test_fail_before_and_pass_after(version: str) -> None:
         for delivery in ("none", "hook")
     )
     assert before.keys() == after.keys() == set(names)
-    # Upstream leaves the flag out there, and the edit finds its place all the same.
-    gone = {"reshardable_padding_flag"} if leaves_the_flag_out(version) else set()
-    assert {name for name, outcomes in before.items() if "FAILED" not in outcomes} == gone, before
+    assert [name for name, outcomes in before.items() if "FAILED" not in outcomes] == [], before
     assert not [name for name, outcomes in before.items() if "ERROR" in outcomes], before
     assert all(outcomes == {"PASSED"} for outcomes in after.values()), after
 

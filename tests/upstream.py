@@ -6,8 +6,7 @@ Trees lie in `.trees/`, or where `CKPT_PATCHES_TREES` says, and are installed wh
 
 `CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a git checkout, without changes, of
 the main branch of an upstream repository. It is one release more, `main`, newer than those of the table, and what tests
-marked `compat` find on it is recorded with its commit in tests/recorded/main.json. What a main branch imports and the
-releases do not (Megatron-LM: triton) is installed in this environment by hand. For docs/compatibility.md:
+marked `compat` find on it is recorded with its commit in tests/recorded/main.json. For docs/compatibility.md:
 
     CKPT_PATCHES_TEST_MEGATRON_MAIN=... python -m pytest -m compat -k "main- or -main" && python tests/compatibility.py
 """
@@ -68,8 +67,9 @@ RELEASES: tuple[Release, ...] = (
     *_table(
         "megatron-core",
         """0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0
-        0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1""",
-        default="0.7.0 0.12.0 0.14.0 0.16.1",
+        0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1
+        0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2""",
+        default="0.7.0 0.12.0 0.14.0 0.19.2",
         notes={},
     ),
     *_table(
@@ -85,7 +85,14 @@ RELEASES: tuple[Release, ...] = (
     ),
     *_table("megatron-bridge", "0.3.1", default="0.3.1", notes={}),
     *_table("numpy", "2.2.6", default="2.2.6", notes={}),
+    *_table("triton", "3.9.0", default="3.9.0", notes={}),
 )
+
+# What a release imports, and torch for the CPU does not bring: a tree of its own, behind that of the release.
+_TRITON = ("triton", "3.9.0")
+NEEDS: dict[tuple[str, str], tuple[str, str]] = {
+    ("megatron-core", version): _TRITON for version in ("0.18.0", "0.18.2", "0.19.0", "0.19.2")
+}
 
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
@@ -228,6 +235,9 @@ def _install(distribution: str, version: str, folder: Path) -> None:
     options = ["--no-deps"]
     if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
         options.append("--no-build-isolation")
+    if distribution == "megatron-core" and numbers(version) >= (0, 17):
+        # These ask for Python 3.12. What is compiled in them is of their data sets; the rest runs on 3.10 and 3.11.
+        options += ["--python-version", "3.12", "--only-binary=:all:", "--ignore-requires-python"]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
     if stand_in := STAND_INS.get((distribution, version)):
         inherited = os.environ.get("PYTHONPATH")
@@ -366,7 +376,7 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
     distribution, _, version = root.name.rpartition("-")
     stand_in = STAND_INS.get((distribution, version))
-    folders = [root, *path, *([stand_in] if stand_in else []), PROGRAMS]
+    folders = [root, *path, *([stand_in] if stand_in else []), *_needed(root), PROGRAMS]
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -376,6 +386,14 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
         "MASTER_PORT": str(free_port()),
         "DS_ACCELERATOR": "cpu",
     }
+
+
+def _needed(root: Path) -> list[Path]:
+    """The trees that must lie behind this one, by its name: an edited copy has that, too."""
+    distribution, _, version = root.name.rpartition("-")
+    main = main_branch("megatron-core")
+    needed = _TRITON if main and root.name == main.tree.name else NEEDS.get((distribution, version))
+    return [tree(*needed)] if needed else []
 
 
 def free_port() -> int:

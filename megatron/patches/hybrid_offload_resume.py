@@ -68,10 +68,13 @@ class DistributedOptimizer:
     def _state_of_hybrid_optimizer(self, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
         """What the hybrid optimizer gets of a parameter's loaded state.
 
-        Its state holds a copy of the main param too. The step is loaded with the param groups.
+        Its state holds a copy of the main param too. The step is loaded with the param groups,
+        and the padding flag of dp_reshardable is no state.
         The tensors are copied, as it keeps them: a slice would keep all that was loaded alive.
         """
-        state = {key: tensor.clone() for key, tensor in tensors.items() if key != "step"}
+        state = {
+            key: value.clone() for key, value in tensors.items() if key != "step" and isinstance(value, torch.Tensor)
+        }
         state.setdefault("master_param", state["param"])
         return state
 

@@ -13,7 +13,7 @@ from ckpt_patches.engine.registry import TARGETS
 from upstream import REPOSITORY, tree
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-NEWEST = "0.16.1"
+NEWEST = "0.19.2"
 PTH = "training_checkpoint_patches.pth"
 
 

@@ -1,0 +1,92 @@
+"""Save `fully_reshardable` states where they belong: what is gathered has no end padding, the ranges of a buffer do.
+
+https://github.com/NVIDIA/Megatron-LM/pull/5077
+"""
+
+import ast
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5077",),
+    affected="megatron-core 0.15.0 to 0.19.2, with several buckets; gone since 32a03b77c5 (2026-08-21)",
+    test="tests/unit_tests/dist_checkpointing/test_fully_reshardable_shift.py",
+)
+
+
+ENDS = ("param_world_start", "param_world_end")
+BUCKET = "bucket_id"
+PADDING = f"end_padding[{BUCKET}]"
+ALL_THERE = """assert missing_elems_num == 0, (
+    f"expected the gathered {state_key} of '{sharded_metadata.key}' at [{param_world_start},"
+    f" {param_world_end}), found {missing_elems_num} elements less"
+)"""
+
+
+def _end_padding_before_buckets(buffer: Any) -> "list[int]":
+    """Elements of end padding in front of each bucket of a buffer.
+
+    Buckets are padded so that they divide evenly among the ranks. States that are gathered from
+    the ranks hold none of that padding; `param_index_map` counts it.
+    """
+    found = [0]
+    for bucket in buffer.buckets:
+        found.append(found[-1] + bucket.grad_data.numel() - bucket.numel_unpadded)
+    return found
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def cut_without_end_padding(source: Source) -> None:
+    """Upstream cuts what has no end padding by ranges that include it, and fills what is missing with zeros."""
+    name = "DistributedOptimizer.sharded_param_state_fully_reshardable"
+    if not source.has_function(name):
+        raise NotConcerned  # no such format up to 0.14
+    save = source.function(name)
+    if not source.has("state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save):
+        raise AlreadyThere
+    loop = _loop_over_parameters(source, save)
+    *_, bucket = _names(loop.target)
+    lines = ("end_padding = _end_padding_before_buckets(buffer)", *(f"{end} -= {PADDING}" for end in ENDS))
+    source.check_parts(
+        {
+            **source.functions_there("", _end_padding_before_buckets),
+            **{line: source.has(line, within=save) for line in lines},
+            BUCKET: bucket.id == BUCKET,
+            ALL_THERE.splitlines()[0]: source.has(ALL_THERE, within=save),
+        }
+    )
+    source.replace(bucket, BUCKET)
+    source.insert_before(loop, lines[0])
+    comment = "# The states are gathered without the buckets' end padding, which these ranges include."
+    source.insert_before(loop.body[0], "\n".join([comment, *lines[1:]]))
+    source.replace(source.branch("missing_elems_num > 0", within=loop), ALL_THERE)
+    source.insert_function_before(_class(source), _end_padding_before_buckets)
+
+
+def _loop_over_parameters(source: Source, save: ast.FunctionDef) -> ast.For:
+    loops = [
+        loop for loop in source.all_of(ast.For, save) if source.text(loop.iter) == "buffer.param_index_map.items()"
+    ]
+    if len(loops) != 1:
+        raise NoMatch(f"expected one loop over `buffer.param_index_map.items()` in {save.name}, found {len(loops)}")
+    return loops[0]
+
+
+def _names(target: ast.expr) -> "list[ast.Name]":
+    """Of `parameter, (start, end, bucket)` the inner ones."""
+    inner = target.elts[-1] if isinstance(target, ast.Tuple) else None
+    names = [name for name in inner.elts if isinstance(name, ast.Name)] if isinstance(inner, ast.Tuple) else []
+    if [name.id for name in names[:-1]] != list(ENDS) or names[-1].id not in ("_", BUCKET):
+        raise NoMatch(f"expected {', '.join(ENDS)}, _ in the loop over `buffer.param_index_map.items()`")
+    return names
+
+
+def _class(source: Source) -> ast.ClassDef:
+    classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
+    found = [node for node in classes if node.name == "DistributedOptimizer"]
+    if len(found) != 1:
+        raise NoMatch(f"expected one class DistributedOptimizer, found {len(found)}")
+    return found[0]

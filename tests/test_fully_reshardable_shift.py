@@ -1,0 +1,113 @@
+"""fully_reshardable_shift: what the real megatron-core saves as `fully_reshardable` is what its ranks hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edits
+from ckpt_patches.engine.plan import Outcome
+from upstream import DELIVERIES, releases, run, run_json, tree
+
+FIX = "fully_reshardable_shift"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+AFFECTED = releases("megatron-core", oldest="0.15.0")
+NEWEST = "0.19.2"
+
+
+def wrong_elements(version: str, saved_by: str, loaded_by: str, folder: Path, *options: str) -> dict[str, int]:
+    """How many elements of each state are not the saved run's after a load, by parameter, on all ranks.
+
+    The masters and moments that the ranks held are written beside the checkpoint by the run that saves it.
+    """
+    root = tree("megatron-core", version)
+    run("shifted_saving", folder, *options, tree=root, delivery=saved_by)
+    found = run_json("shifted_saving", folder, *options, "--load", folder / "shifted", tree=root, delivery=loaded_by)
+    return {f"{rank}/{key}": len(numbers) for rank, own in found.items() for key, numbers in own.items()}
+
+
+def fixed_upstream(version: str) -> bool:
+    """By Megatron-LM#5077, which is in no release."""
+    return version == "main"
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_saves_what_lies_behind_a_padded_bucket_elsewhere(
+    version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    wrong = wrong_elements(version, delivery, delivery, tmp_path)
+    if fixed_upstream(version):
+        assert wrong == {}
+        record_property("compat", "no bug")
+        return
+    states = {key.rpartition("/")[2] for key in wrong}
+    assert states == {"param", "exp_avg", "exp_avg_sq"}
+    assert sum(wrong.values()) > 1000
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_a_load_brings_back_every_element(
+    version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """By an unpatched run, too: the file is right."""
+    assert wrong_elements(version, delivery, "none", tmp_path) == {}
+    if fixed_upstream(version):
+        record_property("compat", edits.check_not_needed(tree("megatron-core", version), FIX))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--ranks", "3"), ("--ranks", "3", "--gloo"), ("--ranks", "4", "--tp", "2")],
+    ids=" ".join,
+)
+def test_on_more_ranks_gathered_in_both_ways(options: tuple[str, ...], tmp_path: Path) -> None:
+    assert wrong_elements(NEWEST, "hook", "hook", tmp_path, *options) == {}
+
+
+def test_the_load_of_a_shifted_checkpoint_is_as_before(tmp_path: Path) -> None:
+    """The fix is in the save alone; `ckpt-patches repair` puts such a checkpoint right."""
+    assert wrong_elements(NEWEST, "none", "hook", tmp_path) == wrong_elements(NEWEST, "none", "none", tmp_path / "none")
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("megatron-core", newest="0.14.0"))
+def test_releases_without_the_format_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    words = edits.check_not_needed(tree("megatron-core", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
+
+
+@pytest.mark.parametrize("other", ["dp_zero_lean_gather", "dp_zero_empty_state"])
+def test_with_another_fix_of_the_same_save_the_order_does_not_matter(other: str, tmp_path: Path) -> None:
+    texts = []
+    for number, names in enumerate(((FIX, other), (other, FIX))):
+        copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path / str(number))
+        for name in names:
+            result, made = edits.plan(copy, name)
+            assert result.outcome is Outcome.APPLIES
+            edits.write(made)
+        texts.append(edits.text(copy, DISTRIB_OPTIMIZER))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if missing_elems_num > 0:", "if missing_elems_num >= 1:"),
+        ("in buffer.param_index_map.items():", "in dict(buffer.param_index_map).items():"),
+        (
+            "                    param_world_end,\n                    _,\n",
+            "                    param_world_end,\n                    bucket,\n",
+        ),
+    ],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)
