@@ -143,6 +143,7 @@ IN_PARTS = {
     "dp_zero_empty_state": "0.7.0 0.14.0 0.19.2",
     "torch_adam_step": "0.14.0 0.19.2",
     "reshardable_padding_flag": "0.14.0 0.16.1",
+    "reshardable_padding_save": "0.14.0 0.19.2",
     "fully_reshardable_shift": "0.19.2",
     "hybrid_offload_reload": "0.14.0 0.19.2",
     "hybrid_offload_resume": "0.14.0 0.19.2",

@@ -41,7 +41,16 @@ DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
 # The modules that a program of programs/ imports, whichever arguments it is given.
 IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("empty_state", "exact_resume", "hybrid_reload", "lean_gather", "megatron_saving", "shifted_saving"), MEGATRON
+        (
+            "empty_state",
+            "exact_resume",
+            "hybrid_reload",
+            "lean_gather",
+            "megatron_saving",
+            "padded_saving",
+            "shifted_saving",
+        ),
+        MEGATRON,
     ),
     "bridge_finetune": BRIDGE,
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),

@@ -33,6 +33,7 @@ class Fix:
     affected: str  # releases that have the bug; documentation, never the gate
     test: str  # where the upstream-style regression test goes in an upstream checkout
     concerns: str = ""  # module without which the fix is not for this release
+    where: Callable[[Source], bool] | None = None  # of that module's source: whether it is
     edits: list[Edit] = field(default_factory=list)
 
     @property

@@ -204,7 +204,7 @@ def _try(name: str, tree: _Tree) -> FixResult:
 
 def _make(fix: Fix, tree: _Tree) -> Outcome:
     """Ask for all edits of a fix; whoever calls takes them back if this raises NoMatch or UnreadableSource."""
-    if fix.concerns and _source(tree, fix.concerns) is None:
+    if fix.concerns and not _concerned(fix, tree):
         return Outcome.NOT_PRESENT
     made: list[Edit] = []
     there: list[Edit] = []
@@ -227,6 +227,15 @@ def _make(fix: Fix, tree: _Tree) -> Outcome:
     if made:
         return Outcome.APPLIES
     return Outcome.ALREADY_THERE if there else Outcome.NOT_PRESENT
+
+
+def _concerned(fix: Fix, tree: _Tree) -> bool:
+    """Whether a fix that says which module it is about is for this release."""
+    source = _source(tree, fix.concerns)
+    if source is None or fix.where is None:
+        return source is not None
+    with _said_of(source.path):
+        return fix.where(source)
 
 
 def _source(tree: _Tree, module: str) -> Source | None:

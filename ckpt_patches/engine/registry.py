@@ -17,6 +17,7 @@ FIXES = {
     "dp_zero_empty_state": ("megatron.core.optimizer.distrib_optimizer",),
     "torch_adam_step": ("megatron.core.optimizer.distrib_optimizer",),
     "reshardable_padding_flag": ("megatron.core.optimizer.distrib_optimizer",),
+    "reshardable_padding_save": ("megatron.core.optimizer.distrib_optimizer",),
     "fully_reshardable_shift": ("megatron.core.optimizer.distrib_optimizer",),
     "hybrid_offload_reload": (
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",

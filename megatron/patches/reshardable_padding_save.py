@@ -1,0 +1,131 @@
+"""Save buckets of which a rank holds padding alone, or whose last gap reaches beyond what is saved.
+
+https://github.com/NVIDIA/Megatron-LM/issues/5898
+"""
+
+import ast
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import Function, NoMatch, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5898", "https://github.com/NVIDIA/Megatron-LM/issues/6191"),
+    affected="megatron-core 0.11.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with DistributedOptimizer",
+    test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_save.py",
+)
+
+# What the format was called up to 0.14, and is called since.
+NAMES = ("fs_bucket_space", "dp_reshardable")
+# Elements of a shard that are saved: all of them up to 0.14, then those before the end padding of the bucket.
+OF_ALL, OF_UNPADDED = (
+    "gbuf_local_numel",
+    "min(gbuf_local_numel, gbuf_world_numel_unpadded - data_parallel_rank * gbuf_local_numel)",
+)
+
+
+class DistributedOptimizer:
+    """The methods that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        buffers: list[Any]
+        data_parallel_group: torch.distributed.ProcessGroup
+        model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
+
+        def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> "dict[str, torch.Tensor]":
+            """Upstream's."""
+
+    def _padding_of_shard(self, numel: int) -> "list[dict[str, Any]]":
+        """The saved form of a bucket's shard in which no parameter lies, as a list of one entry.
+
+        Its states have the names and dtypes of those of any parameter that this rank owns.
+        A shard that lies behind all that is saved (`numel` of 0 or less) is no entry.
+        """
+        if numel <= 0:
+            return []
+        owned = next(iter(self.model_param_group_index_map), None)
+        assert owned is not None, "expected this rank to own a parameter, for the dtypes of padding"
+        states = self._get_main_param_and_optimizer_states(owned)
+        padding: dict[str, Any] = {
+            key: torch.zeros(numel, dtype=state.dtype, device=state.device)
+            for key, state in states.items()
+            if isinstance(state, torch.Tensor) and key != "step"
+        }
+        return [{**padding, "gbuf_local_start": 0, "gbuf_local_end": numel, "padding": True}]
+
+    def _with_empty_shards(self, gbuf_idx: int, buckets_state: "list[list[Any]]") -> "list[list[Any]]":
+        """What was loaded of a buffer's buckets, with an empty list for each of which this rank has nothing saved.
+
+        An empty list vanishes from a state dict on its way through a checkpoint.
+        """
+        rank, size = self.data_parallel_group.rank(), self.data_parallel_group.size()
+        found = iter(buckets_state)
+        return [
+            next(found) if rank * (bucket.grad_data.numel() // size) < bucket.numel_unpadded else []
+            for bucket in self.buffers[gbuf_idx].buckets
+        ]
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def save_shards_of_padding(source: Source) -> None:
+    """Upstream asserts that there are none, and lets the last gap of a shard reach beyond the bucket's saved end."""
+    save, _ = _methods(source)
+    unpadded = source.has("gbuf_world_numel_unpadded", within=save)
+    numel = OF_UNPADDED if unpadded else OF_ALL
+    call = f"bucket_state.extend(self._padding_of_shard({numel}))"
+    end = f"next_param_start = {OF_UNPADDED}"
+    parts = {
+        **source.functions_there("DistributedOptimizer.", DistributedOptimizer._padding_of_shard),
+        "it is called": source.has(call, within=save),
+    }
+    if unpadded:
+        parts["the last gap is clipped"] = source.has(end, within=save)
+    source.check_parts(parts)
+    empty = source.one("assert bucket_state, 'empty bucket encountered'", within=save)
+    source.replace(empty, f"if not bucket_state:\n    {call}\nif not bucket_state:\n    continue")
+    if unpadded:
+        source.replace(source.one("next_param_start = gbuf_local_numel", within=save), end)
+    source.insert_method_before(save, DistributedOptimizer._padding_of_shard)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def load_with_empty_shards(source: Source) -> None:
+    """The lists behind one that has vanished would be taken for those before them."""
+    save, load = _methods(source)
+    if not source.has("gbuf_world_numel_unpadded", within=save):
+        raise NotConcerned  # padding is saved, and nothing vanishes
+    method = DistributedOptimizer._with_empty_shards
+    call = "buckets_state = self._with_empty_shards(gbuf_idx, state_dict.get(gbuf_idx, {}).get(dtype, []))"
+    source.check_parts(
+        {
+            **source.functions_there("DistributedOptimizer.", method),
+            "it is called": source.has(call, within=load),
+            "its result is loaded": source.has("bucket_state = buckets_state[bucket_idx]", within=load),
+        }
+    )
+    loops = [loop for loop in source.all_of(ast.For, load) if source.text(loop.target) == "bucket_idx, gbuf_range_map"]
+    if len(loops) != 1:
+        raise NoMatch(f"expected one loop over the buckets in {load.name}, found {len(loops)}")
+    source.insert_before(loops[0], call)
+    source.replace(source.one("state_dict[gbuf_idx][dtype][bucket_idx]", within=loops[0]), "buckets_state[bucket_idx]")
+    source.insert_method_before(load, method)
+
+
+def _methods(source: Source) -> "tuple[Function, Function]":
+    """The save and the load of the format."""
+    for name in NAMES:
+        save, load = (
+            f"DistributedOptimizer.{prefix}_{name}" for prefix in ("sharded_param_state", "load_parameter_state_from")
+        )
+        if source.has_function(save):
+            break
+    else:
+        raise NoMatch("expected a method that saves the optimizer's state in buckets, found none")
+    if source.has("data_parallel_rank == data_parallel_world_size - 1", within=source.function(save)):
+        raise NotConcerned  # up to 0.10 only the last rank may hold padding
+    return source.function(save), source.function(load)

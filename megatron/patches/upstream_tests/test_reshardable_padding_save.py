@@ -1,0 +1,62 @@
+# Copyright (c) 2025, NVIDIA CORPORATION. All rights reserved.
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+DTYPE = (torch.bfloat16, torch.float32)
+STATES = ("param", "exp_avg", "exp_avg_sq")
+NUMEL, UNPADDED, RANKS = 8, 3, 2  # of one bucket: all of it is on rank 0
+
+
+class Group:
+    def __init__(self, rank):
+        self._rank = rank
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return RANKS
+
+
+def optimizer_of_rank(rank, monkeypatch):
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.data_parallel_group = Group(rank)
+    optimizer.data_parallel_group_idx = 0
+    optimizer.distributed_optimizer_instance_id = 0
+    param = torch.nn.Parameter(torch.rand(UNPADDED))
+    states = {key: torch.rand(UNPADDED) for key in STATES}
+    optimizer.model_param_group_index_map = {param: (0, 0)}
+    bucket = SimpleNamespace(grad_data=torch.empty(NUMEL), numel_unpadded=UNPADDED)
+    optimizer.buffers = [SimpleNamespace(buckets=[bucket])]
+    optimizer.gbuf_ranges = [{DTYPE: [{"param_map": {}}]}]
+    saved = [{**states, "gbuf_local_start": 0, "gbuf_local_end": UNPADDED}] if rank == 0 else []
+    state = {"per_bucket_numel": None, "per_bucket_numel_unpadded": None, 0: {DTYPE: [saved]}}
+    for name in ("fs_bucket_space", "dp_reshardable"):
+        monkeypatch.setattr(optimizer, f"get_parameter_state_{name}", lambda: state, raising=False)
+    monkeypatch.setattr(optimizer, "_get_main_param_and_optimizer_states", lambda _: states, raising=False)
+    return optimizer, states
+
+
+def shards(optimizer):
+    save = getattr(optimizer, "sharded_param_state_dp_reshardable", None)
+    if save is None:  # what the format was called before
+        save = optimizer.sharded_param_state_fs_bucket_space
+    (bucket,) = save({})[0][DTYPE]
+    return [t for entry in bucket for t in entry.values() if isinstance(t, ShardedTensor)]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_bucket_that_ends_before_a_shard_is_saved(rank, monkeypatch):
+    optimizer, states = optimizer_of_rank(rank, monkeypatch)
+
+    saved = shards(optimizer)
+
+    assert all(t.global_offset[0] + t.local_shape[0] <= t.global_shape[0] for t in saved)
+    own = {t.key.rpartition(".")[2]: t for t in saved if rank == 0 and t.data.numel() == UNPADDED}
+    assert own.keys() == (set(STATES) if rank == 0 else set())
+    assert all(torch.equal(t.data, states[key]) for key, t in own.items())

@@ -1,0 +1,128 @@
+"""Save buckets whose padding is more than a rank's end, in the formats that save buckets; load them, and train on.
+
+Of each case the real megatron-core saves the state of three steps; a fresh run loads it and takes two steps more, as
+the one that saved does. Prints a line of JSON for each case and number of ranks that load: what died on which ranks, or
+whether all of the state, and then of the weights, is bit for bit that of the run that went on.
+
+    padded_saving.py OUT --format dp_reshardable|fully_sharded_bucket_space [--ranks 2] [--cases NAME,…] [--load FOLDER]
+
+With `--load` nothing is saved: what lies in FOLDER is loaded by as many ranks.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_training as mt
+import stand_in_fused_adam
+
+# What a case's parameters are, in the order in which they are made: the last is the first in the buffer.
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {
+    # One bucket, padded at its end as ever.
+    "plain": ({}, None),
+    # A shared embedding gets a bucket of its own. The one before it ends in the gap that aligns the next parameter.
+    "shared embedding": ({"shared_embedding": (20, 16), "first": (33,)}, None),
+    # A bucket of which the last rank's shard is padding alone.
+    "small bucket": ({"first": (33,)}, 1000),
+    # On four ranks the second's shard is the gap between two parameters, and nothing else.
+    "gap": ({"second": (30,), "first": (30,)}, 40),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--format", required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cases", default=list(CASES), type=lambda text: text.split(","))
+    parser.add_argument("--load", type=Path)
+    options = parser.parse_args()
+    for case in options.cases:
+        for what in (load,) if options.load else (save, load):
+            try:
+                mt.spawn(what, options.ranks, case, options)
+            except torch.multiprocessing.ProcessRaisedException as error:  # the other ranks, which may wait, are ended
+                print(json.dumps({"case": case, "result": f"{what.__name__} died: {error}"}), flush=True)
+                break
+
+
+def make(case: str) -> Callable[[Any, torch.dtype, bool], Any]:
+    def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+        from megatron.core.transformer.module import MegatronModule
+
+        class Net(MegatronModule):
+            def __init__(self) -> None:
+                super().__init__(config)
+                for name, shape in CASES[case][0].items():
+                    parameter = torch.nn.Parameter(torch.randn(shape))
+                    parameter.shared_embedding = name == "shared_embedding"
+                    self.register_parameter(name, parameter)
+                self.a = torch.nn.Linear(16, 64)
+                self.b = torch.nn.Linear(64, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.b(torch.relu(self.a(x)))
+                for name in CASES[case][0]:
+                    out = out + self.get_parameter(name).float().pow(2).sum().to(out.dtype) * 0.01
+                return out
+
+        return Net().to(dtype)
+
+    return network
+
+
+def build(case: str) -> tuple[Any, Any]:
+    stand_in_fused_adam.patch_megatron()
+    return mt.build(make_model=make(case), bucket_size=CASES[case][1])
+
+
+def save(rank: int, case: str, options: argparse.Namespace) -> None:
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = build(case)
+    for iteration in range(3):
+        mt.step(model, optimizer, iteration)
+    folder = options.out / case
+    if rank == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    state_dict = mt.sharded_state_dict(options.format, model, optimizer, is_loading=False)
+    dist_checkpointing.save(state_dict, str(folder), (mt.sharded_backend(options.format), 1))
+    saved = everything(model, optimizer)
+    for iteration in range(3, 5):
+        mt.step(model, optimizer, iteration)
+    reference = everything(model, optimizer)
+    if rank == 0:
+        torch.save((saved, reference), options.out / f"{case}.reference.pt")
+
+
+def load(rank: int, case: str, options: argparse.Namespace) -> None:
+    from megatron.core import dist_checkpointing
+
+    folder = (options.load or options.out) / case
+    model, optimizer = build(case)
+    loaded = dist_checkpointing.load(
+        mt.sharded_state_dict(options.format, model, optimizer, is_loading=True), str(folder)
+    )
+    mt.set_weights(model, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    saved, reference = torch.load(f"{folder}.reference.pt")
+    same = [mt.equal(saved, everything(model, optimizer))]
+    for iteration in range(3, 5):
+        mt.step(model, optimizer, iteration)
+    same.append(mt.equal(reference, everything(model, optimizer)))
+    if rank == 0:
+        print(json.dumps({"case": case, "result": "bit-equal" if all(same) else f"differs: {same}"}), flush=True)
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    return {**mt.weights(model), **mt.optimizer_state(model, optimizer)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""reshardable_padding_save: the real megatron-core saves buckets whose padding is more than the end of one rank."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edits
+from test_reshardable_padding_flag import reshardable
+from upstream import DELIVERIES, numbers, releases, run, tree
+
+FIX = "reshardable_padding_save"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+AFFECTED = releases("megatron-core", oldest="0.11.0")
+NEWEST = "0.19.2"
+EMPTY = ("small bucket", "gap")
+
+
+def cases(version: str) -> tuple[str, ...]:
+    """Those whose save dies. Up to 0.14 the end padding is saved as well, and no gap reaches beyond it."""
+    return ("shared embedding", *EMPTY) if numbers(version) >= (0, 15) else EMPTY
+
+
+def results(
+    version: str, delivery: str, folder: Path, *names: str, ranks: int = 4, load: Path | None = None
+) -> dict[str, str]:
+    """What became of each case's save and load."""
+    options = ["--format", reshardable(version), "--ranks", str(ranks), "--cases", ",".join(names)]
+    options += ["--load", str(load)] if load else []
+    done = run("padded_saving", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["case"]: line["result"] for line in lines}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> None:
+    found = results(version, delivery, tmp_path, "plain", *cases(version))
+    assert found.pop("plain") == "bit-equal"
+    assert found.keys() == set(cases(version))
+    assert all(result.startswith("save died: ") for result in found.values()), found
+    words = {"shared embedding": "out of bounds chunk", **dict.fromkeys(EMPTY, "empty bucket encountered")}
+    # Of a rank that another's death has ended the connection to, that may be all that is heard.
+    assert all(words[case] in result or "onnection" in result for case, result in found.items()), found
+    assert any(words[case] in result for case, result in found.items()), found
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
+    names = ("plain", *cases(version))
+    assert results(version, delivery, tmp_path, *names) == dict.fromkeys(names, "bit-equal")
+
+
+def test_on_another_number_of_ranks(tmp_path: Path) -> None:
+    names = ("plain", *cases(NEWEST))
+    results(NEWEST, "hook", tmp_path, *names, ranks=2)
+    assert results(NEWEST, "hook", tmp_path, *names, load=tmp_path) == dict.fromkeys(names, "bit-equal")
+
+
+def test_a_load_without_the_fix_dies_where_a_rank_has_saved_nothing_of_a_bucket(tmp_path: Path) -> None:
+    results(NEWEST, "hook", tmp_path, *cases(NEWEST))
+    found = results(NEWEST, "none", tmp_path, *cases(NEWEST), load=tmp_path)
+    assert found.pop("shared embedding") == "bit-equal"
+    assert {result.partition(": ")[0] for result in found.values()} == {"load died"}
+
+
+def test_a_checkpoint_that_was_saved_without_the_fix_loads(tmp_path: Path) -> None:
+    results(NEWEST, "none", tmp_path, "plain")
+    assert results(NEWEST, "hook", tmp_path, "plain", load=tmp_path) == {"plain": "bit-equal"}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("megatron-core", newest="0.10.0"))
+def test_releases_that_pad_the_last_rank_alone_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    words = edits.check_not_needed(tree("megatron-core", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("'empty bucket encountered'", "'no bucket'"),
+        ("next_param_start = gbuf_local_numel", "next_param_start = int(gbuf_local_numel)"),
+        ("bucket_state = state_dict[gbuf_idx][dtype][bucket_idx]", "bucket_state = loaded[gbuf_idx][bucket_idx]"),
+    ],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)
