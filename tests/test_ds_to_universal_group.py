@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.errors import UserError
-from deepspeed_patches.ds_to_universal.group import Group
+from ckpt_patches.group import Group
 from deepspeed_patches.ds_to_universal.output_folder import meeting_folder
 from universal import MODULE, command, distinct, environment, files, ours, parallel
 from upstream import free_port
@@ -45,8 +45,8 @@ def source() -> Path:
             "",
             0,
             1,
-            "RANK=3 and WORLD_SIZE=8 are set, but not by torchrun, srun or mpirun: this process converts the whole "
-            "checkpoint; --group 3/8 makes it one of 8 that do it together",
+            "RANK=3 and WORLD_SIZE=8 are set, but not by torchrun, srun or mpirun: this process does all of "
+            "the work; --group 3/8 makes it one of 8 that do it together",
         ),
         (POD, "none", 0, 1, ""),
         ({**POD, **TORCHRUN}, "none", 0, 1, ""),
@@ -114,6 +114,8 @@ def test_a_group_needs_no_torch(source: Path, tmp_path: Path, launched: Any) -> 
 
 SLOW = "import time; workers.Writer.write = lambda *_: time.sleep(60)"
 FAILS = "def fail(*_): raise UserError('the disk of this one is broken')\nconvert.prepare = fail"
+NEVER_CAME = "there was never a sign of it, for 2 s (one that works alone takes --group none)"
+ELSEWHERE = "meeting.place = lambda: ''"
 IMPATIENT = "meeting.BEAT, meeting.SILENT, meeting.ABSENT = 0.2, 2, 2"
 
 
@@ -130,7 +132,8 @@ def start(
     program = f"""
 import sys
 from ckpt_patches.errors import UserError
-from deepspeed_patches.ds_to_universal import command, convert as _, meeting, workers
+from ckpt_patches import meeting
+from deepspeed_patches.ds_to_universal import command, convert as _, workers
 convert = sys.modules["deepspeed_patches.ds_to_universal.convert"]
 {change}
 status = command.main()
@@ -205,9 +208,19 @@ def test_one_that_is_interrupted_stops_the_others(interrupted: int, source: Path
 
 
 @pytest.mark.parametrize("killed", [0, 1])
+def test_one_that_is_killed_on_the_same_machine_is_missed_at_once(killed: int, source: Path, tmp_path: Path) -> None:
+    running = pair(source, tmp_path / "universal", [SLOW] * 2)
+    wait_until_they_have_met(tmp_path / "universal", 2)
+    running[killed].kill()
+    begin = time.monotonic()
+    assert ended(running[1 - killed], 60) == told(killed, 2, "it has ended without a word, as one that is killed")
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize("killed", [0, 1])
 def test_one_that_is_killed_is_missed(killed: int, source: Path, tmp_path: Path) -> None:
-    """Here after 2 s without a sign of it."""
-    running = pair(source, tmp_path / "universal", [f"{IMPATIENT}\n{SLOW}"] * 2)
+    """On another machine, after 2 s without a sign of it."""
+    running = pair(source, tmp_path / "universal", [f"{IMPATIENT}\n{SLOW}\n{ELSEWHERE}"] * 2)
     wait_until_they_have_met(tmp_path / "universal", 2)
     running[killed].kill()
     assert ended(running[1 - killed], 30) == told(killed, 2, "there was no sign of it for 2 s")
@@ -227,7 +240,7 @@ def wait_until_they_have_met(output: Path, size: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_that_never_comes_is_not_waited_for_for_ever(rank: int, source: Path, tmp_path: Path) -> None:
     alone = start(source, tmp_path / "universal", "--group", f"{rank}/2", change=f"{IMPATIENT}; meeting.HEARD = 1")
-    assert ended(alone, 30) == told(1 - rank, 2, "there was never a sign of it, for 2 s")
+    assert ended(alone, 30) == told(1 - rank, 2, NEVER_CAME)
 
 
 def test_what_an_earlier_conversion_has_left_is_not_believed(source: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from upstream import REPOSITORY
 COMMON = {
     "ckpt_patches",
     "ckpt_patches.errors",
+    "ckpt_patches.group",
+    "ckpt_patches.meeting",
     "ckpt_patches.processes",
     "ckpt_patches.progress",
     "ckpt_patches.ranks",

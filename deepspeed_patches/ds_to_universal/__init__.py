@@ -6,7 +6,7 @@ The way of a conversion, by modules: `command`, `convert`; `traits` with `syntax
 converter does); `read_headers` with `folder` (the files' headers, as `headers`); `conversion_plan` with `fragments`,
 `merge`, `rules`, `layout` (pure: which bytes go where, as `output_files`); `output_folder` (the unfinished folder, and
 how it becomes the finished one); `workers`, `write` with `source_files`, `new_file`, `file_systems`, `arithmetic` (the
-bytes); `group`, `meeting` (several machines).
+bytes). Several machines: `ckpt_patches.group` and `ckpt_patches.meeting`.
 """
 
 from deepspeed_patches.ds_to_universal.convert import Options, Summary, convert

@@ -1,4 +1,4 @@
-"""The processes that convert together, started by a launcher, on one machine or several."""
+"""The processes that do one work together, started by a launcher, on one machine or several."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place among those that convert together."""
+    """This process's place among those that work together."""
 
     rank: int = 0
     size: int = 1
@@ -42,7 +42,7 @@ class Group:
             return cls()
         return cls(
             note=f"RANK={rank} and WORLD_SIZE={size} are set, but not by torchrun, srun or mpirun: this process "
-            f"converts the whole checkpoint; --group {rank}/{size} makes it one of {size} that do it together"
+            f"does all of the work; --group {rank}/{size} makes it one of {size} that do it together"
         )
 
 

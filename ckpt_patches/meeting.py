@@ -1,14 +1,19 @@
-"""Where the processes of a group meet: a folder beside the output, in which each of them has one small file.
+"""Where the processes of a group meet: a folder, mostly beside the output, in which each of them has one small file.
 
 The first process reads the files of all others, and they read its one: what it has heard of one it tells to all.
 
 What a file says is trusted only if it repeats what its reader calls itself in this run, a random token: then it was
-written after the reader had begun, and not by a conversion before this one, whose files may still be there. So a
+written after the reader had begun, and not in a run before this one, whose files may still be there. So a
 process answers with the tokens that it has seen, and one that fails stays until it was heard, for some time.
 
 A file changes at least every `BEAT` seconds. Its reader notices, on its own clock, whether it does: neither the clocks
 of machines nor what a network file system says of a file's time need agree. A file is always replaced as a whole;
 network file systems show that of a name that they know when it is opened, and a new name within a minute.
+
+Where two processes are on one machine, the system says whether the other one still runs, and nobody waits for its sign.
+
+What is larger than a sign is a message: a file of its own, which is opened only when the sender's sign has said that it
+is there. The first process gets those of all others, and removes each; its own go to all, and stay to the end.
 """
 
 import contextlib
@@ -17,12 +22,13 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from ckpt_patches.errors import UserError
-from deepspeed_patches.ds_to_universal.group import Group
+from ckpt_patches.group import Group
 
 BEAT = 10.0  # seconds between two signs of life
 # Seconds without one after which a process is taken for dead: twice the minute for which a network file system may show
@@ -30,8 +36,10 @@ BEAT = 10.0  # seconds between two signs of life
 SILENT = 120.0
 ABSENT = 600.0  # seconds that a process that has done its share waits for one that has never given a sign
 HEARD = 30.0  # seconds for which one that ends stays at most, so that all others hear why
-A_MOMENT = 0.05  # seconds between two looks at what the thread has heard
-SHORTEST, LONGEST = 0.02, 0.5  # seconds between two looks at the files; it grows
+SEEN_OFF = 5.0  # seconds that a process whose work is done waits at most until the first has nothing more to do
+A_MOMENT = 0.05  # seconds at most between two looks at what the thread has heard
+SHORTEST, LONGEST = 0.01, 0.5  # seconds between two looks at the files
+PATIENCE = 16  # a look after this part of the time that nothing has been heard, or that one has been waited for
 A_LOOK = 0.002  # seconds between two looks for each file that is looked at: one process must not keep a disk busy
 
 RUNNING, DONE, FAILED, FINISHED = "running", "done", "failed", "finished"
@@ -48,10 +56,12 @@ class Marker:
     message: str = ""
     gone: bool = False  # it says nothing more
     beat: int = 0
+    sent: int = 0  # messages
+    place: str = ""  # where it runs, and its number there; empty if that cannot be told
 
 
 class OthersFailed(UserError):
-    """Another process of this conversion has failed."""
+    """Another process of this group has failed."""
 
     def __init__(self, rank: int, size: int, message: str) -> None:
         super().__init__(f"process {rank} of {size}, counted from 0, has failed: {message}")
@@ -66,16 +76,20 @@ class Meeting:
 
     def __init__(self, group: Group, folder: Path) -> None:
         self._group, self._folder = group, folder
-        self._own = Marker(os.urandom(8).hex(), {})
+        self._own = Marker(os.urandom(8).hex(), {}, place=place())
         everybody_else = [rank for rank in range(group.size) if rank != group.rank]
         self._others = everybody_else if group.rank == 0 else [0]  # whom it hears
         # The markers that are trusted, and when they came, by this process's clock.
         self._seen: dict[int, tuple[Marker, float]] = {}
+        self._dead: set[int] = set()  # those that have ended without a word
+        self._received: dict[int, int] = {}  # messages
         self._written: Marker | None = None
         self._at = 0.0  # when it was written
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._news = threading.Event()  # this process has something to say
+        self._news = threading.Event()  # this process has something to say, or begins to wait
+        self._heard_news = threading.Event()
+        self._quiet_since = time.monotonic()
         self._thread = threading.Thread(target=self._keep_talking, daemon=True)
 
     def __enter__(self) -> "Meeting":
@@ -115,6 +129,8 @@ class Meeting:
         for rank, (marker, at) in self._heard_of().items():
             if marker.state == FAILED:
                 raise OthersFailed(marker.failed, self._group.size, marker.message)
+            if rank in self._dead:
+                raise OthersFailed(rank, self._group.size, "it has ended without a word, as one that is killed")
             if not marker.gone and now - at > SILENT:
                 raise OthersFailed(rank, self._group.size, f"there was no sign of it for {SILENT:.0f} s")
 
@@ -142,30 +158,76 @@ class Meeting:
             self._say(DONE)
             self._wait(FINISHED)
 
+    def send(self, data: bytes) -> None:
+        """Of the first process: a message to all others, in order. Of the others: to the first.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._put(self._message(self._group.rank, self._own), data)
+        with self._lock:
+            self._own = replace(self._own, sent=self._own.sent + 1)
+        self._news.set()
+
+    def receive(self, rank: int = 0) -> bytes:
+        """The next message of a process: of the first one any other's, and of the others the first one's.
+
+        Raises:
+            OthersFailed: there will be none.
+        """
+        number = self._received.get(rank, 0)
+        sender = self._wait_for([rank], lambda marker: marker.sent > number)[rank]
+        path = self._message(rank, replace(sender, sent=number))
+        data = path.read_bytes()
+        if self._group.rank == 0:
+            path.unlink()
+        self._received[rank] = number + 1
+        return data
+
+    def _message(self, rank: int, sender: Marker) -> Path:
+        """The file of its next message."""
+        return self._folder / f"{rank}-{sender.token}-{sender.sent}"
+
     def _wait(self, state: str) -> None:
-        begin = time.monotonic()
+        self._wait_for(self._others, lambda marker: marker.state == state)
+
+    def _wait_for(self, ranks: list[int], has_come: Callable[[Marker], bool]) -> dict[int, Marker]:
+        """Until it has come of all these processes; their signs.
+
+        Raises:
+            OthersFailed: one has failed, or never comes.
+        """
+        begin = self._quiet_since = time.monotonic()
+        self._news.set()
         while True:
+            self._heard_news.clear()
             self.check()
             heard_of = self._heard_of()
-            absent = [rank for rank in self._others if rank not in heard_of]
-            if not absent and all(marker.state == state for marker, _ in heard_of.values()):
-                return
+            absent = [rank for rank in ranks if rank not in heard_of]
+            if not absent and all(has_come(heard_of[rank][0]) for rank in ranks):
+                return {rank: heard_of[rank][0] for rank in ranks}
             if absent and time.monotonic() - begin > ABSENT:
-                raise OthersFailed(absent[0], self._group.size, f"there was never a sign of it, for {ABSENT:.0f} s")
-            time.sleep(A_MOMENT)
+                message = f"there was never a sign of it, for {ABSENT:.0f} s (one that works alone takes --group none)"
+                raise OthersFailed(absent[0], self._group.size, message)
+            self._heard_news.wait(A_MOMENT)
 
     def _until_heard(self) -> None:
         """Stay until the others know how it ended here; the first process is the last to leave."""
+        self._quiet_since = time.monotonic()
         until = time.monotonic() + HEARD
         while not self._is_heard() and time.monotonic() < until:
-            time.sleep(A_MOMENT)
+            self._heard_news.wait(A_MOMENT)
+            self._heard_news.clear()
 
     def _is_heard(self) -> bool:
         """Whether all others know, or cannot hear any more. When they know it from the first process they are gone."""
         now, heard_of = time.monotonic(), self._heard_of()
         return all(rank in heard_of for rank in self._others) and all(
-            marker.gone or now - at > SILENT or (self._group.rank != 0 and marker.state in (FAILED, FINISHED))
-            for marker, at in heard_of.values()
+            marker.gone
+            or rank in self._dead
+            or now - at > SILENT
+            or (self._group.rank != 0 and marker.state in (FAILED, FINISHED))
+            for rank, (marker, at) in heard_of.items()
         )
 
     def _end(self) -> None:
@@ -178,6 +240,17 @@ class Meeting:
             with self._lock:
                 self._own = replace(self._own, gone=True)
             self._write()
+            if self._own.state == DONE:
+                self._until_seen_off()
+
+    def _until_seen_off(self) -> None:
+        """Until the first process has removed the folder: a launcher ends all when one ends with another status than 0,
+        which may be the right one.
+        """
+        until = time.monotonic() + SEEN_OFF
+        while (self._folder / str(self._group.rank)).exists() and 0 not in self._dead and time.monotonic() < until:
+            time.sleep(SHORTEST)
+            self._listen()
 
     def _say(self, state: str, failed: int = 0, message: str = "") -> None:
         with self._lock:
@@ -186,17 +259,19 @@ class Meeting:
 
     def _keep_talking(self) -> None:
         """In a thread: listen, answer, and give signs of life, also while this process reads or plans."""
-        wait = SHORTEST
         while not self._ended.is_set():
             self._listen()
             if self._own != self._written or time.monotonic() - self._at > BEAT:
                 self._write()
-            self._news.wait(wait + A_LOOK * len(self._others))
+            quiet = (time.monotonic() - self._quiet_since) / PATIENCE
+            self._news.wait(min(max(quiet, SHORTEST), LONGEST) + A_LOOK * (len(self._others) - 1))
             self._news.clear()
-            wait = min(2 * wait, LONGEST)
 
     def _listen(self) -> None:
         for rank in self._others:
+            is_dead = rank in self._seen and has_ended(
+                self._seen[rank][0].place, self._own.place
+            )  # before its last words are read
             found = _read(self._folder / str(rank))
             if found is None:
                 continue
@@ -206,16 +281,28 @@ class Meeting:
                 answers = found.heard.get(str(self._group.rank)) == self._own.token
                 if answers and (rank not in self._seen or self._seen[rank][0] != found):
                     self._seen[rank] = found, time.monotonic()
+                    self._tell_the_waiting()
+                if is_dead and not (found.gone or found.state in (FAILED, FINISHED)):
+                    self._dead.add(rank)
+                    self._heard_news.set()
+
+    def _tell_the_waiting(self) -> None:
+        self._quiet_since = time.monotonic()
+        self._heard_news.set()
 
     def _write(self) -> None:
         """What cannot be written now is written later; if it never can be, the others hear no sign."""
-        temporary = self._folder / f".{self._group.rank}-{self._own.token}"
         with self._lock:
             own = self._own = replace(self._own, beat=self._own.beat + 1)
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(asdict(own)))
-            os.replace(temporary, self._folder / str(self._group.rank))
+            self._put(self._folder / str(self._group.rank), json.dumps(asdict(own)).encode())
             self._written, self._at = own, time.monotonic()
+
+    def _put(self, path: Path, data: bytes) -> None:
+        """Write a file that is never seen in part."""
+        temporary = path.with_name(f".{path.name}-{self._own.token}")
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
 
 
 def _read(path: Path) -> Marker | None:
@@ -224,3 +311,31 @@ def _read(path: Path) -> Marker | None:
         return Marker(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def place() -> str:
+    """Where this process runs: the machine since it was started, the space of process numbers, the number, and since
+    when. Empty where the system does not tell.
+    """
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{booted} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_started(os.getpid())}"
+    except OSError:
+        return ""
+
+
+def has_ended(other: str, own: str) -> bool:
+    """Whether the process that runs at a place has ended, as seen from one's own; of another machine it is not known."""
+    there = other.split()
+    if not there or own.split()[:2] != there[:2]:
+        return False
+    try:
+        return _started(int(there[2])) != there[3]
+    except OSError:
+        return True
+
+
+def _started(process: int) -> str:
+    """When a process has begun to run, in a unit of the system's; empty for one that has ended and is still listed."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
