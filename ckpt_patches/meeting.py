@@ -94,7 +94,7 @@ class Meeting:
 
     def __enter__(self) -> "Meeting":
         if self._others:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
             self._thread.start()
         return self
 
@@ -325,7 +325,7 @@ def place() -> str:
 
 
 def has_ended(other: str, own: str) -> bool:
-    """Whether the process that runs at a place has ended, as seen from one's own; of another machine it is not known."""
+    """Whether the process that runs at a place has ended, seen from one's own; of another machine it is not known."""
     there = other.split()
     if not there or own.split()[:2] != there[:2]:
         return False

@@ -1,9 +1,12 @@
 """Audit a path: find its checkpoints, read them, judge them."""
 
+import hashlib
+import itertools
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt_patches.audit import (
     blocks,
@@ -14,21 +17,24 @@ from ckpt_patches.audit import (
     megatron,
     megatron_torch,
     repaired,
+    scan,
     shifted,
     torch_dist,
     universal,
     zarr,
     zero,
 )
-from ckpt_patches.audit.checkpoint import Checkpoint
+from ckpt_patches.audit.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
-from ckpt_patches.audit.scan import scan, without
+from ckpt_patches.audit.shares import shares
+from ckpt_patches.audit.team import Team, UnreadableShareError
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
 from ckpt_patches.formats.universal import is_universal
+from ckpt_patches.group import Group, processors
+from ckpt_patches.meeting import OthersFailed
 from ckpt_patches.progress import Progress
 
-WORKERS = 2
 WHOLE, DAMAGED, UNCERTAIN = "whole", "damaged", "could not tell"
 EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 3}
 
@@ -76,12 +82,18 @@ def find(path: Path) -> Iterator[Path]:
         yield from find(folder)
 
 
-def audit(path: Path, workers: int = WORKERS) -> Report:
+def audit(path: Path, workers: int | None = None, team: Team | None = None) -> Report:
     """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
+
+    Without a number of workers as many as there are processors. In a team this is for the first process, which has
+    ordered the audit; the others call `tell_share`.
 
     Raises:
         UserError: it is no checkpoint in a format that is known.
+        OthersFailed: another process of the team has failed.
     """
+    team = team or Team()
+    team.next_audit()
     found = Checkpoint(path, "unknown")
     findings: list[Finding] = []
     shift = None
@@ -90,7 +102,11 @@ def audit(path: Path, workers: int = WORKERS) -> Report:
         if reader is not None:
             found = reader(path)
             findings = found.findings
-            shift = _judge(found, workers)
+            shift = _judge(found, workers or Group().workers(processors()), team)
+    except OthersFailed:
+        raise
+    except UnreadableShareError as error:
+        findings.append(error.finding)
     except Exception as error:
         findings.append(_unreadable(path, error))
     else:
@@ -111,22 +127,87 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     return Finding(damages.UNREADABLE, str(path), detail=detail)
 
 
-def _judge(found: Checkpoint, workers: int) -> shifted.Shift | None:
+def tell_share(path: Path, workers: int, team: Team) -> None:
+    """Read this process's share of a checkpoint that the first process of the team audits, and tell it what is odd.
+
+    Raises:
+        OthersFailed: the first process has failed.
+    """
+    team.next_audit()
+    files, reason = "", None
+    try:
+        reader = reader_of(path)
+        if reader is None:
+            raise UserError(f"{path}: not a checkpoint in a format that is known")
+        found = reader(path)
+        found.shards += coverage.others(found)
+        own, files = _share(found, _all_shards(found), team)
+        team.tell_parts(scan.scan(own, workers, lambda _: team.check()), files)
+    except OthersFailed:
+        raise
+    except Exception as error:
+        finding = _unreadable(path, error)
+        reason = finding.array, finding.detail
+    team.tell_end(files, reason)
+
+
+def _judge(found: Checkpoint, workers: int, team: Team) -> shifted.Shift | None:
     """Read every element, and add to the findings what is wrong with them; what is known of a shift."""
     found.shards += coverage.others(found)
     found.repaired = repaired.read(found).ranges
-    shards = [*found.shards, *checksums.rest(found.records, found.shards)]
+    shards = _all_shards(found)
     pieces: list[checksums.PartRead] = []
-    checked = frozenset(record.path for record in found.records)
     empty = set()
-    # The others are bytes that no array has; they are read for the checksums.
-    with Progress(sum(shard.nbytes for shard in shards), label=f"{found.path.name}:") as progress:
-        for shard, odd in zip(shards, scan(shards, workers, progress.show, checked, pieces), strict=True):
-            own = without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
-            found.findings += judge.judge(shard, odd._replace(runs=own), found)
-            if judge.has_no_moments(shard, own):
-                empty.add(id(shard))
+    for shard, odd in zip(shards, _odd(found, shards, workers, team, pieces), strict=True):
+        own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
+        found.findings += judge.judge(shard, odd._replace(runs=own), found)
+        if judge.has_no_moments(shard, own):
+            empty.add(id(shard))
     found.findings += judge.checksums(found, pieces)
     found.findings += judge.of_parameters(found, empty)
     found.findings[:], shift = shifted.explained(found, found.findings)
     return shift
+
+
+def _all_shards(found: Checkpoint) -> list[Shard]:
+    """And bytes that no array has; they are read for the checksums."""
+    return [*found.shards, *checksums.rest(found.records, found.shards)]
+
+
+def _odd(
+    found: Checkpoint, shards: list[Shard], workers: int, team: Team, pieces: list[checksums.PartRead]
+) -> Iterator[scan.Odd]:
+    """What is odd about every shard; checksums are added to `pieces`. Other processes read their shares meanwhile."""
+    share = _share(found, shards, team)
+    whose = f" (share of process 0 of {team.size})" if team.size > 1 else ""
+    with Progress(sum(span.nbytes for span in share.spans), label=f"{found.path.name}{whose}:") as progress:
+
+        def show(done: int) -> None:
+            progress.show(done)
+            team.check()
+
+        own = scan.scan(share.spans, workers, show)
+        yield from scan.by_shard(itertools.chain(own, team.parts_of_others(share.files)), len(shards), pieces)
+
+
+class _Share(NamedTuple):
+    """What this process reads."""
+
+    spans: list[scan.Span]
+    files: str  # a fingerprint of what all processes read; nothing where there is one
+
+
+def _share(found: Checkpoint, shards: list[Shard], team: Team) -> _Share:
+    every = list(scan.spans(shards, frozenset(record.path for record in found.records)))
+    if team.size == 1:
+        return _Share(every, "")
+    own = shares([span.nbytes for span in every], team.size)[team.rank]
+    return _Share(every[own.start : own.stop], fingerprint(shards))
+
+
+def fingerprint(shards: list[Shard]) -> str:
+    """Of what is read, and of which shard it is."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(repr((shard.label, shard.numel, shard.streams)).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

@@ -1,14 +1,23 @@
 """The commands `ckpt-patches audit` and `ckpt-patches repair`."""
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_patches.errors import UserError
+
+if TYPE_CHECKING:
+    from ckpt_patches.audit.team import Team
+    from ckpt_patches.group import Group
+    from ckpt_patches.meeting import Meeting
 
 Result = TypeVar("Result")
 
@@ -25,23 +34,116 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     audit.add_argument("--json-lines", action="store_true", help="the same, a line for each as soon as it is judged")
     audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
-    audit.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read (default: 2)")
+    _add_processes_to(audit)
     audit.set_defaults(run=_audit)
     repair = commands.add_parser("repair", help="repair what can be repaired, in a copy")
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
     repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
-    repair.add_argument("--workers", type=int, default=2, metavar="N", help="processes that read (default: 2)")
+    _add_processes_to(repair)
     repair.set_defaults(run=_repair)
 
 
+def _add_processes_to(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that read (default: the processors, at most 16; under a launcher divided among its processes)",
+    )
+    command.add_argument(
+        "--group",
+        default="",
+        metavar="RANK/SIZE|none",
+        help="work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)",
+    )
+    where = "beside NEW" if command.prog.endswith("repair") else "beside the first PATH"
+    command.add_argument("--meet", type=Path, metavar="FOLDER", help=f"where these processes meet (default: {where})")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the processes of a group do together."""
+
+    name: str
+    paths: "list[Path]"
+    first: "Callable[[argparse.Namespace, Team, int], int]"  # what the first one does; the exit status
+
+
 def _repair(options: argparse.Namespace) -> int:
+    paths = [options.path, options.output, *([options.older] if options.older else [])]
+    return _together(options, Work("a repair", paths, _repair_first), options.output)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    for path in options.paths:
+        if not path.is_dir():
+            raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
+    return _together(options, Work("an audit", options.paths, _audit_first), options.paths[0])
+
+
+def _together(options: argparse.Namespace, work: Work, beside: Path) -> int:
+    """Work with the other processes of a launcher, if there are any; the exit status, which is the first one's."""
+    from ckpt_patches.group import Group
+    from ckpt_patches.meeting import Meeting, OthersFailed
+
+    group = Group.of(os.environ, options.group)
+    if group.note and group.rank == 0:
+        print(f"ckpt-patches: {group.note}", file=sys.stderr)
+    meeting = Meeting(group, _meeting_folder(options.meet or Path(os.path.realpath(beside)).parent, group.run))
     try:
-        from ckpt_patches.audit.repair import repair
-        from ckpt_patches.audit.repaired import NAME
+        with _met(meeting):
+            return _work(options, work, group, meeting)
+    except OthersFailed:
+        if group.rank == 0:
+            raise
+        return 2  # the first one says why
+
+
+@contextlib.contextmanager
+def _met(meeting: "Meeting") -> "Iterator[None]":
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(meeting)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: the processes of the group cannot meet there: {error.strerror}; name a folder "
+                "that all of them see and may write to with --meet"
+            ) from None
+        yield
+
+
+def _meeting_folder(where: Path, run: str) -> Path:
+    """One that all processes of a run know, and those of another do not take."""
+    return where / f".ckpt-patches-group-{zlib.crc32(run.encode('utf-8', 'surrogateescape')):08x}"
+
+
+def _work(options: argparse.Namespace, work: "Work", group: "Group", meeting: "Meeting") -> int:
+    try:
+        from ckpt_patches.audit.others import obey
+        from ckpt_patches.audit.team import Team
     except ModuleNotFoundError as error:
-        raise _missing("a repair", error) from None
-    done = _reading(partial(repair, options.path, options.output, options.older, options.workers))
+        name = error.name
+        raise UserError(f"{work.name} needs {name}, which is not installed: pip install {name}") from None
+    from ckpt_patches.group import processors
+
+    team = Team(group, meeting)
+    workers = options.workers if options.workers is not None else group.workers(processors())
+    called_with = [work.name, *map(str, work.paths)]
+    if group.rank:
+        return _reading(lambda: obey(team, workers, called_with))
+    team.order(begin=called_with)
+    status = work.first(options, team, workers)
+    sys.stdout.flush()  # a launcher may end this process when the others have ended
+    team.end(status)
+    return status
+
+
+def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> int:
+    from ckpt_patches.audit.repair import repair
+    from ckpt_patches.audit.repaired import NAME
+
+    done = _reading(partial(repair, options.path, options.output, options.older, workers, team))
     for one in done:
         print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
     elements = sum(one.elements for one in done)
@@ -49,17 +151,17 @@ def _repair(options: argparse.Namespace) -> int:
     return 0
 
 
-def _audit(options: argparse.Namespace) -> int:
-    try:
-        from ckpt_patches.audit import plot, report
-        from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE, audit, find
-    except ModuleNotFoundError as error:
-        raise _missing("an audit", error) from None
+def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int:
+    from ckpt_patches.audit import plot, report
+    from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE, audit, find
+
     if options.plot:
         plot.require()
     reports = []
-    for checkpoint in _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))]):
-        reports.append(audit(checkpoint, options.workers))
+    found = _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))])
+    team.order(audit=list(map(str, found)))
+    for checkpoint in found:
+        reports.append(audit(checkpoint, workers, team))
         if options.json_lines:
             print(json.dumps(report.checkpoint_as_json(reports[-1])), flush=True)
         elif not options.json:
@@ -88,7 +190,3 @@ def _reading(work: Callable[[], Result]) -> Result:
         return work()
     except (OSError, WorkerDefect) as error:
         raise UserError(str(error)) from None
-
-
-def _missing(what: str, error: ModuleNotFoundError) -> UserError:
-    return UserError(f"{what} needs {error.name}, which is not installed: pip install {error.name}")

@@ -6,7 +6,6 @@ square would make huge steps.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,11 +26,13 @@ from ckpt_patches.audit.checkpoint import (
     Shard,
     Stream,
 )
-from ckpt_patches.audit.copies import copied, in_copy, write_elements
+from ckpt_patches.audit.copies import begin_copy, copied, copy_ranges, end_copy, in_copy, write_elements
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.holes import stretches
 from ckpt_patches.audit.scan import BLOCK, BlockReader, read_elements, runs_of
+from ckpt_patches.audit.shares import shares
 from ckpt_patches.audit.shifted import Shift
+from ckpt_patches.audit.team import Team
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder
@@ -175,20 +176,23 @@ class Done:
     elements: int
 
 
-def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> list[Done]:
+def repair(path: Path, output: Path, older_path: Path | None, workers: int, team: Team | None = None) -> list[Done]:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
-    No element changes but those that are damaged, and a first moment whose square is reset.
+    No element changes but those that are damaged, and a first moment whose square is reset. In a team this is for the
+    first process: all scan and copy, and this one repairs, and gives the copy its name.
 
     Raises:
         UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
+        OthersFailed: another process of the team has failed; the copy is not there.
     """
+    team = team or Team()
     if output.exists():
         raise UserError(f"{output}: expected a name for a new folder, found that it exists")
-    report = audit(path, workers=workers)
+    report = _audit(path, workers, team)
     if report.verdict == WHOLE:
         raise UserError(f"{path} is whole: nothing to repair")
-    older = audit(older_path, workers=workers) if older_path else None
+    older = _audit(older_path, workers, team) if older_path else None
     if older:
         unshift.check_older(older.checkpoint.path, older.shift)
     made = plan(report, older)
@@ -196,13 +200,28 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int) -> l
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
         raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
     with new_folder(output) as temporary:
-        shutil.copytree(path, temporary, ignore=shutil.ignore_patterns(f"*{LOCKS}"))
+        _copy(path, temporary, team)
         done = _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
-        result = audit(temporary, workers=workers)
+        result = _audit(temporary, workers, team)
         if result.verdict != WHOLE:
             found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
             raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
     return done
+
+
+def _audit(path: Path, workers: int, team: Team) -> Report:
+    team.order(audit=[str(path)])
+    return audit(path, workers, team)
+
+
+def _copy(path: Path, copy: Path, team: Team) -> None:
+    """Copy a checkpoint without its locks; every process of the team copies its share."""
+    ranges = begin_copy(path, copy, but=f"*{LOCKS}")
+    divided = [ranges[own.start : own.stop] for own in shares([found.cost for found in ranges], team.size)]
+    team.order(copy=[str(path), str(copy)], shares=divided)
+    copy_ranges(divided[0], path, copy, team.check)
+    team.wait_for_others()
+    end_copy(path, copy)
 
 
 def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:

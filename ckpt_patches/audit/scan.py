@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint once, in blocks, by two workers, and keep only where elements are odd."""
+"""Read every byte of a checkpoint once, in blocks, by several workers, and keep only where elements are odd."""
 
 import bisect
 import itertools
@@ -46,6 +46,10 @@ class Span(NamedTuple):
     end: int
     checked: bool  # whether checksums are wanted
 
+    @property
+    def nbytes(self) -> int:
+        return sum((self.end - self.begin) * item_size(stream.dtype) for stream in self.streams.values())
+
 
 class Tally(NamedTuple):
     """Elements with one bit of their code, also of runs that are not kept."""
@@ -70,47 +74,58 @@ class Found(NamedTuple):
     pieces: list[PartRead]
 
 
-def scan(
-    shards: list[Shard], workers: int, progress: Callable[[int], None], checked: frozenset[str], pieces: list[PartRead]
-) -> Iterator[Odd]:
-    """What is odd about every shard in turn, so that no more than one shard's runs are in memory.
+class Part(NamedTuple):
+    """What was found in a part of a shard."""
 
-    `progress` is told how many bytes have been read; the checksums of what was read of files in `checked` are
-    added to `pieces`.
+    shard: int  # its number
+    odd: Odd
+    pieces: list[PartRead]
+
+
+def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Iterator[Odd]:
+    """What is odd about each of so many shards in turn, so that no more than one shard's runs are in memory.
+
+    Parts are in order; the checksums that they have are added to `pieces`.
     """
-    number = done = 0
-    parts: list[Odd] = []
-    for span, found in _look_at_all(list(_spans(shards, checked)), workers):
-        while number < span.shard:
-            yield together(parts)
-            number, parts = number + 1, []
-        parts = [together([*parts, found.odd])]
-        pieces += found.pieces
-        done += sum((span.end - span.begin) * item_size(stream.dtype) for stream in span.streams.values())
-        progress(done)
-    for _ in range(number, len(shards)):
-        yield together(parts)
-        parts = []
+    number = 0
+    own: list[Odd] = []
+    for part in parts:
+        while number < part.shard:
+            yield together(own)
+            number, own = number + 1, []
+        own = [together([*own, part.odd])]
+        pieces += part.pieces
+    for _ in range(number, count):
+        yield together(own)
+        own = []
 
 
-def _spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
+def spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
+    """All that is to be read; with checksums of what is in files of these names."""
     for number, shard in enumerate(shards):
         has_checksums = any(e.path in checked for stream in shard.streams.values() for e in stream.extents)
         for begin in range(0, shard.numel if shard.streams else 0, SPAN):
             yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), has_checksums)
 
 
-def _look_at_all(spans: list[Span], workers: int) -> Iterator[tuple[Span, Found]]:
-    """In order. Files are open for this scan, in each process its own."""
+def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> Iterator[Part]:
+    """What is found in spans, in order; `progress` is told how many bytes have been read.
+
+    Files are open for this scan, in each process its own.
+    """
     if sum(span.end - span.begin for span in spans) < QUICK_SPAN:
         workers = 1
+    done = 0
     with RangedFiles() as files:
         found = (
             map(partial(look, files=files), spans)
             if workers < 2
             else in_order(partial(look, files=files), spans, workers)
         )
-        yield from zip(spans, found, strict=True)
+        for span, (odd, pieces) in zip(spans, found, strict=True):
+            done += span.nbytes
+            progress(done)
+            yield Part(span.shard, odd, pieces)
 
 
 def look(span: Span, files: RangedFiles) -> Found:
