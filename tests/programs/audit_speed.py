@@ -28,7 +28,7 @@ def main() -> None:
     reports: list[Report] = []
     for _ in range(options.pairs + 1):
         measure("cat", lambda: read_all(files), seconds)
-        measure("audit", lambda: reports.append(audit(options.checkpoint)), seconds)
+        measure("audit", lambda: reports.append(audit(options.checkpoint, workers=2)), seconds)
         assert reports[-1].verdict == WHOLE, reports[-1].findings
     pairs = {what: times[1:] for what, times in seconds.items()}  # the first was to warm up
     print(
@@ -53,7 +53,7 @@ def largest_process(checkpoint: Path) -> int:
     """Of the audit and its workers; started anew, because what a parent used before counts for its children."""
     code = (
         "import resource, sys; from pathlib import Path; from ckpt_patches.audit.audit import audit;"
-        "audit(Path(sys.argv[1]));"
+        "audit(Path(sys.argv[1]), workers=2);"
         "print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True, capture_output=True, text=True)
