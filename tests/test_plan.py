@@ -1,5 +1,6 @@
 """What a fix does in a tree: all of its edits or none, decided by structure, for all of its modules at once."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ def rename(source: Source) -> None:
     source.replace(source.one("old(1)"), "new(1)")
 
 
-def make(name: str = "fix", *, concerns: str = "", optional: bool = False) -> Fix:
-    fix = Fix(name, upstream=(), affected="", test="", concerns=concerns)
+def make(
+    name: str = "fix", *, concerns: str = "", where: Callable[[Source], bool] | None = None, optional: bool = False
+) -> Fix:
+    fix = Fix(name, upstream=(), affected="", test="", concerns=concerns, where=where)
     fix.edit(FIRST)(rename)
     fix.edit(SECOND, optional=optional)(rename)
     return fix
@@ -91,6 +94,14 @@ def test_without_any_of_its_modules_a_fix_is_not_present(tree: Path, monkeypatch
 def test_without_the_module_that_it_concerns_a_fix_is_not_present(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "megatron/core/second.py").unlink()
     assert outcome(tree, monkeypatch, make(concerns=SECOND)) == (Outcome.NOT_PRESENT, "", [])
+
+
+@pytest.mark.parametrize(("value", "found"), [("old", Outcome.APPLIES), ("new", Outcome.NOT_PRESENT)])
+def test_what_that_module_holds_can_say_whether_a_fix_is_for_the_release(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, value: str, found: Outcome
+) -> None:
+    fix = make(concerns=SECOND, where=lambda source: source.has(f"{value}(1)"))
+    assert outcome(tree, monkeypatch, fix)[0] is found
 
 
 def test_a_release_that_does_not_have_the_code_is_not_concerned(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,16 @@ def cases(version: str) -> tuple[str, ...]:
 
 
 def results(
-    version: str, delivery: str, folder: Path, *names: str, ranks: int = 4, load: Path | None = None
+    version: str,
+    delivery: str,
+    folder: Path,
+    *names: str,
+    ranks: int = 4,
+    load: Path | None = None,
+    kind: str = "",
 ) -> dict[str, str]:
-    """What became of each case's save and load."""
-    options = ["--format", reshardable(version), "--ranks", str(ranks), "--cases", ",".join(names)]
+    """What became of each case's save and load, in the format of buckets, or another."""
+    options = ["--format", kind or reshardable(version), "--ranks", str(ranks), "--cases", ",".join(names)]
     options += ["--load", str(load)] if load else []
     done = run("padded_saving", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

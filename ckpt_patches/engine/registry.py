@@ -19,6 +19,10 @@ FIXES = {
     "reshardable_padding_flag": ("megatron.core.optimizer.distrib_optimizer",),
     "reshardable_padding_save": ("megatron.core.optimizer.distrib_optimizer",),
     "fully_reshardable_shift": ("megatron.core.optimizer.distrib_optimizer",),
+    "sharding_type_default": (
+        "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.dist_checkpointing.mapping",
+    ),
     "hybrid_offload_reload": (
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.distrib_optimizer",

@@ -228,12 +228,17 @@ def sharded_backend(name: str) -> str:
 
 
 def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    """The model's weights and the optimizer's state in a sharding format; how that is chosen changed in 0.14."""
+    """The model's weights and the optimizer's state in a sharding format; how that is chosen changed in 0.14.
+
+    The name `default` chooses none.
+    """
     of_model = model.sharded_state_dict()
     parameters = inspect.signature(inner(optimizer).sharded_state_dict).parameters
     chosen: dict[str, Any] = {"sharding_type": name}
     if "metadata" in parameters:
         chosen = {"metadata": {"distrib_optim_sharding_type": name}}
+    if name == "default":
+        chosen = {}
     of_optimizer = optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
     return {"model": of_model, "optimizer": of_optimizer}
 

@@ -4,7 +4,7 @@ Of each case the real megatron-core saves the state of three steps; a fresh run 
 the one that saved does. Prints a line of JSON for each case and number of ranks that load: what died on which ranks, or
 whether all of the state, and then of the weights, is bit for bit that of the run that went on.
 
-    padded_saving.py OUT --format dp_reshardable|fully_sharded_bucket_space [--ranks 2] [--cases NAME,…] [--load FOLDER]
+    padded_saving.py OUT --format NAME [--ranks 2] [--cases NAME,…] [--load FOLDER]
 
 With `--load` nothing is saved: what lies in FOLDER is loaded by as many ranks.
 """

@@ -1,0 +1,38 @@
+"""Save the optimizer's state in a format that the release can save where none is asked for.
+
+https://github.com/NVIDIA/Megatron-LM/issues/2956
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+MAPPING = "megatron.core.dist_checkpointing.mapping"
+
+
+def refuses_flattened_ranges(source: Source) -> bool:
+    """Since 0.16: what the default format is made of."""
+    tests = [test for test in source.all_of(ast.If) if source.text(test.test) == "self.flattened_range is not None"]
+    return any(isinstance(test.body[0], ast.Raise) for test in tests)
+
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/2956",),
+    affected="megatron-core 0.16.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), for callers that name no format",
+    concerns=MAPPING,
+    where=refuses_flattened_ranges,
+    test="tests/unit_tests/dist_checkpointing/test_sharding_type_default.py",
+)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def default_to_what_can_be_saved(source: Source) -> None:
+    """Megatron-LM's own default; upstream's here is one that it refuses a few calls later."""
+    method = source.function("DistributedOptimizer.sharded_state_dict")
+    default = "(metadata or {}).get('distrib_optim_sharding_type', 'dp_reshardable')"
+    if source.has(default, within=method):
+        raise AlreadyThere
+    call = source.one("(metadata or {}).get('distrib_optim_sharding_type', 'fully_sharded_model_space')", within=method)
+    source.replace(call.args[1], "'dp_reshardable'")
