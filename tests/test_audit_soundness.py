@@ -1,151 +1,257 @@
-"""No checkpoint is called whole while a tensor of it holds NaN or infinity, whatever the format.
+"""No checkpoint is called whole while a tensor of it holds what can be told to be wrong, whatever the format.
 
-The tensors are found by the files alone: by their headers, the index, or the folders, and not by the audit's readers.
-What cannot be told is left out: chunks of buckets that may be padding (`dp_reshardable`), and padding at stage 3.
+In each tensor one element, a quarter, or all of it becomes NaN, infinity, zero, or what another tensor holds, with the
+right checksums. What must be told is what docs/audit.md says: NaN and infinity wherever they are, but for padding; of
+zeros and of other tensors' elements what another array of the same parameter contradicts.
 """
 
-import functools
-import json
 import math
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
-from ckpt_patches.audit.audit import WHOLE, audit
-from ckpt_patches.formats import stored_zip, torch_dist, torch_file
-from ckpt_patches.formats.ranged import RangedFiles
-from megatron_checkpoints import Configuration, written
-from test_audit import converted
-from test_audit_coverage import experts
+from ckpt_patches.audit.audit import UNCERTAIN, WHOLE, audit
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.dtypes import item_size
+from every_checkpoint import EVERY, Place, put, tensors
+from test_audit import names
 from upstream import all_releases
-from zero_checkpoints import trained
 
-# By torch's name of a type: bytes of an element, NaN and infinity in them.
-FLOATS = {
-    "float32": (np.float32(np.nan).tobytes(), np.float32(-np.inf).tobytes()),
-    "float64": (np.float64(np.nan).tobytes(), np.float64(np.inf).tobytes()),
-    "bfloat16": (b"\xc0\x7f", b"\x80\x7f"),
-    "float16": (np.float16(np.nan).tobytes(), np.float16(np.inf).tobytes()),
-}
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+NAN, INFINITY, ZERO, FOREIGN = "nan", "infinity", "zero", "another tensor's"
+EXTENTS = {"one": (1 / 2, 0.0), "a quarter": (1 / 4, 1 / 4), "all": (0.0, 1.0)}  # begin, length; one element at least
+CHANGES = [(extent, value) for extent in EXTENTS for value in (NAN, ZERO, INFINITY, FOREIGN)]
+MASTER, AVG, SQ = "master", "exp_avg", "exp_avg_sq"
+LARGE = 1e-15  # of a first moment: its square is no zero
+RUN = 8  # elements: shorter runs of zeros can be chance
+ALIGNMENT = 64  # elements: where parameters begin in Megatron's buckets
 
-
-class Place(NamedTuple):
-    """Where a tensor's elements lie."""
-
-    path: Path
-    name: str
-    dtype: str
-    offset: int  # bytes
-    numel: int
-    zip: tuple[int, int] | None = None  # the archive that its checksum stands in
+Values: TypeAlias = "npt.NDArray[np.float64]"
+Key = tuple[object, ...]  # a parameter's, or a part's that one file holds
 
 
-def in_torch_file(path: Path) -> Iterator[Place]:
-    found = torch_file.read(path, trust=True)
-    for name, tensor in torch_file.tensors_in(found.value):
-        yield Place(path, name, tensor.dtype, tensor.offset, tensor.numel, (0, found.size))
+def values(dtype: str, data: bytes) -> Values:
+    found: Values = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).double().numpy()
+    return found
 
 
-def in_torch_dist(folder: Path) -> Iterator[Place]:
-    index = torch_dist.read_index(folder)
-    with RangedFiles() as files:
-        places = [(name, place) for name, place in index.objects.items()]
-        places += [(name, place) for name, tensor in index.tensors.items() for place in tensor.places.values()]
-        for name, place in places:
-            part = torch_dist.read_place(files, folder, place)
-            for inner, tensor in torch_file.tensors_in(part.value, name):
-                yield Place(part.path, inner, tensor.dtype, tensor.offset, tensor.numel, place[1:])
+class Change(NamedTuple):
+    """Elements of a tensor that become others."""
+
+    place: Place
+    begin: int
+    new: bytes
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.new) // item_size(self.place.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.place.path.name} {self.place.name} {self.place.first} [{self.begin}, {self.end})"
 
 
-def in_zarr(folder: Path) -> Iterator[Place]:
-    for metadata in (path for path in folder.glob("*/.zarray") if path.parent.suffix != ".sync"):
-        dtype = {"<f4": "float32", "<f2": "float16", "bfloat16": "bfloat16"}[json.loads(metadata.read_text())["dtype"]]
-        for chunk in (file for file in metadata.parent.iterdir() if file.name[0].isdigit()):
-            size = len(FLOATS[dtype][0])
-            yield Place(chunk, str(chunk.relative_to(folder)), dtype, 0, chunk.stat().st_size // size)
+class Checkpoint:
+    """What the names in the files say of the tensors, of which are held against each other, and of padding."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places = [place for place in tensors(folder) if place.dtype in FLOATS]
+        self.data = {place: place.data() for place in self.places}
+        self.is_universal = (folder / "zero").is_dir()
+        self.is_zero = bool(list(folder.glob("*_optim_states.pt")))
+        self.states: dict[Key, dict[str, Place]] = {}
+        for place in self.places:
+            if role := role_of(place):
+                self.states.setdefault(key_of(place), {})[role] = place
+        self.files = {path: torch_file.read(path, trust=True).value for path in folder.glob("*.pt")}
+        self.models = {path: value for path, value in self.files.items() if path.name.endswith("model_states.pt")}
+        self.weights = {self.parameter(place): place for place in self.places if not role_of(place)}
+
+    def parameter(self, place: Place) -> object:
+        """By which a weight is found."""
+        if self.is_zero:
+            return mp_of(place), place.name
+        return re.sub(r"/[\d.]+$", "", place.name)  # zarr: the chunk's label
+
+    def weight_of(self, place: Place) -> Place | None:
+        """A weight that the masters in a place round to; None if there is none beside them."""
+        if self.is_universal:
+            own = self.weights.get(f"module.{place.path.parent.name}")
+            return own if len(self.models) == 1 else None
+        if self.is_zero:
+            mp = mp_of(place)
+            has_experts = any("expert" in path.name for path in self.models)
+            own = next((p for (at, name), p in self._of_zero() if at == mp and name in self._trained(p)), None)
+            return None if has_experts else own
+        return self.weights.get(re.sub(r"^optimizer\.state\.\w+\.", "", str(self.parameter(place))))
+
+    def is_compared(self, place: Place) -> bool:
+        """Whether masters are held against a weight."""
+        if self.is_universal:
+            is_trained = (self.folder / "zero" / place.name.removeprefix("module.") / "fp32.pt").exists()
+            return len(self.models) == 1 and place.path in self.models and is_trained
+        if self.is_zero:
+            return self.weight_of(place) is not None and place.name in self._trained(place)
+        own = f"optimizer.state.exp_avg.{self.parameter(place)}"
+        return any(self.parameter(state) == own for state in self.places)
+
+    def _of_zero(self) -> Iterator[tuple[Any, Place]]:
+        return ((key, place) for key, place in self.weights.items() if isinstance(key, tuple))
+
+    def _trained(self, place: Place) -> set[str]:
+        shapes = self.models.get(place.path, {}).get("param_shapes") or []
+        return {f"module.{name}" for group in shapes for name in group}
+
+    def meant(self, place: Place) -> list[tuple[int, int]]:
+        """The ranges of elements that are a parameter's; the others are padding."""
+        group = re.search(r"(?:state|fp32_flat_groups|single_partition_of_fp32_groups)\.(\d+)", place.name)
+        if is_bucket(place):
+            is_gap = len(place.first) == 1 and place.first[0] % ALIGNMENT > 0
+            return [] if is_gap else [(0, place.numel)]
+        if not self.is_zero or not role_of(place) or group is None:
+            return [(0, place.numel)]
+        state = self.files[place.path]["optimizer_state_dict"]
+        if "param_slice_mappings" in state:
+            fragments = [address.fields for address in state["param_slice_mappings"][int(group[1])].values()]
+            return [(f["start"], f["start"] + f["numel"]) for f in fragments]
+        return list(self._shares(place, int(group[1])))
+
+    def _shares(self, place: Place, group: int) -> Iterator[tuple[int, int]]:
+        """Stage 3: of each parameter of a group an equal part, of which the last ranks have less."""
+        rank, mp = re.findall(r"rank_(\d+)", place.path.name)
+        model = next(self.folder.glob(f"zero_pp_rank_0_mp_rank_{mp}_model_states.pt"))
+        ranks, begin = len(list(self.folder.glob(f"*mp_rank_{mp}_optim_states.pt"))), 0
+        for shape in self.files[model]["param_shapes"][group].values():
+            each = -(-math.prod(shape) // ranks)
+            own = min(each, max(0, math.prod(shape) - int(rank) * each))
+            yield begin, begin + own
+            begin += each
+
+    def must_be_told(self, change: Change) -> bool:
+        """By what docs/audit.md says."""
+        place, (before, after) = change.place, self.before_and_after(change)
+        ranges, role = self.meant(place), role_of(place)
+        is_meant = np.zeros(place.numel, np.bool_)
+        for begin, end in ranges:
+            is_meant[begin:end] = True
+        changed = is_meant & (before != after)
+        if not np.isfinite(after[is_meant]).all() or (role == SQ and (after[is_meant] < 0).any()):
+            return True
+        if is_bucket(place):
+            return False
+        if not role:
+            return self.is_compared(place) and bool(changed.any())
+        zeroed = changed & (after == 0)
+        weight = self.weight_of(place) if role == MASTER else None
+        if weight is not None:
+            dtype = getattr(torch, weight.dtype)
+            rounded = [torch.from_numpy(found).float().to(dtype).float().numpy() for found in (before, after)]
+            return bool((is_meant & (rounded[0] != rounded[1])).any())
+        others = self.states[key_of(place)]
+        avg, sq = (values(others[one].dtype, self.data[others[one]]) for one in (AVG, SQ))
+        is_moving = zeroed & (np.abs(avg[: place.numel]) > LARGE) & (sq[: place.numel] > 0)
+        return bool(is_moving.any()) if role == MASTER else longest_run(is_moving, ranges) >= RUN
+
+    def before_and_after(self, change: Change) -> tuple[Values, Values]:
+        before = values(change.place.dtype, self.data[change.place])
+        after = before.copy()
+        after[change.begin : change.end] = values(change.place.dtype, change.new)
+        return before, after
+
+    def changes(self, place: Place, chosen: Iterable[tuple[str, str]]) -> Iterator[Change]:
+        size = item_size(place.dtype)
+        for extent, value in chosen:
+            first, length = EXTENTS[extent]
+            begin = int(first * place.numel)
+            end = begin + max(int(length * place.numel), 1)
+            new = self._bytes(place, value)
+            if new is not None and new[begin * size : end * size] != self.data[place][begin * size : end * size]:
+                yield Change(place, begin, new[begin * size : end * size])
+
+    def _bytes(self, place: Place, value: str) -> bytes | None:
+        """So many as the tensor has."""
+        if value != FOREIGN:
+            number = {NAN: math.nan, INFINITY: -math.inf, ZERO: 0.0}[value]
+            one: bytes = torch.tensor([number], dtype=getattr(torch, place.dtype)).view(torch.uint8).numpy().tobytes()
+            return one * place.numel
+        others = [p for p in self.places if p.dtype == place.dtype and self.data[p] != self.data[place]]
+        others.sort(key=lambda other: (other.numel != place.numel, other.numel < place.numel))
+        if not others:
+            return None
+        found: bytes = self.data[others[0]] * place.numel
+        return found[: place.nbytes]
 
 
-def tensors(folder: Path) -> list[Place]:
-    found = [place for path in sorted(folder.rglob("*.pt")) for place in in_torch_file(path)]
-    if (folder / torch_dist.INDEX).exists():
-        found += in_torch_dist(folder)
-    found += in_zarr(folder)
-    return [place for place in found if place.dtype in FLOATS and place.numel]
+def role_of(place: Place) -> str:
+    """Of the optimizer's states; empty for all other tensors."""
+    if place.path.parent.parent.name == "zero":
+        return {"fp32.pt": MASTER, "exp_avg.pt": AVG, "exp_avg_sq.pt": SQ}.get(place.path.name, "")
+    name = re.sub(r"/[\d.]+$", "", place.name)
+    found = re.search(r"^optimizer\.state\.(fp32_param|param|exp_avg_sq|exp_avg)\.", name)
+    found = found or re.search(r"\b(fp32_flat_groups|single_partition_of_fp32_groups)\.\d+$", name)
+    found = found or re.search(r"\.(param|exp_avg_sq|exp_avg)$", name)
+    return "" if found is None else found[1] if found[1] in (AVG, SQ) else MASTER
 
 
-def is_padding(folder: Path, place: Place) -> bool:
-    """Stage 3: whether a rank has no element of any parameter of a group; its share is all padding."""
-    rank, group = (
-        re.search(r"zero_pp_rank_(\d+)_.*optim", place.path.name),
-        re.search(r"(?:state|fp32_flat_groups)\.(\d+)", place.name),
-    )
-    shapes = list(folder.glob("zero_pp_rank_0_mp_rank_00_model_states.pt"))
-    if not rank or not group or not shapes or "param_groups" in place.name:
-        return False
-    ranks = len(list(folder.glob("*optim_states.pt")))
-    numels = [
-        math.prod(s) for s in torch_file.read(shapes[0], trust=True).value["param_shapes"][int(group[1])].values()
-    ]
-    return all(int(rank[1]) * -(-numel // ranks) >= numel for numel in numels)
+def mp_of(place: Place) -> str:
+    """The tensor- or pipeline-parallel rank of a file of ZeRO; none of an expert's."""
+    found = re.search(r"mp_rank_\d+", place.path.name)
+    return "" if found is None else found[0]
 
 
-def put(place: Place, value: bytes) -> None:
-    """Change the first elements, and the checksum with them: as a save of such a state would have written them."""
-    with open(place.path, "r+b") as file:
-        os.pwrite(file.fileno(), value, place.offset)
-        if place.zip is not None:
-            archive = stored_zip.Archive(file.fileno(), place.zip[1], place.zip[0])
-            records = [archive.stored(name) for name in archive.entries]
-            (own,) = (r for r in records if r.offset <= place.offset < r.offset + r.nbytes)
-            stored_zip.update_checksum(file.fileno(), place.zip, own)
+def key_of(place: Place) -> Key:
+    """The same of a parameter's, or a group's, three states."""
+    if place.path.parent.parent.name == "zero":
+        return (place.path.parent,)
+    if found := re.search(r"(?:groups|state)\.(\d+)(?:\.exp_avg|\.exp_avg_sq)?$", place.name):
+        return place.path, found[1]
+    return re.sub(r"\b(fp32_param|param|exp_avg_sq|exp_avg)\b", "*", place.name, count=1), place.first
 
 
-def megatron(version: str, backend: str, kind: str, **more: int) -> Path:
-    options = {"ranks": 2, "iterations": "3", **more}
-    return written(Configuration(version=version, backend=backend, format=kind, **options)).whole[-1]  # type: ignore[arg-type]
+def is_bucket(place: Place) -> bool:
+    """Whether a tensor is a buffer of Megatron's, of many parameters."""
+    return "bucket_idx" in place.name or "(bfloat16, " in place.name
 
 
-def zero(kind: str, version: str = "0.16.2") -> Path:
-    return trained(version, kind)[kind]
+def longest_run(chosen: npt.NDArray[np.bool_], ranges: list[tuple[int, int]]) -> int:
+    """Elements in succession, in one of the ranges."""
+    parts = ["".join("x" if one else " " for one in chosen[begin:end]) for begin, end in ranges]
+    return max((len(run) for part in parts for run in part.split()), default=0)
 
 
-CHECKPOINTS: dict[str, Callable[[], Path]] = {
-    "zarr": functools.partial(megatron, "0.14.0", "zarr", "fully_sharded_model_space"),
-    "torch_dist": functools.partial(megatron, "0.14.0", "torch_dist", "fully_sharded_model_space"),
-    "torch_dist, reshardable": functools.partial(megatron, "0.16.1", "torch_dist", "fully_reshardable"),
-    "torch_dist, gathered": functools.partial(megatron, "0.16.1", "torch_dist", "dp_zero_gather_scatter"),
-    "torch_dist, tensor parallel": functools.partial(
-        megatron, "0.16.1", "torch_dist", "fully_reshardable", ranks=4, tp=2
-    ),
-    "torch": functools.partial(megatron, "0.14.0", "torch", "fully_sharded_model_space"),
-    "stage 2": functools.partial(zero, "stage2"),
-    "stage 3": functools.partial(zero, "stage3"),
-    "stage 3, groups": functools.partial(zero, "stage3_groups", "0.19.8"),
-    "experts": functools.partial(experts, 1),
-    "universal": lambda: converted() / "stage2",
-}
+def sampled(places: list[Place]) -> list[tuple[Place, list[tuple[str, str]]]]:
+    """All tensors with all changes; in the default run a few, each with two of the changes in turn."""
+    if all_releases():
+        return [(place, CHANGES) for place in places]
+    chosen = places[:: max(len(places) // 8, 1)]
+    return [(p, [CHANGES[(5 * n + k) % len(CHANGES)] for k in (0, 3)]) for n, p in enumerate(chosen)]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_nan_or_infinity_in_one_element_of_any_tensor_is_not_called_whole(name: str, tmp_path: Path) -> None:
-    """The first element of each; at stage 3 all, as the first can be padding."""
-    folder = Path(shutil.copytree(CHECKPOINTS[name](), tmp_path / "checkpoint"))
+@pytest.mark.parametrize("name", [name for name, kind in EVERY.items() if kind.default or all_releases()])
+def test_what_can_be_told_of_any_tensor_is_not_called_whole(name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
     report = audit(folder, workers=1)
-    assert (report.verdict, [f for f in report.findings if f.kind.severity != "note"]) == (WHOLE, [])
-    places = [place for place in tensors(folder) if not is_padding(folder, place)]
-    assert len(places) > 10
-    missed = []
-    for number, place in enumerate(places if all_releases() else places[:: len(places) // 8]):
-        value = FLOATS[place.dtype][number % 2]
+    may_be_odd = {"odd_in_bucket"} if name.endswith("buckets") else set()  # their padding is not initialised
+    assert names(report) <= may_be_odd
+    assert report.verdict == WHOLE or (report.verdict == UNCERTAIN and may_be_odd)
+    checkpoint = Checkpoint(folder)
+    assert len(checkpoint.places) > 10
+    missed, told = [], 0
+    for place, chosen in sampled(checkpoint.places):
         before = place.path.read_bytes()
-        put(place, value * place.numel if "stage 3" in name else value)
-        if audit(folder, workers=1).verdict == WHOLE:
-            missed.append(f"{place.path.name} {place.name}")
-        place.path.write_bytes(before)
+        for change in checkpoint.changes(place, chosen):
+            if checkpoint.must_be_told(change):
+                put(place, change.new, change.begin)
+                told += 1
+                if audit(folder, workers=1).verdict == WHOLE:
+                    missed.append(str(change))
+                place.path.write_bytes(before)
     assert missed == []
+    assert told >= 5

@@ -42,7 +42,16 @@ LIMITS = {
     "bfloat16": (np.uint16, np.uint16(0x0080), np.uint16(0x7F80)),
     "float16": (np.uint16, np.uint16(0x0400), np.uint16(0x7C00)),
 }
-OTHER_FLOATS = ("float64",)
+# Of types of 8 bits: digits behind the point of a normal number, the exponent's bias, the bits of what is not finite.
+SMALL_FLOATS = {
+    "float8_e4m3fn": (3, 7, (0x7F, 0xFF)),
+    "float8_e4m3fnuz": (3, 8, (0x80,)),
+    "float8_e5m2": (2, 15, (*range(0x7C, 0x80), *range(0xFC, 0x100))),
+    "float8_e5m2fnuz": (2, 16, (0x80,)),
+}
+POWERS_OF_TWO = "float8_e8m0fnu"  # without a sign; the highest is NaN
+COMPLEX = {"complex128": np.float64, "complex64": np.float32, "complex32": np.float16}
+OTHER_FLOATS = ("float64", *SMALL_FLOATS, POWERS_OF_TWO, *COMPLEX)
 # Half the distance of neighbouring numbers, in units of fp32's.
 HALF_STEP = {"bfloat16": np.uint32(1 << 15), "float16": np.uint32(1 << 12)}
 # What moving the bits to fp32's places leaves out: the biases of the exponents are 127 and 15.
@@ -56,9 +65,50 @@ def as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32] | None":
     if dtype in HALF_STEP:
         return _half_as_float32(data, dtype)
     if dtype == "float64":
-        with np.errstate(over="ignore"):
-            return data.view(np.float64).astype(np.float32)
+        return _narrowed(data.view(np.float64))
+    if dtype in SMALL_FLOATS or dtype == POWERS_OF_TWO:
+        return _of_8_bits(dtype)[data.view(np.uint8)]
+    if dtype in COMPLEX:
+        return _odd_part(data.view(COMPLEX[dtype]).reshape(-1, 2))
     return None
+
+
+@functools.cache
+def _of_8_bits(dtype: str) -> "npt.NDArray[np.float32]":
+    """The number that each byte is."""
+    bits = np.arange(256)
+    if dtype == POWERS_OF_TWO:
+        found = np.ldexp(1.0, bits - 127)
+        found[255] = np.nan
+        return found.astype(np.float32)
+    digits, bias, odd = SMALL_FLOATS[dtype]
+    exponent, fraction = (bits & 0x7F) >> digits, bits & ((1 << digits) - 1)
+    significand = fraction + np.where(exponent > 0, 1 << digits, 0)
+    found = np.ldexp(np.where(bits & 0x80, -1.0, 1.0) * significand, np.maximum(exponent, 1) - bias - digits)
+    found[list(odd)] = np.nan  # infinity is told no better
+    return found.astype(np.float32)
+
+
+def _odd_part(pairs: "npt.NDArray[Any]") -> "npt.NDArray[np.float32]":
+    """Of complex numbers the imaginary part, and where that is finite the real one."""
+    return _narrowed(np.where(np.isfinite(pairs[:, 1]), pairs[:, 0], pairs[:, 1]))
+
+
+def _narrowed(values: "npt.NDArray[Any]") -> "npt.NDArray[np.float32]":
+    """In fp32, of which the largest number stands for those that are larger; infinity stays what it is."""
+    with np.errstate(over="ignore"):
+        found = values.astype(np.float32)
+    return np.where(np.isinf(found) & np.isfinite(values), np.copysign(np.finfo(np.float32).max, found), found)
+
+
+def is_compared(dtype: str) -> bool:
+    """Whether masters are held against weights of this type."""
+    return dtype in HALF_STEP or dtype in ("float32", "float64")
+
+
+def is_number(dtype: str) -> bool:
+    """Whether the elements are numbers by themselves; integers are codes, or counts."""
+    return dtype in LIMITS or dtype in OTHER_FLOATS
 
 
 def _half_as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32]":
@@ -172,9 +222,9 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
     if EXP_AVG_SQ in values:
         code[values[EXP_AVG_SQ] < 0] |= np.uint16(NEGATIVE)
     _compare_master(values, streams, zero, code)
-    own = values.get(WEIGHT, values.get(MASTER))
-    if own is not None:
-        magnitude = np.abs(own)
+    role = WEIGHT if WEIGHT in values else MASTER
+    if role in values and streams[role][1] in LIMITS:
+        magnitude = np.abs(values[role])
         code[(magnitude > 0) & (magnitude < np.finfo(np.float32).tiny)] |= np.uint16(DENORMAL)
     return code
 
@@ -205,9 +255,12 @@ def _compare_master(
 
 def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> npt.NDArray[np.bool_]:
     """Whether each weight is (one of) the nearest to its master: a tie may go either way, optimizers differ in it."""
-    if dtype in ("float32", "float64"):
-        return master == weight.view(dtype)
-    if dtype not in HALF_STEP:
+    if dtype == "float32":
+        return master == weight.view(np.float32)
+    if dtype == "float64":  # a frozen one may be more exact than its master
+        with np.errstate(over="ignore"):
+            return master == weight.view(np.float64).astype(np.float32)
+    if not is_compared(dtype):
         return np.ones(len(master), np.bool_)
     bits = _bits_in_float32(weight, dtype, np.empty(len(master), np.uint32)) + OFFSET[dtype]
     nearest = master.view(np.uint32) - bits + HALF_STEP[dtype] <= 2 * HALF_STEP[dtype]

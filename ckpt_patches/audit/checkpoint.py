@@ -1,9 +1,10 @@
 """What a reader makes of a checkpoint: which elements of which array lie where, and what is known of the run."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats.dtypes import item_size
@@ -13,6 +14,7 @@ from ckpt_patches.formats.torch_file import TensorHeader
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
 ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+MOST_STEPS = 1 << 53  # beyond them is no number of steps; NaN and infinity are none either
 
 
 class Extent(NamedTuple):
@@ -64,7 +66,7 @@ class Shard:
     owners: tuple[Owner, ...] = ()  # empty where the checkpoint does not tell
     lost: dict[str, Stream] = field(default_factory=dict)  # streams whose bytes are not all there
     has_rows: bool = True  # and not a buffer of many parameters, whose layout the checkpoint does not tell
-    has_zeros_between: bool = False  # of such a buffer: the padding is zeros, and not anything
+    is_padding: bool = False  # of such a buffer: what lies between two parameters, and can hold anything
 
     @property
     def numel(self) -> int:
@@ -81,6 +83,18 @@ class Held(NamedTuple):
     path: str
     name: str  # its place in the file
     header: TensorHeader
+
+
+def last_step(steps: Iterable[Any]) -> int | None:
+    """The highest of the steps that files say; None where none of them is a number that a step can be."""
+    return max((int(step) for step in steps if isinstance(step, (int, float)) and 0 <= step < MOST_STEPS), default=None)
+
+
+def first_beta(groups: Iterable[Any]) -> float | None:
+    """Of the settings of parameter groups the highest first beta; None if none says one."""
+    betas = [group.get("betas") for group in groups if isinstance(group, dict)]
+    first = [own[0] for own in betas if isinstance(own, (tuple, list)) and own]
+    return max((beta for beta in first if isinstance(beta, float) and 0 <= beta < 1), default=None)
 
 
 @dataclass

@@ -6,6 +6,7 @@ weights, states of optimizers that it does not know) is held against nothing, bu
 
 import bisect
 from collections.abc import Iterable
+from pathlib import Path
 
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import WEIGHT, Checkpoint, Extent, Held, Shard, Stream
@@ -56,8 +57,9 @@ def others(found: Checkpoint) -> list[Shard]:
     ]
     shards: dict[Extent, Shard] = {}
     for held in (held for held in left if held.header.is_contiguous):
-        stream = Stream(held.name, held.header.dtype, (_extent(held),))
-        shards.setdefault(_extent(held), Shard(held.name, "", held.header.shape, {WEIGHT: stream}))
+        name = held.name or str(Path(held.path).relative_to(found.path))  # a tensor is all that the file holds
+        stream = Stream(name, held.header.dtype, (_extent(held),))
+        shards.setdefault(_extent(held), Shard(name, "", held.header.shape, {WEIGHT: stream}))
     contiguous = _Ranges(shards)
     for held in (held for held in left if not held.header.is_contiguous):
         _judge_storage(found, held, contiguous, shards)

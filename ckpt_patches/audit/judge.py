@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_patches.audit import blocks, damages
+from ckpt_patches.audit import blocks, damages, quantized
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.checksums import PartRead, wrong
 from ckpt_patches.audit.damages import Finding
@@ -172,6 +172,11 @@ def _is_likely(view: View, begin: int, end: int, elements: int) -> bool:
 
 
 def unrounded_master(view: View) -> Iterator[Finding]:
+    """The master does not round to the weight; to one that is a number of 8 bits with a scale it never does."""
+    if blocks.UNROUNDED in view.tallies and (coarse := quantized.look(view.shard)):
+        detail = f"masters differ from the model's weights as from {coarse.what}: they were not held against each other"
+        yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
+        return
     yield from _wrong(view, damages.UNROUNDED_MASTER, MASTER, blocks.UNROUNDED)
 
 
@@ -195,8 +200,8 @@ def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterat
     """The elements with a bit; those that lie near to each other as one range."""
     if not view.shard.has_rows:
         kind = damages.ODD_IN_BUCKET
-        if not view.shard.has_zeros_between and view.shard.numel <= view.least:
-            return  # padding, which can hold anything, or a parameter
+        if view.shard.is_padding:
+            return
     chosen = view.runs.code & bit > 0
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]
     if not len(begin):
@@ -214,6 +219,14 @@ def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterat
 
 
 def not_judged(view: View) -> Iterator[Finding]:
+    streams = view.shard.streams
+    if MASTER in streams and WEIGHT in streams and not blocks.is_compared(streams[WEIGHT].dtype):
+        detail = f"the model's weights are of torch.{streams[WEIGHT].dtype}, which no master was held against"
+        yield view.finding(damages.NOT_JUDGED, WEIGHT, 0, view.shard.numel, detail)
+    for role in (MASTER, *MOMENTS):
+        if role in streams and not blocks.is_number(streams[role].dtype):
+            detail = f"elements of torch.{streams[role].dtype}, which are no numbers by themselves"
+            yield view.finding(damages.NOT_JUDGED, role, 0, view.shard.numel, detail)
     if view.is_cut:
         role = next(iter(view.shard.streams))
         detail = f"zeros in more places than are kept, {len(view.runs.begin)}: the shorter ones were not judged"

@@ -7,11 +7,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint
+from ckpt_patches.audit.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    ROLES,
+    WEIGHT,
+    Checkpoint,
+    first_beta,
+    last_step,
+)
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.torch_dist import COMMON
+from ckpt_patches.formats.torch_dist import COMMON, INDEX
+from ckpt_patches.formats.zarr import METADATA
 
+CONFIG = "metadata.json"
+BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 PREFIX = "optimizer.state."
 # Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
@@ -75,8 +88,8 @@ def set_common(found: Checkpoint, common: Any) -> None:
 def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> None:
     """What the optimizer's groups and the arguments of the run say."""
     steps = [step for group in groups if (step := group.get("step")) is not None]
-    found.step = max(map(int, steps), default=0 if groups else None)
-    found.beta1 = max((float(group["betas"][0]) for group in groups if "betas" in group), default=None)
+    found.step = last_step(steps) if steps else (0 if groups else None)
+    found.beta1 = first_beta(groups)
     if isinstance(arguments, torch_file.Instance):
         found.data_parallel = arguments.fields.get("data_parallel_size")
 
@@ -108,9 +121,32 @@ def param_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def backend(path: Path) -> str | None:
-    """Which of Megatron's sharded formats a folder says it is in; None if it is not one of its checkpoints."""
+    """Which of Megatron's sharded formats a folder is in; None if it is not one of its checkpoints.
+
+    Its metadata say so; where they are damaged, or name another one, what lies in the folder does.
+    """
+    named = _named_backend(path)
+    if named in BACKENDS or not ((path / CONFIG).exists() or (path / COMMON).exists()):
+        return named
+    if (path / INDEX).exists():
+        return TORCH_DIST
+    return ZARR if next(path.glob(f"*/{METADATA}"), None) is not None else named
+
+
+def check_config(found: Checkpoint) -> None:
+    """The metadata that say the format."""
+    named = _named_backend(found.path)
+    if named is None:
+        detail = "the file that says the format is missing or cannot be read; told by the files beside it"
+        found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
+    elif named not in BACKENDS:
+        detail = f"the format is said to be {named!r:.100}, which is not known here; read as the files beside it are"
+        found.findings.append(Finding(damages.NOT_READ, CONFIG, detail=detail))
+
+
+def _named_backend(path: Path) -> str | None:
     try:
-        config = json.loads((path / "metadata.json").read_bytes())
-    except (OSError, ValueError):
+        config = json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
     return str(config["sharded_backend"]) if isinstance(config, dict) and "sharded_backend" in config else None

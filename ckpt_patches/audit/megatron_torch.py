@@ -47,7 +47,7 @@ def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix:
             if (stream := torch_files.stream(found, path, f"{name}.{role}", tensor))
         }
         if len(sizes) == 1:
-            found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False, has_zeros_between=True))
+            found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
 
 
 def _read_model(found: Checkpoint, folder: Path, label: str) -> None:

@@ -2,19 +2,23 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.audit import damages, torch_files
-from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Owner, Record, Shard, Stream
+from ckpt_patches.audit.checkpoint import MASTER, WEIGHT, Checkpoint, Extent, Owner, Record, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
+from ckpt_patches.audit.megatron import by_parameter, check_config, check_siblings, is_bucket, set_common
 from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+
+ALIGNMENT = 64  # elements: where parameters begin in a bucket
+Key = tuple[str, tuple[int, ...]]  # a shard's label and shape
 
 
 @dataclass(frozen=True)
@@ -25,33 +29,67 @@ class Chunked:
     extents: dict[Offsets, Extent] = field(default_factory=dict)
 
     def shards(self) -> dict[str, list[Offsets]]:
-        """The chunks of each tensor-parallel rank's shard, in the order of their elements, by the shard's index."""
+        """The chunks of each tensor-parallel rank's shard, in the order of their elements, by the shard's label.
+
+        That is its index; where the chunks are of different sizes, its first element.
+        """
+        chunks = sorted(self.tensor.chunks)
+        if self.tensor.whole is None:
+            indices = {offsets: self._index(offsets) for offsets in chunks}
+            is_grid = None not in indices.values() and len(set(indices.values())) == len(chunks)
+            return {_label(indices[offsets] or () if is_grid else offsets): [offsets] for offsets in chunks}
         found: dict[str, list[Offsets]] = {}
-        for offsets in sorted(self.tensor.chunks):
-            index = offsets[:-1] if self.tensor.whole is not None else self._index(offsets)
-            found.setdefault(".".join(map(str, index)), []).append(offsets)
+        for offsets in chunks:
+            found.setdefault(_label(offsets[:-1]), []).append(offsets)
         return found
 
-    def _index(self, offsets: Offsets) -> tuple[int, ...]:
-        return tuple(at // size if size else 0 for at, size in zip(offsets, self.tensor.chunks[offsets], strict=True))
+    def _index(self, offsets: Offsets) -> Offsets | None:
+        """Of a chunk in a grid of such chunks; None if it begins at no place of one."""
+        sizes = self.tensor.chunks[offsets]
+        if any(at % size if size else at for at, size in zip(offsets, sizes, strict=True)):
+            return None
+        return tuple(at // size if size else 0 for at, size in zip(offsets, sizes, strict=True))
+
+    def gaps(self) -> set[Offsets]:
+        """The chunks of a bucket that lie between two parameters, as `dp_reshardable` saves them.
+
+        A parameter begins at a multiple of 64 elements, or goes on where its rank begins.
+        """
+        found: set[Offsets] = set()
+        for before, at in itertools.pairwise(sorted(self.tensor.chunks) if is_bucket(self.tensor.name) else ()):
+            begin, length = sum(at), math.prod(self.tensor.chunks[at])
+            fills_up = begin % ALIGNMENT > 0 and length < ALIGNMENT and (begin + length) % ALIGNMENT == 0
+            if fills_up and self._rank(before) == self._rank(at):
+                found.add(at)
+        return found
+
+    def _rank(self, offsets: Offsets) -> str:
+        """Whose chunk it is, by the name of its file."""
+        place = self.tensor.places.get(offsets)
+        return "" if place is None else place.file.rpartition("_")[0]
 
     def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
         """Of a shard; a flattened one's is the whole's by the number of fragments on each axis."""
-        if self.tensor.whole is None:
+        if self.tensor.whole is None and len(offsets) == 1:
             return self.tensor.chunks[offsets[0]]
+        if self.tensor.whole is None:
+            return self.tensor.size
         shape = tuple(n // parts for n, parts in zip(self.tensor.whole, self.tensor.size, strict=False))
         numel = sum(math.prod(self.tensor.chunks[at]) for at in offsets)
         return shape if math.prod(shape) == numel else (numel,)
 
 
+def _label(index: Offsets) -> str:
+    return ".".join(map(str, index))
+
+
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "megatron torch_dist")
+    check_config(found)
     index = _index(found)
-    try:
-        set_common(found, torch_dist.read_common(path, index))
-    except (BadFileError, NotReadError) as error:
-        found.findings.append(torch_files.refused(error, torch_dist.COMMON, damage=damages.BAD_METADATA))
+    if (common := _common(found, index)) is not None:
+        set_common(found, common)
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     with RangedFiles() as files:
         for chunked in tensors.values():
@@ -60,8 +98,39 @@ def read(path: Path) -> Checkpoint:
             _read_object(name, index, found, files)
     check_siblings(found, tensors)
     for parameter, roles in by_parameter(tensors).items():
-        found.shards += _shards(parameter, roles)
+        found.shards += _shards(found, parameter, _with_shapes(roles))
     return found
+
+
+def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
+    """A parameter's arrays, the flattened ones with the shape that they were made of.
+
+    Up to megatron-core 0.8 the index does not say it; but the model's weight has it.
+    """
+    weight = roles.get(WEIGHT)
+    if weight is None:
+        return roles
+    size = weight.tensor.size
+    return {
+        role: replace(chunked, tensor=replace(chunked.tensor, whole=size))
+        if chunked.tensor.whole is None
+        and len(chunked.tensor.size) == len(size) + 1
+        and math.prod(chunked.tensor.size) == math.prod(size)
+        else chunked
+        for role, chunked in roles.items()
+    }
+
+
+def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
+    """What is not sharded; None, and a finding, if it cannot be read. As an object it is held with the others."""
+    path = found.path / torch_dist.COMMON
+    if path.exists() or torch_dist.COMMON_OBJECT not in index.objects:
+        return torch_files.read(path, found, damages.BAD_METADATA)
+    try:
+        return torch_dist.read_common(found.path, index)
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(torch_files.refused(error, torch_dist.COMMON, damage=damages.BAD_METADATA))
+        return None
 
 
 def _index(found: Checkpoint) -> torch_dist.Index:
@@ -106,22 +175,43 @@ def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: R
         judge_object(found, part, name)
 
 
-def _shards(parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
+def _shards(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
     """The arrays of a parameter by shard, those together that have the same number of elements."""
-    alike: dict[tuple[str, tuple[int, ...]], dict[str, Stream]] = {}
-    owners: dict[tuple[str, tuple[int, ...]], tuple[Owner, ...]] = {}
+    alike: dict[Key, dict[str, Stream]] = {}
+    owners: dict[Key, tuple[Owner, ...]] = {}
+    cut = {role: _keys(chunked) for role, chunked in roles.items()}
+    if len(set(map(frozenset, cut.values()))) > 1:
+        if all(len(chunked.tensor.size) == 1 for chunked in roles.values()) and not is_bucket(parameter):
+            cut = {role: {("", chunked.tensor.size): sorted(chunked.tensor.chunks)} for role, chunked in roles.items()}
+        elif MASTER in roles and WEIGHT in roles:
+            detail = "cut otherwise than the model's weight, which it was not held against"
+            found.findings.append(Finding(damages.NOT_JUDGED, roles[MASTER].tensor.name, detail=detail))
     for role, chunked in roles.items():
-        for label, offsets in chunked.shards().items():
+        for key, offsets in cut[role].items():
             if all(at in chunked.extents for at in offsets):
-                key = label, chunked.shape(offsets)
                 extents = tuple(chunked.extents[at] for at in offsets)
                 alike.setdefault(key, {})[role] = Stream(chunked.tensor.name, chunked.tensor.dtype, extents)
                 if len(offsets) > 1:
                     owners[key] = _owners(chunked.tensor, offsets)
+    gaps = {role: chunked.gaps() for role, chunked in roles.items()}
+    paddings = {key for role, own in cut.items() for key, offsets in own.items() if gaps[role] & set(offsets)}
     return [
-        Shard(parameter, label, shape, streams, owners.get((label, shape), ()), has_rows=not is_bucket(parameter))
-        for (label, shape), streams in alike.items()
+        Shard(
+            parameter,
+            key[0],
+            key[1],
+            streams,
+            owners.get(key, ()),
+            has_rows=not is_bucket(parameter),
+            is_padding=key in paddings,
+        )
+        for key, streams in alike.items()
     ]
+
+
+def _keys(chunked: Chunked) -> dict[Key, list[Offsets]]:
+    """The chunks of each shard, by its label and its shape."""
+    return {(label, chunked.shape(offsets)): offsets for label, offsets in chunked.shards().items()}
 
 
 def _owners(tensor: Tensor, offsets: list[Offsets]) -> tuple[Owner, ...]:

@@ -10,6 +10,9 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 
+# In the names of the classes of tensors that are codes with scales, as Transformer Engine's are.
+QUANTIZED = ("Float8", "FP8", "FP4")
+
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
     """What a file holds; its tensors and checksums are noted. None, and a finding, if it cannot be read."""
@@ -42,7 +45,14 @@ def refused(
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:
     """Note all tensors of a file, or of a part of one, and their checksums."""
     found.records += [Record(str(file.path), *stored, span) for stored in file.storages]
-    found.tensors += [Held(str(file.path), *held) for held in torch_file.tensors_in(file.value, name)]
+    for place, part in torch_file.parts_of(file.value, name):
+        if isinstance(part, torch_file.TensorHeader):
+            found.tensors.append(Held(str(file.path), place, part))
+        elif any(word in type(part).__name__ for word in QUANTIZED):
+            detail = (
+                f"an object of {type(part).__module__}.{type(part).__name__}, whose bytes are no numbers by themselves"
+            )
+            found.findings.append(Finding(damages.NOT_JUDGED, place, detail=detail))
 
 
 def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:
@@ -55,6 +65,15 @@ def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | No
     if not is_read(found, array, value.dtype):
         return None
     return Stream(array, value.dtype, (Extent(str(path), value.offset, value.nbytes),))
+
+
+def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[int, ...]) -> Stream | None:
+    """The model's own weight of a parameter, as `stream`; one of another shape is held against nothing, and named."""
+    if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
+        detail = f"the model's weight has the shape {value.shape}, its parameter {shape}: they were not compared"
+        found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+        return None
+    return stream(found, path, name, value)
 
 
 def is_read(found: Checkpoint, array: str, dtype: str) -> bool:

@@ -5,11 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages, torch_files
-from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Shard, Stream
+from ckpt_patches.audit.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Checkpoint,
+    Shard,
+    Stream,
+    last_step,
+)
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import universal
 from ckpt_patches.formats.torch_file import TensorHeader
-from ckpt_patches.formats.zero import MODEL
+from ckpt_patches.formats.zero import MODEL, Shape
 
 STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
@@ -18,12 +28,7 @@ def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "deepspeed universal")
     models = _models(found)
-    shapes = {
-        name: tuple(shape)
-        for _, value in models[:1]
-        for group in value.get("param_shapes") or []
-        for name, shape in group.items()
-    }
+    shapes = _shapes(models)
     if (path / "tmp").exists():
         found.findings.append(
             Finding(damages.INTERRUPTED, "tmp", detail="the converter's temporary folder is still there")
@@ -31,15 +36,35 @@ def read(path: Path) -> Checkpoint:
     parameters = universal.parameters(path)
     for name in sorted(shapes.keys() - set(parameters)):
         found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
+    frozen = {name for name in parameters if shapes and _is_frozen(found, name, shapes)}
     for name in parameters:
-        _read_parameter(found, name, shapes.get(name), models)
+        _read_parameter(found, name, shapes.get(name, []), models, is_trained=name not in frozen)
+    if frozen:
+        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
     steps = [step for name in parameters if (step := _step(found, name)) is not None]
-    found.step = int(max(steps)) if steps else None
+    found.step = last_step(steps)
     return found
 
 
+def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]:
+    """By parameter its shape on every tensor- or pipeline-parallel rank that has it; data-parallel ranks agree."""
+    found: dict[str, dict[str, Shape]] = {}
+    for path, value in models:
+        match = MODEL.fullmatch(path.name)
+        for group in value.get("param_shapes") or []:
+            for name, shape in group.items():
+                found.setdefault(name, {})[match[2] if match else ""] = tuple(shape)
+    return {name: list(by_rank.values()) for name, by_rank in found.items()}
+
+
+def _is_frozen(found: Checkpoint, name: str, shapes: dict[str, list[Shape]]) -> bool:
+    """Whether it is none of those that are trained, and has no moments."""
+    moments = (found.path / universal.state_file(name, STATES[role]) for role in MOMENTS)
+    return name not in shapes and not any(path.exists() for path in moments)
+
+
 def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
-    """The files with the model's weights, one for each tensor-parallel rank."""
+    """The files with the model's weights, one for each tensor- or pipeline-parallel rank."""
     paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
     if not paths:
         found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
@@ -55,31 +80,38 @@ def _step(found: Checkpoint, name: str) -> float | None:
 def _read_parameter(
     found: Checkpoint,
     name: str,
-    shape: tuple[int, ...] | None,
+    shapes: list[Shape],
     models: list[tuple[Path, dict[str, Any]]],
+    *,
+    is_trained: bool,
 ) -> None:
+    """The arrays of a parameter; `shapes` are what is known of them, on each rank."""
     streams: dict[str, Stream] = {}
     for role, key in STATES.items():
         path, file = found.path / universal.state_file(name, key), f"{key}.pt"
         if not path.exists():
-            found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{file}"))
+            if is_trained or role == MASTER:
+                found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{file}"))
             continue
         value = torch_files.read(path, found)
         if (tensor := universal.tensor_of(value)) is None:
+            if value is not None:
+                detail = f"expected a tensor, or a dict with one under 'param', found {type(value).__name__}"
+                found.findings.append(Finding(damages.NOT_JUDGED, f"{name}/{file}", detail=detail))
             continue
-        if shape is not None and not _fits(tensor, shape, len(models), value):
-            detail = f"{tensor.numel} elements, {math.prod(shape)} in the model's shape {shape}"
+        if shapes and not _fits(tensor, shapes, value, has_maps=any(map(_has_maps, models))):
+            detail = f"{tensor.numel} elements, {_in_words(shapes)}"
             found.findings.append(Finding(damages.ELEMENT_COUNT, f"{name}/{file}", detail=detail))
         elif (stream := torch_files.stream(found, path, f"{name}/{file}", tensor)) is not None:
             streams[role] = stream
-    found.shards += _shards(found, name, streams, shape, models)
+    found.shards += _shards(found, name, streams, shapes, models)
 
 
 def _shards(
     found: Checkpoint,
     name: str,
     streams: dict[str, Stream],
-    shape: tuple[int, ...] | None,
+    shapes: list[Shape],
     models: list[tuple[Path, dict[str, Any]]],
 ) -> list[Shard]:
     """The arrays of a parameter together, if they have the same number of elements."""
@@ -93,12 +125,28 @@ def _shards(
         own = torch_files.stream(found, path, name, weight)
         if own is not None and own.numel == numel:
             streams[WEIGHT] = own
-    return [Shard(name, "", shape if shape is not None and math.prod(shape) == numel else (numel,), streams)]
+    return [Shard(name, "", next((shape for shape in shapes if math.prod(shape) == numel), (numel,)), streams)]
 
 
-def _fits(found: TensorHeader, shape: tuple[int, ...], models: int, value: Any) -> bool:
-    """Whether an array is a parameter's, whose shape is that of one of the tensor-parallel ranks."""
-    if models == 1:
-        return found.numel == math.prod(shape)
-    is_vocabulary = isinstance(value, dict) and universal.VOCABULARY in value
-    return is_vocabulary or found.numel in (math.prod(shape), models * math.prod(shape))
+def _fits(found: TensorHeader, shapes: list[Shape], value: Any, *, has_maps: bool) -> bool:
+    """Whether an array can be a parameter, which tensor-parallel ranks have in these shapes: one of them, or together.
+
+    A tied one is on several pipeline stages. What DeepSpeed has a map of, parts of it can be on several ranks.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    together = [sum(sizes) // stages for stages in range(1, len(sizes) + 1) if len(sizes) % stages == 0]
+    if found.numel in (*sizes, *together):
+        return True
+    is_vocabulary = isinstance(value, dict) and universal.VOCABULARY in value and len(sizes) > 1
+    return is_vocabulary or (has_maps and max(sizes) <= found.numel <= sum(sizes))
+
+
+def _has_maps(model: tuple[Path, dict[str, Any]]) -> bool:
+    info = model[1].get("universal_checkpoint_info")
+    return isinstance(info, dict) and "affine_map" in info
+
+
+def _in_words(shapes: list[Shape]) -> str:
+    if len(shapes) == 1:
+        return f"{math.prod(shapes[0])} in the model's shape {shapes[0]}"
+    return f"{sum(map(math.prod, shapes))} in the model's shapes {', '.join(map(str, shapes))}"

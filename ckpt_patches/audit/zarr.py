@@ -6,7 +6,7 @@ from pathlib import Path
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_siblings, is_bucket, set_common
+from ckpt_patches.audit.megatron import by_parameter, check_config, check_siblings, is_bucket, set_common
 from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
@@ -16,6 +16,7 @@ from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, is_arr
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "megatron zarr")
+    check_config(found)
     if (common := torch_files.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
         set_common(found, common)
     folders = _array_folders(found)

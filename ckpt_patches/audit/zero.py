@@ -7,12 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages, torch_files
-from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Extent, Owner, Shard, Stream
+from ckpt_patches.audit.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    Owner,
+    Shard,
+    Stream,
+    first_beta,
+    last_step,
+)
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import zero
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 
 Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
@@ -32,10 +43,9 @@ class RankFile:
     state: RankState
 
     @property
-    def step(self) -> float | None:
+    def step(self) -> int | None:
         own = [partition.step.number for partition in self.state.partitions if partition.step]
-        steps = [*own, *(group.get("step") for group in self.state.settings)]
-        return max((step for step in steps if isinstance(step, (int, float))), default=None)
+        return last_step([*own, *(group.get("step") for group in self.state.settings if isinstance(group, dict))])
 
 
 @dataclass(frozen=True)
@@ -91,9 +101,8 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
             streams = _streams(name, parameter)
-            weight = module.get(name) if stage < 3 else None
-            if isinstance(weight, TensorHeader) and weight.shape == parameter.shape:
-                own = torch_files.stream(found, module_path, name, weight)
+            if stage < 3:  # there a rank has a part of it
+                own = torch_files.weight(found, module_path, name, module.get(name), parameter.shape)
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
 
@@ -173,9 +182,8 @@ def _check_ranks(
             detail = f"of {counts} ranks, expected {found.data_parallel}"
             found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
     steps = {file.step for file in files if file.step is not None}
-    found.step = int(max(steps)) if steps else 0
-    settings = files[0].state.settings
-    found.beta1 = max((group["betas"][0] for group in settings if "betas" in group), default=None)
+    found.step = max(steps, default=0)
+    found.beta1 = first_beta(files[0].state.settings)
     if len(steps) > 1:
         for file in files:
             if file.step != max(steps):
@@ -209,7 +217,8 @@ def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sh
             for name, (start, numel) in partition.fragments.items():
                 parameter = parameters.setdefault((name, of_experts), Parameter(whole.get(name, (0,))))
                 parameter.ranks.append(OnRank(file, partition, start, numel))
-    for name in whole.keys() - {name for name, _ in parameters}:
+    empty = {name for name, shape in whole.items() if not math.prod(shape)}  # as on a rank that has no share of it
+    for name in whole.keys() - {name for name, _ in parameters} - empty:
         if any(partition.fragments for file in files for partition in file.state.partitions):
             found.findings.append(Finding(damages.FRAGMENTS, name, detail="no rank has a fragment of it"))
     return parameters

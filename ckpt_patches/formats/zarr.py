@@ -6,6 +6,7 @@ The format: Zarr v2 without compression, chunks in C order; see https://zarr-spe
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 
 METADATA, ATTRIBUTES = ".zarray", ".zattrs"
 LOCKS = ".sync"  # what the name of a folder of locks beside an array ends in
+MOST_MISSING = 100_000  # chunks of an array: more are none that were lost, but a wrong shape
 # torch's name of the type that zarr names so; what numpy does not have goes by the name of ml_dtypes.
 DTYPES = {
     **{f"<f{size}": f"float{8 * size}" for size in (2, 4, 8)},
@@ -79,6 +81,12 @@ def read_array(folder: Path) -> Array:
         raise BadFileError(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadFileError(f"{path} is corrupt: {type(error).__name__}: {error}") from None
+    expected, there = (
+        math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)),
+        len(os.listdir(folder)),
+    )
+    if expected > MOST_MISSING + there:
+        raise BadFileError(f"{path}: {expected} chunks by its shape {list(shape)}, and there are {there} files")
     if not raw:
         raise NotReadError(f"{path}: expected raw chunks in C order, which is what Megatron writes")
     if not isinstance(dtype, str) or dtype not in DTYPES:

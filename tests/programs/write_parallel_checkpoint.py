@@ -197,6 +197,8 @@ def values(case: Case) -> dict[str, dict[str, Slices]]:
             equal = any(re.match(pattern, name) for pattern in case.equal)
             for key in KEYS:
                 slices = [torch.randn(shape) for shape in shapes]
+                if key == "exp_avg_sq":  # a mean of squares
+                    slices = [slice.abs() for slice in slices]
                 found.setdefault(name, {}).setdefault(key, slices[:1] * len(slices) if equal else slices)
     make_shared_equal(found)
     return found

@@ -1,0 +1,185 @@
+"""Checkpoints of every format and kind that the suite writes, and where in their files each tensor lies.
+
+The tensors are found by the files alone: by their headers, the index, or the folders, and not by the audit's readers.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import shared
+import universal
+from ckpt_patches.formats import stored_zip, torch_dist, torch_file
+from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.ranged import RangedFiles
+from megatron_checkpoints import Configuration, written
+from test_audit_coverage import experts
+from zero_checkpoints import trained
+
+MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
+GATHERED = "dp_zero_gather_scatter"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A checkpoint that is written when it is first asked for."""
+
+    write: Callable[[], Path]
+    default: bool = False  # in the default run; the others with CKPT_PATCHES_TEST_ALL=1 only
+
+    @property
+    def path(self) -> Path:
+        return self.write()
+
+
+def megatron(version: str, backend: str, kind: str, *, default: bool = False, tp: int = 1, dtype: str = "bf16") -> Kind:
+    iterations = "30" if dtype == "fp16" else "3"  # the first steps in fp16 are skipped
+    made = Configuration(version, 2 * tp, tp, dtype, iterations, format=kind, backend=backend)
+    return Kind(lambda: written(made).whole[-1], default)
+
+
+def zero(kind: str, version: str = "0.16.2", *, default: bool = False) -> Kind:
+    return Kind(lambda: trained(version, kind)[kind], default)
+
+
+def parallel(case: str, *, default: bool = False) -> Kind:
+    return Kind(lambda: universal.parallel(case)[case], default)
+
+
+@functools.cache
+def _converted(source: Path, name: str) -> Path:
+    return shared.once(f"universal-{name}", lambda out: universal.ours(source, out))
+
+
+def converted(kind: Kind, name: str, *, default: bool = False) -> Kind:
+    """The universal checkpoint of a ZeRO one."""
+    return Kind(lambda: _converted(kind.path, name), default)
+
+
+MEGATRON = {
+    "0.7, zarr, buckets": megatron("0.7.0", "zarr", BUCKETS),
+    "0.7, zarr, gathered": megatron("0.7.0", "zarr", GATHERED),
+    "0.7, torch": megatron("0.7.0", "torch", BUCKETS),
+    "0.12, zarr": megatron("0.12.0", "zarr", MODEL_SPACE),
+    "0.12, zarr, buckets": megatron("0.12.0", "zarr", BUCKETS),
+    "0.14, zarr": megatron("0.14.0", "zarr", MODEL_SPACE, default=True),
+    "0.14, zarr, fp16": megatron("0.14.0", "zarr", MODEL_SPACE, dtype="fp16"),
+    "0.14, zarr, tensor parallel": megatron("0.14.0", "zarr", MODEL_SPACE, tp=2),
+    "0.14, zarr, buckets": megatron("0.14.0", "zarr", BUCKETS),
+    "0.14, zarr, gathered": megatron("0.14.0", "zarr", GATHERED),
+    "0.14, torch_dist": megatron("0.14.0", "torch_dist", MODEL_SPACE, default=True),
+    "0.14, torch_dist, tensor parallel": megatron("0.14.0", "torch_dist", MODEL_SPACE, tp=2),
+    "0.14, torch_dist, gathered": megatron("0.14.0", "torch_dist", GATHERED),
+    "0.14, torch": megatron("0.14.0", "torch", MODEL_SPACE, default=True),
+    "0.15, torch_dist": megatron("0.15.3", "torch_dist", MODEL_SPACE),
+    "0.15, dp_reshardable": megatron("0.15.3", "torch_dist", "dp_reshardable"),
+    "0.15, fully_reshardable": megatron("0.15.3", "torch_dist", "fully_reshardable"),
+    "0.16, dp_reshardable": megatron("0.16.1", "torch_dist", "dp_reshardable"),
+    "0.16, fully_reshardable": megatron("0.16.1", "torch_dist", "fully_reshardable", default=True),
+    "0.16, fully_reshardable, fp16": megatron("0.16.1", "torch_dist", "fully_reshardable", dtype="fp16"),
+    "0.16, fully_reshardable, tensor parallel": megatron("0.16.1", "torch_dist", "fully_reshardable", tp=2),
+    "0.16, gathered": megatron("0.16.1", "torch_dist", GATHERED, default=True),
+    "0.16, torch": megatron("0.16.1", "torch", "dp_reshardable"),
+}
+ZERO = {
+    "stage 1": zero("stage1"),
+    "stage 1, BF16_Optimizer": zero("bf16_optimizer"),
+    "stage 1, fp16": zero("stage1_fp16"),
+    "stage 2": zero("stage2", default=True),
+    "stage 2, fp16": zero("stage2_fp16"),
+    "stage 3": zero("stage3", default=True),
+    "stage 3, fp16": zero("stage3_fp16"),
+    "stage 3, groups": zero("stage3_groups", "0.19.8", default=True),
+    "experts, stage 1": Kind(functools.partial(experts, 1), default=True),
+    "experts, stage 2": Kind(functools.partial(experts, 2)),
+    "pipeline and tensor parallel": parallel("megatron"),
+    "tensor parallel, frozen weights": parallel("megatron_fp16", default=True),
+    "sub-parameters": parallel("fused"),
+    "sub-parameters, uneven": parallel("fused_uneven"),
+    "AutoTP's maps": parallel("affine"),
+    "stage 3, tensor parallel, uneven": parallel("zero3_uneven"),
+    "stage 3, AutoTP's maps": parallel("zero3_affine"),
+}
+NOT_CONVERTED = ("experts, stage 1", "experts, stage 2")
+UNIVERSAL = {
+    f"universal of {name}": converted(kind, name, default=name == "stage 2")
+    for name, kind in ZERO.items()
+    if name not in NOT_CONVERTED
+}
+EVERY = {**MEGATRON, **ZERO, **UNIVERSAL}
+
+
+# Where the tensors lie
+
+
+class Place(NamedTuple):
+    """Where a tensor's elements lie."""
+
+    path: Path
+    name: str
+    dtype: str  # torch's name
+    offset: int  # bytes
+    numel: int
+    zip: tuple[int, int] | None = None  # the archive that its checksum stands in
+    first: tuple[int, ...] = ()  # of a chunk, where in its tensor it begins
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * item_size(self.dtype)
+
+    def data(self) -> bytes:
+        with open(self.path, "rb") as file:
+            return os.pread(file.fileno(), self.nbytes, self.offset)
+
+
+def in_torch_file(path: Path) -> Iterator[Place]:
+    found = torch_file.read(path, trust=True)
+    for name, tensor in torch_file.tensors_in(found.value):
+        yield Place(path, name, tensor.dtype, tensor.offset, tensor.numel, (0, found.size))
+
+
+def in_torch_dist(folder: Path) -> Iterator[Place]:
+    index = torch_dist.read_index(folder)
+    with RangedFiles() as files:
+        places: list[tuple[str, torch_dist.Place, tuple[int, ...]]] = [
+            (name, place, ()) for name, place in index.objects.items()
+        ]
+        for name, chunked in index.tensors.items():
+            places += [(name, place, first) for first, place in chunked.places.items()]
+        for name, place, first in places:
+            part = torch_dist.read_place(files, folder, place)
+            for inner, tensor in torch_file.tensors_in(part.value, name):
+                yield Place(part.path, inner, tensor.dtype, tensor.offset, tensor.numel, place[1:], first)
+
+
+def in_zarr(folder: Path) -> Iterator[Place]:
+    for metadata in (path for path in sorted(folder.glob("*/.zarray")) if path.parent.suffix != ".sync"):
+        kind = json.loads(metadata.read_text())["dtype"]
+        dtype = {"<f4": "float32", "<f2": "float16"}.get(kind, kind)
+        for chunk in (file for file in sorted(metadata.parent.iterdir()) if file.name[0].isdigit()):
+            numel = chunk.stat().st_size // item_size(dtype)
+            yield Place(chunk, str(chunk.relative_to(folder)), dtype, 0, numel)
+
+
+def tensors(folder: Path) -> list[Place]:
+    """Every one that has elements."""
+    found = [place for path in sorted(folder.rglob("*.pt")) for place in in_torch_file(path)]
+    if (folder / torch_dist.INDEX).exists():
+        found += in_torch_dist(folder)
+    found += in_zarr(folder)
+    return [place for place in found if place.numel]
+
+
+def put(place: Place, value: bytes, first: int = 0) -> None:
+    """Change elements from that one on, and the checksum with them: as a save of such a state would have written."""
+    with open(place.path, "r+b") as file:
+        os.pwrite(file.fileno(), value, place.offset + first * item_size(place.dtype))
+        if place.zip is not None:
+            archive = stored_zip.Archive(file.fileno(), place.zip[1], place.zip[0])
+            records = [archive.stored(name) for name in archive.entries]
+            (own,) = (r for r in records if r.offset <= place.offset < r.offset + r.nbytes)
+            stored_zip.update_checksum(file.fileno(), place.zip, own)

@@ -1,0 +1,219 @@
+"""Weights of 8 bits: NaN in them is found, and that no master rounds to them is never called damage."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_patches.audit import blocks
+from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.formats import torch_file
+from test_audit import copied, names
+from test_audit_coverage import MODEL, change
+from zero_checkpoints import trained
+
+NAME = "decoder.layers.0.mlp.linear_fc1.weight"
+ROWS, ROW = 48, 384
+FLOATS_OF_8_BITS = [name for name in sorted(vars(torch)) if name.startswith("float8_")]
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize("name", FLOATS_OF_8_BITS)
+def test_every_number_of_8_bits_is_read_as_torch_reads_it(name: str) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    found = blocks.as_float32(every.numpy(), name)
+    expected = every.view(getattr(torch, name)).float().numpy()
+    finite = np.isfinite(expected)
+    assert found is not None
+    assert (np.isfinite(found) == finite).all()
+    assert (found[finite] == expected[finite]).all()
+
+
+@pytest.mark.parametrize("name", [*FLOATS_OF_8_BITS, "complex64", "complex128", "complex32", "float64"])
+def test_nan_is_found_in_a_buffer_of_any_type_that_has_it(name: str, tmp_path: Path) -> None:
+    """In the imaginary part, too."""
+    dtype = getattr(torch, name)
+    odd = torch.tensor([complex(1, np.nan)]) if dtype.is_complex else torch.tensor([np.nan])
+    path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
+    change(path / MODEL, lambda value: value["module"].update(buffer=torch.ones(64).to(dtype)))
+    assert audit(path).verdict == WHOLE
+    change(path / MODEL, lambda value: value["module"].update(buffer=odd.to(dtype).repeat(64)))
+    assert (audit(path).verdict, names(audit(path))) == (DAMAGED, {"not_finite"})
+
+
+def test_a_number_that_fp32_does_not_have_is_not_infinity(tmp_path: Path) -> None:
+    path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
+    change(path / MODEL, lambda value: value["module"].update(buffer=torch.full((64,), 1e300, dtype=torch.float64)))
+    assert (audit(path).verdict, names(audit(path))) == (WHOLE, set())
+
+
+# megatron-core's torch_dist
+
+
+def masters() -> torch.Tensor:
+    return torch.randn(ROWS, ROW, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+def scaled(values: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
+    """What is left of numbers that are kept in 8 bits, with a scale for each row of the tensor given."""
+    scale = values.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
+    if power_of_two:
+        scale = 2.0 ** torch.ceil(torch.log2(scale))
+    return (values / scale).to(dtype).float() * scale
+
+
+def of_one_scale(values: torch.Tensor) -> torch.Tensor:
+    return scaled(values.flatten(), torch.float8_e4m3fn).view(values.shape).bfloat16()
+
+
+def with_a_margin(values: torch.Tensor) -> torch.Tensor:
+    """Delayed scaling leaves room: many of the numbers are too small for the type's normal ones, or for the type."""
+    return ((values / 2e-2).to(torch.float8_e4m3fn).float() * 2e-2).bfloat16()
+
+
+def of_blocks(values: torch.Tensor) -> torch.Tensor:
+    return scaled(values.reshape(-1, 128), torch.float8_e4m3fn).view(values.shape).bfloat16()
+
+
+def of_small_blocks(values: torch.Tensor) -> torch.Tensor:
+    """MXFP8."""
+    return scaled(values.reshape(-1, 32), torch.float8_e4m3fn, power_of_two=True).view(values.shape).bfloat16()
+
+
+def of_fp4(values: torch.Tensor) -> torch.Tensor:
+    """NVFP4, blocks of 16 numbers of four bits."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    parts = values.reshape(-1, 16)
+    scale = (parts.abs().amax(dim=1, keepdim=True) / 6).to(torch.float8_e5m2).float()
+    nearest = (parts.abs() / scale).unsqueeze(-1).sub(numbers).abs().argmin(-1)
+    return (numbers[nearest] * parts.sign() * scale).view(values.shape).bfloat16()
+
+
+DEQUANTIZED: dict[str, Make] = {
+    "one scale": of_one_scale,
+    "one scale, fp16": lambda values: scaled(values.flatten(), torch.float8_e4m3fn).view(values.shape).half(),
+    "one scale, fp32": lambda values: scaled(values.flatten(), torch.float8_e4m3fn).view(values.shape),
+    "e5m2": lambda values: scaled(values.flatten(), torch.float8_e5m2).view(values.shape).bfloat16(),
+    "a margin": with_a_margin,
+    "scales of blocks": of_blocks,
+    "MXFP8": of_small_blocks,
+    "NVFP4": of_fp4,
+}
+
+
+def saved(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
+    """By torch.distributed.checkpoint, as megatron-core lays it out."""
+    path.mkdir()
+    moments = {f"optimizer.state.{key}.{NAME}": master.square() + 1e-8 for key in ("exp_avg", "exp_avg_sq")}
+    dcp.save({NAME: weight, f"optimizer.state.param.{NAME}": master, **moments}, checkpoint_id=path, no_dist=True)
+    groups = [{"step": 7, "betas": (0.9, 0.95), "params": [0]}]
+    torch.save({"optimizer": {"optimizer": {"param_groups": groups}}}, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return path
+
+
+def found_in(path: Path) -> tuple[str, set[str]]:
+    report = audit(path, workers=1)
+    return report.verdict, names(report)
+
+
+def test_ordinary_weights_are_compared(tmp_path: Path) -> None:
+    master = masters()
+    assert found_in(saved(tmp_path / "whole", master.bfloat16(), master)) == (WHOLE, set())
+    stale = saved(tmp_path / "stale", masters().flip(0).bfloat16(), master)
+    assert found_in(stale) == (DAMAGED, {"unrounded_master"})
+
+
+@pytest.mark.parametrize("kind", DEQUANTIZED)
+def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: Path) -> None:
+    """As megatron-core saves them: as what they stand for, in the type of the others."""
+    path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
+    assert found_in(path) == (UNCERTAIN, {"not_judged"})
+
+
+@pytest.mark.parametrize("kind", DEQUANTIZED)
+def test_masters_of_another_model_are_told_from_the_rounding_of_few_bits(kind: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters().flip(0) * 8)
+    assert found_in(path) == (DAMAGED, {"unrounded_master"})
+
+
+def test_a_lost_slice_of_masters_is_damage_beside_weights_of_8_bits(tmp_path: Path) -> None:
+    lost = masters()
+    lost[4:8] = 0
+    path = saved(tmp_path / "checkpoint", of_one_scale(masters()), lost)
+    verdict, found = found_in(path)
+    assert (verdict, "lost_master" in found) == (DAMAGED, True)
+
+
+def test_a_few_weights_or_a_vector_of_them_tell_no_type(tmp_path: Path) -> None:
+    """Norms that are all 1, and masters that have not reached them."""
+    for number, shape in enumerate([(4, 8), (512,), (32, 16)]):
+        path = saved(tmp_path / str(number), torch.ones(shape).bfloat16(), torch.full(shape, 1.05))
+        assert found_in(path) == (DAMAGED, {"unrounded_master"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_in_the_type_itself_are_held_against_nothing_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = (masters() / 1e-4).to(dtype)
+    assert found_in(saved(tmp_path / "one", weight, masters())) == (UNCERTAIN, {"not_judged"})
+    weight.view(torch.uint8)[3, 5] = 0x7F  # NaN
+    assert found_in(saved(tmp_path / "other", weight, masters())) == (DAMAGED, {"not_judged", "not_finite"})
+
+
+def test_a_moment_in_codes_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
+    state = {
+        f"optimizer.state.{key}.{NAME}": torch.ones(ROWS, ROW, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")
+    }
+    dcp.save(
+        {NAME: masters().bfloat16(), f"optimizer.state.param.{NAME}": masters(), **state},
+        checkpoint_id=path,
+        no_dist=True,
+    )
+    assert found_in(path) == (UNCERTAIN, {"not_judged"})
+
+
+# torch.save
+
+
+class Float8Tensor:
+    """Pickled as Transformer Engine's tensors are: by a method of the class, with codes and their scale."""
+
+    @classmethod
+    def made(cls, *args: Any) -> "Float8Tensor":
+        return cls()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        codes = torch.arange(9, dtype=torch.uint8).view(3, 3)
+        return Float8Tensor.made, (codes, torch.tensor([0.5]), torch.bfloat16, codes.shape)
+
+
+def test_an_object_made_by_a_method_of_its_class_can_be_read(tmp_path: Path) -> None:
+    torch.save({"weight": Float8Tensor()}, tmp_path / "state.pt")
+    with pytest.raises(torch_file.UnlistedClassError):
+        torch_file.read(tmp_path / "state.pt")
+    value = torch_file.read(tmp_path / "state.pt", trust=True).value
+    assert torch_file.instance(value["weight"], "Float8Tensor.made")
+    assert [header.dtype for _, header in torch_file.tensors_in(value)] == ["uint8", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (Float8Tensor(), {"not_judged"}),
+        (torch.ones(3, 3).to(torch.float8_e4m3fn), {"not_judged"}),
+        (torch.ones(9).bfloat16(), {"not_judged"}),
+    ],
+    ids=["Transformer Engine's", "torch's", "of another shape"],
+)
+def test_a_weight_of_zero_that_no_master_was_held_against_is_named(
+    weight: Any, expected: set[str], tmp_path: Path
+) -> None:
+    path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
+    change(path / MODEL, lambda value: value["module"].update({"w1.weight": weight}))
+    assert found_in(path) == (UNCERTAIN, expected)

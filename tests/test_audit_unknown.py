@@ -1,0 +1,182 @@
+"""What a reader of the audit could not see, and what it took for damage and is none, each with the damage beside it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit, find
+from every_checkpoint import EVERY, Place, put, tensors
+from test_audit import names
+from test_audit_coverage import change
+from test_audit_fp8 import found_in, masters, saved
+from upstream import run_json, tree
+
+NAN = torch.tensor([float("nan")]).numpy().tobytes()
+STEP_3 = "0.16, fully_reshardable"
+
+
+def copy_of(kind: str, to: Path) -> Path:
+    return Path(shutil.copytree(EVERY[kind].path, to / "checkpoint"))
+
+
+# Buckets in torch_dist
+
+
+def test_every_chunk_of_a_bucket_is_judged_but_for_what_lies_between_parameters(tmp_path: Path) -> None:
+    """They are of different sizes, and two can begin at the same multiple of theirs."""
+    path = copy_of("0.16, dp_reshardable", tmp_path)
+    parts = [place for place in tensors(path) if "bucket_idx" in place.name]
+    judged = [shard for shard in audit(path, workers=1).checkpoint.shards if not shard.has_rows]
+    assert sum(shard.numel * len(shard.streams) for shard in judged) == sum(place.numel for place in parts)
+    told = {place.first[0]: verdict_of(path, place) for place in parts}
+    assert {begin % 64 == 0: verdict for begin, verdict in told.items()} == {True: UNCERTAIN, False: WHOLE}
+    assert all((begin % 64 == 0) == (verdict == UNCERTAIN) for begin, verdict in told.items())
+
+
+def verdict_of(path: Path, place: Place) -> str:
+    before = place.path.read_bytes()
+    put(place, NAN, place.numel // 2)
+    found = audit(path, workers=1)
+    place.path.write_bytes(before)
+    assert names(found) <= {"odd_in_bucket"}
+    return found.verdict
+
+
+def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
+    """In a rank's part of one that is no longer than its padding could be."""
+    path = copy_of("0.7, zarr, buckets", tmp_path)
+    parts = [place for place in tensors(path) if "bucket_idx" in place.name]
+    assert {place.numel for place in parts} == {1024}
+    for place in parts:
+        assert verdict_of(path, place) == UNCERTAIN
+
+
+# How masters and weights are cut
+
+
+def without_the_shapes(path: Path) -> None:
+    """As megatron-core up to 0.8 writes the index."""
+    release = tree("megatron-core", "0.14.0")
+    assert run_json("strip_shapes", path / ".metadata", tree=release) > 10
+
+
+def test_flattened_states_are_held_against_the_weights_where_the_index_has_no_shapes(tmp_path: Path) -> None:
+    path = copy_of("0.14, torch_dist", tmp_path)
+    before = compared(path)
+    without_the_shapes(path)
+    assert (compared(path), found_in(path)) == (before, (WHOLE, set()))
+    place = next(place for place in tensors(path) if place.name.startswith("optimizer.state.fp32_param.module.down"))
+    put(place, torch.full((place.numel,), 0.5).numpy().tobytes())
+    assert found_in(path) == (DAMAGED, {"unrounded_master"})
+
+
+def compared(path: Path) -> set[str]:
+    shards = audit(path, workers=1).checkpoint.shards
+    return {shard.parameter for shard in shards if {"master", "weight"} <= shard.streams.keys()}
+
+
+def test_masters_that_are_cut_otherwise_than_their_weights_are_named(tmp_path: Path) -> None:
+    assert found_in(saved(tmp_path / "one", masters().bfloat16(), masters().T.contiguous())) == (
+        UNCERTAIN,
+        {"not_judged"},
+    )
+
+
+# What is not sharded
+
+
+def test_what_torch_dist_keeps_beside_its_shards_is_judged(tmp_path: Path) -> None:
+    """In fp16 the loss scale stands there."""
+    path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
+    change(path / "common.pt", lambda value: value["optimizer"].update(grad_scaler=torch.tensor([float("inf")])))
+    assert found_in(path) == (DAMAGED, {"not_finite"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_step_that_is_no_number_is_damage_and_no_defect_of_the_audit(value: float, tmp_path: Path) -> None:
+    path = copy_of("stage 2", tmp_path)
+    for place in tensors(path):
+        if place.name.endswith(".step"):
+            put(place, torch.tensor(value).numpy().tobytes())
+    report = audit(path, workers=1)
+    assert "unreadable" not in names(report)
+    assert (report.verdict == WHOLE) == (value == 1e30)
+
+
+# Damaged metadata
+
+
+@pytest.mark.parametrize("kind", ["0.14, zarr", STEP_3])
+@pytest.mark.parametrize(
+    ("config", "verdict", "expected"),
+    [
+        ("", DAMAGED, {"bad_metadata"}),
+        ("{}", DAMAGED, {"bad_metadata"}),
+        ('{"sharded_backend": "new"}', UNCERTAIN, {"not_read"}),
+    ],
+    ids=["empty", "without the format", "another format"],
+)
+def test_a_checkpoint_is_known_by_its_files_where_its_metadata_do_not_say_it(
+    kind: str, config: str, verdict: str, expected: set[str], tmp_path: Path
+) -> None:
+    """It was left out of the report on the folder above it."""
+    path = copy_of(kind, tmp_path)
+    (path / "metadata.json").write_text(config)
+    assert list(find(tmp_path)) == [path]
+    assert found_in(path) == (verdict, expected)
+
+
+def test_an_index_of_another_program_is_no_checkpoint_of_megatron(tmp_path: Path) -> None:
+    path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
+    (path / "metadata.json").unlink()
+    (path / "common.pt").unlink()
+    assert list(find(tmp_path)) == []
+
+
+def test_the_shape_of_an_array_without_end_is_damage(tmp_path: Path) -> None:
+    path = copy_of("0.14, zarr", tmp_path)
+    metadata = path / "module.norm.bias" / ".zarray"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "shape": [10**15]}))
+    assert found_in(path) == (DAMAGED, {"bad_metadata"})
+
+
+# ZeRO and universal checkpoints of tensor- and pipeline-parallel models
+
+
+@pytest.mark.parametrize("kind", ["sub-parameters, uneven", "pipeline and tensor parallel"])
+def test_a_rank_that_has_no_element_of_a_parameter_is_whole(kind: str) -> None:
+    assert found_in(EVERY[kind].path) == (WHOLE, set())
+
+
+PARALLEL = [
+    "pipeline and tensor parallel",
+    "sub-parameters, uneven",
+    "AutoTP's maps",
+    "tensor parallel, frozen weights",
+]
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_universal_checkpoint_has_what_all_ranks_have_together(kind: str) -> None:
+    assert found_in(EVERY[f"universal of {kind}"].path) == (WHOLE, set())
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_an_element_too_many_or_a_missing_moment_is_told_there_as_well(kind: str, tmp_path: Path) -> None:
+    path = copy_of(f"universal of {kind}", tmp_path)
+    file = next(path.glob("zero/*/exp_avg.pt"))
+    whole = file.read_bytes()
+    change(file, lambda value: value.update(param=torch.ones(value["param"].numel() + 1)))
+    assert found_in(path) == (DAMAGED, {"element_count"})
+    file.write_bytes(whole)
+    file.unlink()
+    assert found_in(path) == (DAMAGED, {"missing_array"})
+
+
+def test_a_universal_file_without_a_tensor_is_named(tmp_path: Path) -> None:
+    path = copy_of("universal of stage 2", tmp_path)
+    torch.save({"other": 1}, path / "zero" / "w1.weight" / "fp32.pt")
+    assert "not_judged" in names(audit(path, workers=1))
