@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_patches.audit import blocks
+from ckpt_patches.audit import blocks, quantized
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
 from ckpt_patches.formats import torch_file
 from test_audit import copied, names
@@ -132,6 +132,17 @@ def test_ordinary_weights_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", DEQUANTIZED)
 def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: Path) -> None:
     """As megatron-core saves them: as what they stand for, in the type of the others."""
+    path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
+    assert found_in(path) == (UNCERTAIN, {"not_judged"})
+
+
+@pytest.mark.parametrize("block", [128, 256, 512, 1000])
+@pytest.mark.parametrize("kind", ["one scale", "scales of blocks", "NVFP4"])
+def test_they_are_known_however_they_are_read(
+    kind: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of rows, and in several rows at once."""
+    monkeypatch.setattr(quantized, "BLOCK", block)
     path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
     assert found_in(path) == (UNCERTAIN, {"not_judged"})
 

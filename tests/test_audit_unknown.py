@@ -10,7 +10,7 @@ import torch
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit, find
 from every_checkpoint import EVERY, Place, put, tensors
 from test_audit import names
-from test_audit_coverage import change
+from test_audit_coverage import MODEL, change
 from test_audit_fp8 import found_in, masters, saved
 from upstream import run_json, tree
 
@@ -83,6 +83,18 @@ def test_masters_that_are_cut_otherwise_than_their_weights_are_named(tmp_path: P
         UNCERTAIN,
         {"not_judged"},
     )
+
+
+def test_a_weight_in_other_chunks_than_its_master_is_named(tmp_path: Path) -> None:
+    path = copy_of("0.14, zarr", tmp_path)
+    folder = path / "module.norm.bias"
+    metadata, data = json.loads((folder / ".zarray").read_text()), (folder / "0").read_bytes()
+    (folder / ".zarray").write_text(json.dumps({**metadata, "chunks": [6]}))
+    for number in range(2):
+        (folder / str(number)).write_bytes(data[12 * number : 12 * (number + 1)])
+    report = audit(path, workers=1)
+    (finding,) = [finding for finding in report.findings if finding.kind.name == "not_judged"]
+    assert (report.verdict, finding.array) == (UNCERTAIN, "module.norm.bias")
 
 
 # What is not sharded
@@ -174,6 +186,15 @@ def test_an_element_too_many_or_a_missing_moment_is_told_there_as_well(kind: str
     file.write_bytes(whole)
     file.unlink()
     assert found_in(path) == (DAMAGED, {"missing_array"})
+
+
+def test_a_buffer_of_integers_is_no_weight_of_a_master(tmp_path: Path) -> None:
+    """The converter makes fp32 of all that the model holds."""
+    path = copy_of("universal of stage 2", tmp_path)
+    (path / "zero" / "positions").mkdir()
+    torch.save({"param": torch.arange(64).float()}, path / "zero" / "positions" / "fp32.pt")
+    change(path / MODEL, lambda value: value["module"].update(positions=torch.arange(64)))
+    assert found_in(path) == (WHOLE, set())
 
 
 def test_a_universal_file_without_a_tensor_is_named(tmp_path: Path) -> None:

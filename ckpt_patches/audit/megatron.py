@@ -75,6 +75,19 @@ def check_siblings(found: Checkpoint, arrays: Iterable[str]) -> None:
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
 
 
+def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> None:
+    """The arrays of a parameter that are cut otherwise than its master, and held against nothing.
+
+    `cuts` has by role the array's name, and how it is cut.
+    """
+    if MASTER not in cuts:
+        return
+    detail = "cut otherwise than the master parameter: they were not held against each other"
+    for name, cut in cuts.values():
+        if cut != cuts[MASTER][1]:
+            found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+
+
 def set_common(found: Checkpoint, common: Any) -> None:
     """The optimizer's step and what else is said of the run in what is not sharded."""
     if not isinstance(common, dict):

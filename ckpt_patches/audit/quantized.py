@@ -6,6 +6,7 @@ significands, which only the scale can make many of: eight in fp8 (e4m3), two in
 too, as those of another model are not.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -46,10 +47,10 @@ def look(shard: Shard) -> Coarse | None:
     weight = shard.streams.get(WEIGHT)
     if weight is None or MASTER not in shard.streams or weight.dtype not in MOST_DIGITS or len(shard.shape) < 2:
         return None
-    left, rows = list(TYPES), _rows_at_once(shard.shape[-1])
+    row = shard.shape[-1]
+    left = [coarse for coarse in TYPES if coarse.group <= row]
     seen, smallest, near, total = np.empty(0, np.uint32), np.float32(np.inf), 0, 0
-    for begin in range(0, shard.numel, rows):
-        end = min(begin + rows, shard.numel)
+    for begin, end in _pieces(shard.numel, row):
         values = _values(shard, WEIGHT, begin, end)
         found = np.abs(values[values != 0])
         seen = np.union1d(seen, _digits(found[found >= SMALLEST[weight.dtype]], weight.dtype))
@@ -57,7 +58,7 @@ def look(shard: Shard) -> Coarse | None:
             coarse
             for coarse in left
             if (
-                _fit(values, weight.dtype, shard.shape[-1], coarse)
+                _fit(values, weight.dtype, min(row, end - begin), coarse)
                 if coarse.group
                 else len(seen) <= coarse.significands
             )
@@ -72,9 +73,14 @@ def look(shard: Shard) -> Coarse | None:
     return left[0]
 
 
-def _rows_at_once(row: int) -> int:
-    """Elements of as many whole rows as fill a block."""
-    return max(BLOCK // max(row, 1), 1) * max(row, 1)
+def _pieces(numel: int, row: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that are about as long as a block: whole rows, or parts of one that begin where groups do."""
+    rows = max(BLOCK // max(row, 1), 1) * row
+    step = BLOCK if row > BLOCK else max(rows, 1)
+    for first in range(0, numel, max(rows, 1)):
+        last = min(first + rows, numel)
+        for begin in range(first, last, step):
+            yield begin, min(begin + step, last)
 
 
 def _values(shard: Shard, role: str, begin: int, end: int) -> npt.NDArray[np.float32]:
@@ -90,8 +96,6 @@ def _digits(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint3
 
 def _fit(values: npt.NDArray[np.float32], dtype: str, row: int, coarse: Coarse) -> bool:
     """Whether no group of elements of a row has more significands than the type."""
-    if row < coarse.group:
-        return False
     width = -(-row // coarse.group) * coarse.group
     table = np.zeros((len(values) // row, width), np.float32)
     table[:, :row] = values.reshape(-1, row)

@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit import damages, torch_files
-from ckpt_patches.audit.checkpoint import MASTER, WEIGHT, Checkpoint, Extent, Owner, Record, Shard, Stream
+from ckpt_patches.audit.checkpoint import WEIGHT, Checkpoint, Extent, Owner, Record, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_config, check_siblings, is_bucket, set_common
+from ckpt_patches.audit.megatron import (
+    by_parameter,
+    check_config,
+    check_siblings,
+    is_bucket,
+    name_other_cuts,
+    set_common,
+)
 from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
@@ -70,10 +77,8 @@ class Chunked:
 
     def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
         """Of a shard; a flattened one's is the whole's by the number of fragments on each axis."""
-        if self.tensor.whole is None and len(offsets) == 1:
-            return self.tensor.chunks[offsets[0]]
         if self.tensor.whole is None:
-            return self.tensor.size
+            return self.tensor.chunks[offsets[0]]
         shape = tuple(n // parts for n, parts in zip(self.tensor.whole, self.tensor.size, strict=False))
         numel = sum(math.prod(self.tensor.chunks[at]) for at in offsets)
         return shape if math.prod(shape) == numel else (numel,)
@@ -179,34 +184,32 @@ def _shards(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> lis
     """The arrays of a parameter by shard, those together that have the same number of elements."""
     alike: dict[Key, dict[str, Stream]] = {}
     owners: dict[Key, tuple[Owner, ...]] = {}
-    cut = {role: _keys(chunked) for role, chunked in roles.items()}
-    if len(set(map(frozenset, cut.values()))) > 1:
-        if all(len(chunked.tensor.size) == 1 for chunked in roles.values()) and not is_bucket(parameter):
-            cut = {role: {("", chunked.tensor.size): sorted(chunked.tensor.chunks)} for role, chunked in roles.items()}
-        elif MASTER in roles and WEIGHT in roles:
-            detail = "cut otherwise than the model's weight, which it was not held against"
-            found.findings.append(Finding(damages.NOT_JUDGED, roles[MASTER].tensor.name, detail=detail))
+    paddings: set[Key] = set()
+    cut = _cut(roles)
+    name_other_cuts(found, {role: (chunked.tensor.name, frozenset(cut[role])) for role, chunked in roles.items()})
     for role, chunked in roles.items():
+        gaps = chunked.gaps()
         for key, offsets in cut[role].items():
             if all(at in chunked.extents for at in offsets):
                 extents = tuple(chunked.extents[at] for at in offsets)
                 alike.setdefault(key, {})[role] = Stream(chunked.tensor.name, chunked.tensor.dtype, extents)
+                paddings |= {key} if gaps & set(offsets) else set()
                 if len(offsets) > 1:
                     owners[key] = _owners(chunked.tensor, offsets)
-    gaps = {role: chunked.gaps() for role, chunked in roles.items()}
-    paddings = {key for role, own in cut.items() for key, offsets in own.items() if gaps[role] & set(offsets)}
+    has_rows = not is_bucket(parameter)
     return [
-        Shard(
-            parameter,
-            key[0],
-            key[1],
-            streams,
-            owners.get(key, ()),
-            has_rows=not is_bucket(parameter),
-            is_padding=key in paddings,
-        )
+        Shard(parameter, *key, streams, owners.get(key, ()), has_rows=has_rows, is_padding=key in paddings)
         for key, streams in alike.items()
     ]
+
+
+def _cut(roles: dict[str, Chunked]) -> dict[str, dict[Key, list[Offsets]]]:
+    """By role the chunks of each shard; arrays of one dimension that are cut in different ways are one shard each."""
+    cut = {role: _keys(chunked) for role, chunked in roles.items()}
+    tensors = [chunked.tensor for chunked in roles.values()]
+    if len(set(map(frozenset, cut.values()))) > 1 and {len(tensor.size) for tensor in tensors} == {1}:
+        return {role: {("", chunked.tensor.size): sorted(chunked.tensor.chunks)} for role, chunked in roles.items()}
+    return cut
 
 
 def _keys(chunked: Chunked) -> dict[Key, list[Offsets]]:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages, torch_files
+from ckpt_patches.audit import blocks, damages, torch_files
 from ckpt_patches.audit.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -123,7 +123,8 @@ def _shards(
         path, model = models[0]
         weight = (model.get("module") or {}).get(name)
         own = torch_files.stream(found, path, name, weight)
-        if own is not None and own.numel == numel:
+        # A buffer of integers is here in fp32, and no master.
+        if own is not None and own.numel == numel and blocks.is_number(own.dtype):
             streams[WEIGHT] = own
     return [Shard(name, "", next((shape for shape in shapes if math.prod(shape) == numel), (numel,)), streams)]
 

@@ -6,7 +6,14 @@ from pathlib import Path
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard, Stream
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.megatron import by_parameter, check_config, check_siblings, is_bucket, set_common
+from ckpt_patches.audit.megatron import (
+    by_parameter,
+    check_config,
+    check_siblings,
+    is_bucket,
+    name_other_cuts,
+    set_common,
+)
 from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
@@ -55,6 +62,7 @@ def _array(folder: Path, found: Checkpoint) -> Array | None:
 def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[Shard]:
     """The chunks of one parameter's arrays, put together where the arrays are cut alike."""
     shards = []
+    name_other_cuts(found, {role: (array.name, (array.shape, array.chunks)) for role, array in roles.items()})
     for grid in dict.fromkeys((array.shape, array.chunks) for array in roles.values()):
         alike = {role: array for role, array in roles.items() if (array.shape, array.chunks) == grid}
         for label in next(iter(alike.values())).labels():
