@@ -16,7 +16,8 @@ import universal
 from ckpt_patches.formats import stored_zip, torch_dist, torch_file
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
-from megatron_checkpoints import Configuration, written
+from megatron_checkpoints import ZARR, Configuration, written
+from test_audit import TORCH, TORCH_DIST
 from test_audit_coverage import experts
 from zero_checkpoints import trained
 
@@ -66,15 +67,15 @@ MEGATRON = {
     "0.7, torch": megatron("0.7.0", "torch", BUCKETS),
     "0.12, zarr": megatron("0.12.0", "zarr", MODEL_SPACE),
     "0.12, zarr, buckets": megatron("0.12.0", "zarr", BUCKETS),
-    "0.14, zarr": megatron("0.14.0", "zarr", MODEL_SPACE, default=True),
+    "0.14, zarr": Kind(lambda: written(ZARR).whole[-1], default=True),
     "0.14, zarr, fp16": megatron("0.14.0", "zarr", MODEL_SPACE, dtype="fp16"),
     "0.14, zarr, tensor parallel": megatron("0.14.0", "zarr", MODEL_SPACE, tp=2),
     "0.14, zarr, buckets": megatron("0.14.0", "zarr", BUCKETS),
     "0.14, zarr, gathered": megatron("0.14.0", "zarr", GATHERED),
-    "0.14, torch_dist": megatron("0.14.0", "torch_dist", MODEL_SPACE, default=True),
+    "0.14, torch_dist": Kind(lambda: written(TORCH_DIST).whole[-1], default=True),
     "0.14, torch_dist, tensor parallel": megatron("0.14.0", "torch_dist", MODEL_SPACE, tp=2),
     "0.14, torch_dist, gathered": megatron("0.14.0", "torch_dist", GATHERED),
-    "0.14, torch": megatron("0.14.0", "torch", MODEL_SPACE, default=True),
+    "0.14, torch": Kind(lambda: written(TORCH).whole[-1], default=True),
     "0.15, torch_dist": megatron("0.15.3", "torch_dist", MODEL_SPACE),
     "0.15, dp_reshardable": megatron("0.15.3", "torch_dist", "dp_reshardable"),
     "0.15, fully_reshardable": megatron("0.15.3", "torch_dist", "fully_reshardable"),

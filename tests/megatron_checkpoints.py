@@ -66,7 +66,8 @@ def written(configuration: Configuration) -> Written:
         lost = run_json("megatron_saving", out, *configuration.options(), tree=release)
         (out / "lost.json").write_text(json.dumps(lost))
 
-    out = shared.once(f"megatron-{configuration}", write)
+    name = f"megatron-{configuration}-{configuration.iterations}-{configuration.races}"
+    out = shared.once(name, write)
     raced = {
         out / race: {
             what: {array: [(begin, end) for begin, end in ranges] for array, ranges in by_array.items()}

@@ -87,9 +87,10 @@ class Checkpoint:
             return own if len(self.models) == 1 else None
         if self.is_zero:
             mp = mp_of(place)
+            is_stage_3 = any(path.name.startswith("zero_pp_rank") for path in self.models)
             has_experts = any("expert" in path.name for path in self.models)
             own = next((p for (at, name), p in self._of_zero() if at == mp and name in self._trained(p)), None)
-            return None if has_experts else own
+            return None if has_experts or is_stage_3 else own
         return self.weights.get(re.sub(r"^optimizer\.state\.\w+\.", "", str(self.parameter(place))))
 
     def is_compared(self, place: Place) -> bool:
@@ -155,6 +156,8 @@ class Checkpoint:
             rounded = [torch.from_numpy(found).float().to(dtype).float().numpy() for found in (before, after)]
             return bool((is_meant & (rounded[0] != rounded[1])).any())
         others = self.states[key_of(place)]
+        if not {AVG, SQ} <= others.keys():  # a frozen weight's
+            return False
         avg, sq = (values(others[one].dtype, self.data[others[one]]) for one in (AVG, SQ))
         is_moving = zeroed & (np.abs(avg[: place.numel]) > LARGE) & (sq[: place.numel] > 0)
         return bool(is_moving.any()) if role == MASTER else longest_run(is_moving, ranges) >= RUN
@@ -193,6 +196,8 @@ def role_of(place: Place) -> str:
     """Of the optimizer's states; empty for all other tensors."""
     if place.path.parent.parent.name == "zero":
         return {"fp32.pt": MASTER, "exp_avg.pt": AVG, "exp_avg_sq.pt": SQ}.get(place.path.name, "")
+    if place.path.parent.name == "zero":  # a copy of a rank's groups beside a universal checkpoint's parameters
+        return ""
     name = re.sub(r"/[\d.]+$", "", place.name)
     found = re.search(r"^optimizer\.state\.(fp32_param|param|exp_avg_sq|exp_avg)\.", name)
     found = found or re.search(r"\b(fp32_flat_groups|single_partition_of_fp32_groups)\.\d+$", name)

@@ -197,6 +197,15 @@ def test_a_buffer_of_integers_is_no_weight_of_a_master(tmp_path: Path) -> None:
     assert found_in(path) == (WHOLE, set())
 
 
+def test_what_a_universal_checkpoint_holds_beside_its_parameters_is_judged(tmp_path: Path) -> None:
+    """At stage 3 the optimizer's state, with a step for each group."""
+    path = copy_of("universal of stage 2", tmp_path)
+    torch.save(
+        {"optimizer_state_dict": {"state": {0: {"step": torch.tensor(float("nan"))}}}}, path / "zero" / "other.pt"
+    )
+    assert found_in(path) == (DAMAGED, {"not_finite"})
+
+
 def test_a_universal_file_without_a_tensor_is_named(tmp_path: Path) -> None:
     path = copy_of("universal of stage 2", tmp_path)
     torch.save({"other": 1}, path / "zero" / "w1.weight" / "fp32.pt")

@@ -42,6 +42,7 @@ def read(path: Path) -> Checkpoint:
     if frozen:
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
     steps = [step for name in parameters if (step := _step(found, name)) is not None]
+    _read_others(found, parameters)
     found.step = last_step(steps)
     return found
 
@@ -70,6 +71,15 @@ def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
         found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
     values = [(path, torch_files.read(path, found)) for path in paths]
     return [(path, value) for path, value in values if isinstance(value, dict)]
+
+
+def _read_others(found: Checkpoint, parameters: list[str]) -> None:
+    """What is no model's and no parameter's state: at stage 3 the optimizer's, and whatever else was saved."""
+    known = {universal.state_file(name, key) for name in parameters for key in (*STATES.values(), "step")}
+    for path in sorted(found.path.rglob("*.pt")):
+        name = str(path.relative_to(found.path))
+        if name not in known and not MODEL.fullmatch(name) and not name.startswith("tmp/"):
+            torch_files.read(path, found)
 
 
 def _step(found: Checkpoint, name: str) -> float | None:
