@@ -145,6 +145,7 @@ IN_PARTS = {
     "reshardable_padding_flag": "0.14.0 0.16.1",
     "reshardable_padding_save": "0.14.0 0.19.2",
     "fully_reshardable_shift": "0.19.2",
+    "async_save_staging": "0.12.0 0.19.2",
     "sharding_type_default": "0.19.2",
     "hybrid_offload_reload": "0.14.0 0.19.2",
     "hybrid_offload_resume": "0.14.0 0.19.2",

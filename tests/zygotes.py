@@ -42,6 +42,7 @@ DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
 IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
+            "async_saving",
             "empty_state",
             "exact_resume",
             "hybrid_reload",

@@ -19,6 +19,7 @@ FIXES = {
     "reshardable_padding_flag": ("megatron.core.optimizer.distrib_optimizer",),
     "reshardable_padding_save": ("megatron.core.optimizer.distrib_optimizer",),
     "fully_reshardable_shift": ("megatron.core.optimizer.distrib_optimizer",),
+    "async_save_staging": ("megatron.core.dist_checkpointing.strategies.async_utils",),
     "sharding_type_default": (
         "megatron.core.optimizer.distrib_optimizer",
         "megatron.core.dist_checkpointing.mapping",

@@ -1,0 +1,173 @@
+"""Save asynchronously with the real megatron-core, and do meanwhile what a training does, or what a machine does to it.
+
+Prints a line of JSON.
+
+    async_saving.py OUT held      whether a forked writer's staged tensors are held while it writes, and after
+    async_saving.py OUT stepped   what a persistent worker has saved of a CPU tensor that a step changes while it writes
+    async_saving.py OUT killed    what a save says whose persistent worker is killed while it writes
+    async_saving.py OUT gone      ... while it stages
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_training as mt
+
+NUMEL = 5000
+PATIENCE = 4  # seconds after the end of a worker: who waits longer waits for ever
+HELD = 60  # seconds that a writer waits for its sign, at most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("what", choices=["held", "stepped", "killed", "gone"])
+    options = parser.parse_args()
+    mt.spawn(worker, 1, options)
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    found = {"held": held, "stepped": stepped, "killed": killed, "gone": gone}[options.what](options.out)
+    print(json.dumps(found), flush=True)
+    if options.what in ("killed", "gone"):  # without the fix the end of the interpreter would wait as well
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(0)
+
+
+def wait_for(sign: Path) -> None:
+    deadline = time.monotonic() + HELD
+    while not sign.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def write_when_told(sign: Path, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    wait_for(sign)
+    write(*arguments, **keywords)
+
+
+def ignore(*arguments: Any) -> None:
+    """A writer that writes nothing."""
+
+
+class Staged(list[torch.Tensor]):
+    """A list that can be watched."""
+
+
+def held(out: Path) -> dict[str, bool]:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+    watched = []
+
+    def stage() -> Staged:
+        staged = Staged([torch.ones(NUMEL)])
+        watched.append(weakref.ref(staged))
+        return staged
+
+    calls, sign = AsyncCallsQueue(), out.with_suffix(".go")
+    calls.schedule_async_request(
+        AsyncRequest(partial(write_when_told, sign, ignore), (0, None, 0), [], preload_fn=stage)
+    )
+    gc.collect()
+    while_writing = watched[0]() is not None
+    sign.touch()
+    calls.maybe_finalize_async_calls(blocking=True)
+    gc.collect()
+    return {"while writing": while_writing, "after": watched[0]() is not None}
+
+
+def request(tensor: torch.Tensor, out: Path) -> Any:
+    """Staged as Megatron's writer does; what is written is that of the worker."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    buckets: list[Any] = [(str(out), "0", ([], [("item", tensor)]))]
+    stage = partial(FileSystemWriterAsync.preload_tensors, buckets, True)
+    return AsyncRequest(write, (str(out), buckets, 0), [], preload_fn=stage)
+
+
+def write(out: str, buckets: Any, _: int) -> None:
+    ((_, _, (_, ((_, tensor),))),) = buckets
+    torch.save(tensor, out)
+
+
+def schedule(asked: Any, sign: Path) -> Any:
+    """By a persistent worker, whose writing waits for a sign."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    calls = AsyncCallsQueue(persistent=True)
+    calls.schedule_async_request(asked._replace(async_fn=partial(write_when_told, sign, asked.async_fn)))
+    return calls
+
+
+def stepped(out: Path) -> dict[str, int]:
+    tensor, sign = torch.zeros(NUMEL), out.with_suffix(".go")
+    calls = schedule(request(tensor, out), sign)
+    tensor.add_(1)
+    sign.touch()
+    calls.maybe_finalize_async_calls(blocking=True)
+    calls.close()
+    return {"elements of the next step": int(torch.load(out).sum())}
+
+
+def killed(out: Path) -> dict[str, str]:
+    calls = schedule(request(torch.zeros(NUMEL), out), out.with_suffix(".go"))
+    os.kill(worker_of(calls).pid, signal.SIGKILL)
+    return {"said": said(calls, lambda: calls.maybe_finalize_async_calls(blocking=True))}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gone(out: Path) -> dict[str, str]:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    calls = AsyncCallsQueue(persistent=True)
+    asked = request(torch.zeros(NUMEL), out)._replace(preload_fn=die)
+    return {"said": said(calls, lambda: calls.schedule_async_request(asked))}
+
+
+def worker_of(calls: Any) -> Any:
+    return calls._get_async_caller().process
+
+
+def said(calls: Any, call: Callable[[], object]) -> str:
+    """Nothing, the error of a call, or that it waits on after the worker's end."""
+    signal.signal(signal.SIGALRM, interrupt)
+    threading.Thread(target=set_alarm_at_end_of_worker, args=[calls], daemon=True).start()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    return ""
+
+
+def set_alarm_at_end_of_worker(calls: Any) -> None:
+    while worker_of(calls) is None:
+        time.sleep(0.05)
+    multiprocessing.connection.wait([worker_of(calls).sentinel])
+    signal.alarm(PATIENCE)
+
+
+def interrupt(*_: object) -> None:
+    raise TimeoutError("waits")
+
+
+if __name__ == "__main__":
+    main()
