@@ -86,6 +86,24 @@ def test_a_removal_leaves_room_for_insertions_on_both_sides() -> None:
     assert edited("a = 1\n\nb = 2\n", edit) == "a = 1\nx = 1\ny = 2\n"
 
 
+def test_several_statements_are_replaced_with_the_comments_between_them() -> None:
+    text = (
+        "def f():\n    # above\n    a = 1\n    # between\n    for b in a:\n        c()  # in it\n    # below\n    g()\n"
+    )
+    made = source(text)
+    first, last, _ = made.function("f").body
+    made.replace_from_to(first, last, "c = 2\nd = 3")
+    assert made.edited().decode() == "def f():\n    # above\n    c = 2\n    d = 3  # in it\n    # below\n    g()\n"
+
+
+def test_several_statements_are_not_replaced_where_a_neighbour_shares_their_line() -> None:
+    for text in ("if x: a = 1\n", "def f():\n    b = 0; a = 1\n", "def f():\n    a = 1; b = 0\n"):
+        made = source(text)
+        statement = made.one("a = 1")
+        with pytest.raises(NoMatch):
+            made.replace_from_to(statement, statement, "c = 2")
+
+
 def test_a_keyword_goes_behind_the_last_argument() -> None:
     assert "y=2, z=3)" not in TEXT
     changed = edited("f(1, a=2)\n", lambda s: s.add_keyword(s.one("f(...)"), "z", "3"))

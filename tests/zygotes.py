@@ -49,6 +49,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "lean_gather",
             "megatron_saving",
             "padded_saving",
+            "param_groups",
             "shifted_saving",
         ),
         MEGATRON,

@@ -24,6 +24,7 @@ FIXES = {
         "megatron.core.optimizer.distrib_optimizer",
         "megatron.core.dist_checkpointing.mapping",
     ),
+    "resume_param_groups": ("megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"),
     "hybrid_offload_reload": (
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.distrib_optimizer",

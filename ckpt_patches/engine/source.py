@@ -225,6 +225,15 @@ class Source:
             self._end_of_line(node)
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
+    def replace_from_to(self, first: ast.stmt, last: ast.stmt, text: str) -> None:
+        """Put statements, written without indentation, in place of those from `first` to `last` of one block.
+
+        The comments between them go as well. Raises NoMatch unless they stand on lines of their own.
+        """
+        self._check_begins_line(first)
+        self._end_of_line(last)
+        self._edit(self._span(first)[0], self._span(last)[1], self._indented(text, self._indent(first)))
+
     def remove(self, statement: ast.stmt) -> None:
         """Take a statement out, with the line breaks in front of it and a comment behind it. One above it stays.
 

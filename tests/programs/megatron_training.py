@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import fake_gpu
@@ -23,7 +23,9 @@ Model = Any
 Optimizer = Any
 
 
-def spawn(worker: Callable[..., None], ranks: int, *args: object, tensor_parallel: int = 1) -> None:
+def spawn(
+    worker: Callable[..., None], ranks: int, *args: object, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> None:
     """Run `worker(rank, *args)` on that many processes with a Gloo group and Megatron's parallel state.
 
     The ranks are forked from this process, so the packages are imported once.
@@ -35,7 +37,10 @@ def spawn(worker: Callable[..., None], ranks: int, *args: object, tensor_paralle
     port = os.environ.get("MASTER_PORT", "29571")
     torch.set_num_threads(1)
     torch.multiprocessing.start_processes(
-        _start, (worker, ranks, port, tensor_parallel, *args), nprocs=ranks, start_method="fork"
+        _start,
+        (worker, ranks, port, (tensor_parallel, pipeline_parallel), *args),
+        nprocs=ranks,
+        start_method="fork",
     )
 
 
@@ -47,7 +52,9 @@ def fork_keeper_of_results() -> None:
         filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
-def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, tensor_parallel: int, *args: object) -> None:
+def _start(
+    rank: int, worker: Callable[..., None], ranks: int, port: str, parallel: tuple[int, int], *args: object
+) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
@@ -57,7 +64,7 @@ def _start(rank: int, worker: Callable[..., None], ranks: int, port: str, tensor
     dist.init_process_group("cpu:gloo,cuda:nccl" if REAL_GPU else "gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+    parallel_state.initialize_model_parallel(*parallel)
     without_transformer_engine()
     try:
         worker(rank, *args)
@@ -91,11 +98,14 @@ def build(
     fp16: bool = False,
     bucket_size: int | None = None,
     make_model: Callable[[Any, torch.dtype, bool], Model] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Callable[[Any], Any] | None = None,
 ) -> tuple[Model, Optimizer]:
     """The model under Megatron's DDP, and its distributed optimizer.
 
     `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps a parameter in fp32.
-    All parameters are in one bucket, unless `bucket_size` says how many elements make one.
+    All parameters are in one bucket, unless `bucket_size` says how many elements make one. `settings` are more of the
+    optimizer's configuration, of which `overrides` makes those of single parameters (since 0.16).
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -104,7 +114,7 @@ def build(
     config = transformer_config(dtype)
     torch.manual_seed(1)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=(settings or {}).get("use_distributed_optimizer", True),
         overlap_grad_reduce=bucket_size is not None,  # there are no buckets without
         grad_reduce_in_fp32=True,
         bucket_size=bucket_size,
@@ -148,7 +158,9 @@ def build(
         if native_fp32:
             # A shard of an fp32 parameter is a view of it, which torch's optimizers take as a leaf only then.
             stack.enter_context(torch.no_grad())
-        return model, get_megatron_optimizer(OptimizerConfig(**options), [model])
+        chosen = OptimizerConfig(**{**options, **(settings or {})})
+        more = {"config_overrides": overrides(chosen)} if overrides else {}
+        return model, get_megatron_optimizer(chosen, [model], **more)
 
 
 @contextlib.contextmanager

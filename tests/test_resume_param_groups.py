@@ -1,0 +1,334 @@
+"""resume_param_groups: each param group of the real megatron-core resumes with the settings that were saved for it."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edits
+from megatron.patches.resume_param_groups import _pair_param_groups
+from upstream import DELIVERIES, numbers, releases, run_json, tree
+
+FIX = "resume_param_groups"
+OPTIMIZER = "megatron.core.optimizer.optimizer"
+DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+VERSIONS = releases("megatron-core")
+NEWEST = "0.19.2"
+WITH_COLLISIONS = "0.18.2"
+
+Run = dict[str, Any]
+
+# What a run is started with that saves a checkpoint, and the one that loads it: each resumes as it was saved.
+SAME: dict[str, tuple[Run, Run]] = {
+    "plain": ({}, {}),
+    "decoupled": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 1e-4}),
+    "mup": ({"mup": True}, {"mup": True}),
+    "new_lr": ({}, {"lr": 5e-4, "keep": "checkpoint"}),
+    "new_lr_decoupled": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 2e-4, "lr": 5e-4, "keep": "checkpoint"}),
+    # The new rate is what the old one of the embedding was.
+    "exchanged": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 1e-5, "lr": 1e-4, "keep": "checkpoint"}),
+}
+
+
+def cases(version: str) -> list[str]:
+    return [name for name in SAME if name != "mup" or numbers(version) >= (0, 18)]
+
+
+def resumes(
+    version: str, saved_by: str, loaded_by: str, folder: Path, names: list[str], *options: str, loading: str = ""
+) -> dict[str, list[str]]:
+    """What does not resume as it was saved, by case: groups, by parameters and rank, or an error."""
+    saves = [{"do": "save", "name": name, **SAME[name][0]} for name in names]
+    loads = [{"do": "load", "name": name, **SAME[name][1]} for name in names]
+    if (saved_by, loading or version) == (loaded_by, version):
+        found = programs(version, saved_by, folder, [*saves, *loads], *options)
+        saved, loaded = found[: len(names)], found[len(names) :]
+    else:
+        saved = programs(version, saved_by, folder, saves, *options)
+        loaded = programs(loading or version, loaded_by, folder, loads, *options)
+    return {name: differences(*pair) for name, *pair in zip(names, saved, loaded, strict=True)}
+
+
+def programs(
+    version: str, delivery: str, folder: Path, runs: list[Run], *options: str, fixes: Sequence[str] = ()
+) -> Any:
+    """What each run found, by rank, in the format that has the groups of the first rank for all."""
+    root = tree("megatron-core", version)
+    format_ = "fully_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_model_space"
+    if numbers(version) < (0, 8):
+        format_ = "dp_zero_gather_scatter"
+    of_all = ("--format", format_, *options)
+    return run_json("param_groups", folder, *map(json.dumps, runs), *of_all, tree=root, delivery=delivery, fixes=fixes)
+
+
+def differences(saved: list[Any], loaded: list[Any]) -> list[str]:
+    assert not [found["error"] for found in saved if "error" in found]
+    wrong = []
+    for rank, (right, found) in enumerate(zip(saved, loaded, strict=True)):
+        if "error" in found:
+            wrong.append(found["error"])
+            continue
+        for moment in ("now", "end"):
+            assert found[moment].keys() == right[moment].keys()
+            wrong += [
+                f"{rank}/{names}/{moment}" for names in right[moment] if found[moment][names] != right[moment][names]
+            ]
+    return wrong
+
+
+# What upstream loads otherwise than it was saved, by release.
+SECOND_STAGE = ["1/a.weight,a.bias,b.bias/now", "1/a.weight,a.bias,b.bias/end", "1/b.weight/now", "1/b.weight/end"]
+
+
+def stages(version: str, saved_by: str, loaded_by: str, folder: Path) -> list[str]:
+    """Of two pipeline stages with their groups in another order, what does not resume as it was saved."""
+    optimizers = ["distributed"] if numbers(version) >= (0, 8) else ["float16"]  # it shares the groups since 0.8
+    if numbers(version) == (0, 12, 0):
+        optimizers.append("float16")
+    wrong = []
+    for optimizer in optimizers:
+        options = ("--stages", "--optimizer", optimizer)
+        wrong += resumes(version, saved_by, loaded_by, folder / optimizer, ["plain"], *options)["plain"]
+    return wrong
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_upstream_gives_a_group_the_settings_of_another_or_dies(
+    version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    if numbers(version) < (0, 14):
+        assert set(stages(version, delivery, delivery, tmp_path)) == set(SECOND_STAGE)
+        return
+    found = resumes(version, delivery, delivery, tmp_path, cases(version))
+    assert found["plain"] == []
+    if numbers(version) < (0, 16):
+        assert set(map(tuple, found.values())) == {()}
+        record_property("compat", "no bug")
+    elif numbers(version) < (0, 19):
+        assert found["decoupled"] == ["0/c.weight/now", "0/c.weight/end"]
+        assert found.get("mup", ["0/a.weight/now", "0/a.weight/end"]) == ["0/a.weight/now", "0/a.weight/end"]
+    else:
+        assert found["decoupled"] == found["mup"] == []
+        assert found["new_lr"] == ["KeyError: (None, 0.0005, 5e-05, None, None, 1.0, 1.0, False, False)"]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_group_resumes_as_it_was_saved(version: str, delivery: str, tmp_path: Path) -> None:
+    found = resumes(version, delivery, delivery, tmp_path, cases(version))
+    assert found == {name: [] for name in cases(version)}
+    assert stages(version, delivery, delivery, tmp_path) == []
+
+
+@pytest.mark.parametrize(("version", "bug"), [("0.12.0", "stages"), (WITH_COLLISIONS, "decoupled")])
+def test_the_fix_is_in_the_load_alone(version: str, bug: str, tmp_path: Path) -> None:
+    """A checkpoint that a run without it has saved loads right, and one that a run with it has saved is the same."""
+
+    def wrong(saved_by: str, loaded_by: str) -> list[str]:
+        folder = tmp_path / f"{saved_by} {loaded_by}"
+        if bug == "stages":
+            return stages(version, saved_by, loaded_by, folder)
+        return resumes(version, saved_by, loaded_by, folder, [bug])[bug]
+
+    assert wrong("none", "hook") == []
+    assert wrong("hook", "none") == wrong("none", "none") != []
+
+
+@pytest.mark.parametrize("newer", ["0.16.1", NEWEST])
+def test_a_checkpoint_of_an_older_release_with_decoupled_rates(newer: str, tmp_path: Path) -> None:
+    """Up to 0.15 a group says `is_decoupled_lr`, later ones `default_config`."""
+    names = ["decoupled", "new_lr_decoupled"]
+    upstreams = resumes("0.15.3", "none", "none", tmp_path / "none", names, loading=newer)
+    assert all(wrong != [] for wrong in upstreams.values())
+    assert resumes("0.15.3", "none", "hook", tmp_path / "hook", names, loading=newer) == {name: [] for name in names}
+
+
+def test_a_resume_with_rates_of_a_group_that_has_another_says_so(tmp_path: Path) -> None:
+    runs: list[Run] = [
+        {"do": "save", "name": "x"},
+        *({"do": "load", "name": "x", "lr": lr, "keep": "checkpoint"} for lr in (1e-3, 5e-4)),
+    ]
+    _, same, new = programs(NEWEST, "hook", tmp_path, runs)
+    assert same[0]["warnings"] == []
+    assert len(new[0]["warnings"]) == 2
+    assert "with wd_mult 1.0, lr_mult 1.0, max_lr 0.0005, min_lr 5e-05, eps" in new[0]["warnings"][0]
+    assert "settings saved for wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps" in new[0]["warnings"][0]
+
+
+def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_path: Path) -> None:
+    """Decoupled rates are turned on: the embedding's group is new. Upstream goes on at the main rate, or dies."""
+    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", "decoupled_lr": 1e-4}]
+    _, ((found,)) = programs(NEWEST, "hook", tmp_path, runs)
+    assert found["error"].splitlines()[1:-1] == [
+        "  0: wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08",
+        "  1: wd_mult 0.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08",
+        "and in this run, with the number of the saved group",
+        "  wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 0",
+        "  wd_mult 1.0, lr_mult 1.0, max_lr 0.0001, min_lr 1e-05, eps 1e-08, a rate of its own: cannot be told",
+        "  wd_mult 0.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 1",
+    ]
+
+
+def test_what_an_unpatched_resume_has_saved_goes_on_as_it_was_and_is_told(tmp_path: Path) -> None:
+    """All weights train on at the embedding's rate there, and the checkpoint says so."""
+    decoupled = {"decoupled_lr": 1e-4}
+    runs: list[Run] = [
+        {"do": "save", "name": "x", **decoupled},
+        {"do": "load", "name": "x", "resave": "y", **decoupled},
+    ]
+    _, damaged = programs(WITH_COLLISIONS, "none", tmp_path, runs)
+    (loaded,) = programs(WITH_COLLISIONS, "hook", tmp_path, [{"do": "load", "name": "y", **decoupled}])
+    assert differences(damaged, loaded) == []
+    (warning,) = loaded[0]["warnings"]
+    assert "max_lr 0.001" in warning.partition("resumes with")[0]
+    assert "max_lr 0.0001" in warning.partition("resumes with")[2]
+
+
+@pytest.mark.parametrize(
+    ("version", "module", "old", "new"),
+    [
+        ("0.12.0", OPTIMIZER, "self.optimizer.load_state_dict(state_dict)", "self.inner.load_state_dict(state_dict)"),
+        ("0.12.0", DISTRIB_OPTIMIZER, "for idx, group in enumerate(", "for group, idx in enumerate("),
+        (NEWEST, OPTIMIZER, "loaded_groups_map", "groups_by_key"),
+        (NEWEST, OPTIMIZER, "return final_groups", "return list(final_groups)"),
+        (NEWEST, DISTRIB_OPTIMIZER, "param_groups_map = {}", "param_groups_map = dict()"),
+        (NEWEST, DISTRIB_OPTIMIZER, "from .optimizer import", "from megatron.core.optimizer.optimizer import"),
+        (
+            NEWEST,
+            DISTRIB_OPTIMIZER,
+            "class DistributedOptimizer",
+            "KEYS = param_group_identifier_keys\n\n\nclass DistributedOptimizer",
+        ),
+    ],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, version: str, module: str, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", version), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, module, old, new)
+
+
+# The pairing itself. Each of these is one group; kinds are their own.
+
+KINDS = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([1.0, 0.1]), st.booleans())
+RATES = st.tuples(st.sampled_from([1e-2, 1e-3, 1e-4]), st.sampled_from([0.0, 1e-5]))
+
+
+def group(kind: tuple[float, float, bool], own_rate: bool, rates: tuple[float, float]) -> dict[str, Any]:
+    wd_mult, lr_mult, is_expert_parallel = kind
+    return {
+        "wd_mult": wd_mult,
+        "lr_mult": lr_mult,
+        "is_expert_parallel": is_expert_parallel,
+        "is_decoupled_lr": False,
+        "default_config": not own_rate,
+        "max_lr": rates[0],
+        "min_lr": rates[1],
+        "params": [],
+    }
+
+
+TRAITS = st.lists(st.tuples(KINDS, st.booleans(), RATES), min_size=1, max_size=6, unique=True)
+
+
+def scaled(groups: list[dict[str, Any]], factor: float) -> list[dict[str, Any]]:
+    """As a new learning rate makes them."""
+    return [{**one, "max_lr": factor * one["max_lr"], "min_lr": factor * one["min_lr"]} for one in groups]
+
+
+def shuffled(data: st.DataObject, groups: list[dict[str, Any]]) -> tuple[list[int], list[dict[str, Any]]]:
+    order = data.draw(st.permutations(range(len(groups))))
+    return order, [groups[index] for index in order]
+
+
+@given(data=st.data(), traits=TRAITS, factor=st.sampled_from([1.0, 0.3, 0.1, 10.0]), more=st.integers(0, 2))
+def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
+    data: st.DataObject, traits: list[Any], factor: float, more: int
+) -> None:
+    """Those whose kind and rate are the ordinary one, or their own, and which differ in the rates alone among these."""
+    groups = [group(*one) for one in traits]
+    different = len({one[:2] for one in traits}) == len(traits)
+    order, saved = shuffled(data, groups)
+    if factor == 1.0 or different:
+        expected = [order.index(index) for index in range(len(groups))]
+        assert _pair_param_groups(scaled(groups, factor), saved) == expected
+
+
+@given(traits=TRAITS, factor=st.sampled_from([0.1, 1.0, 3.0]))
+def test_a_run_that_loads_its_own_groups_changes_nothing(traits: list[Any], factor: float) -> None:
+    """As every load of a sharded format does first, with groups that are the same as well."""
+    groups = scaled([group(*one) for one in [*traits, *traits[:2]]], factor)
+    assert _pair_param_groups(groups, groups) == list(range(len(groups)))
+
+
+@given(ours=TRAITS, theirs=TRAITS, data=st.data())
+def test_a_saved_group_goes_to_one_of_its_kind_once_or_nothing_is_paired(
+    ours: list[Any], theirs: list[Any], data: st.DataObject
+) -> None:
+    saved = [group(*one) for one in theirs]
+    current = [group(*one) for one in ours]
+    try:
+        pairs = _pair_param_groups(current, saved)
+    except ValueError:
+        return
+    assert len(set(pairs)) == len(pairs) == len(current)
+    assert [theirs[index][0] for index in pairs] == [kind for kind, *_ in ours]
+    for own, index in zip(ours, pairs, strict=True):
+        assert own not in theirs or theirs[index] == own
+
+
+ORDINARY, NO_DECAY = (1.0, 1.0, False), (0.0, 1.0, False)
+MAIN, EMBEDDING = group(ORDINARY, False, (1e-3, 1e-4)), group(ORDINARY, True, (1e-4, 1e-5))
+BIASES = group(NO_DECAY, False, (1e-3, 1e-4))
+
+
+def test_several_groups_with_rates_of_their_own_keep_their_order() -> None:
+    saved = [group(ORDINARY, True, rates) for rates in ((1e-2, 1e-3), (1e-4, 1e-5), (1e-3, 1e-4))]
+    assert _pair_param_groups(scaled([saved[2], saved[0], saved[1]], 0.5), saved) == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("current", "saved"),
+    [
+        ([MAIN, BIASES], [BIASES]),
+        ([EMBEDDING, BIASES], [MAIN, BIASES]),  # up to 0.13.1: the first stage has no such group
+        ([MAIN, EMBEDDING], [MAIN, BIASES]),
+        # two saved groups for one, at other rates than both
+        ([group(ORDINARY, True, (2.0, 1.0))], [group(ORDINARY, True, (3.0, 1.0)), group(ORDINARY, True, (4.0, 1.0))]),
+        # two of this run at one rate, and two in the checkpoint
+        ([group(ORDINARY, True, (2.0, 1.0))] * 2, [group(ORDINARY, True, (n, 1.0)) for n in (3.0, 4.0)]),
+        ([{**MAIN, "wd_mult": 0.5}], [MAIN]),
+        ([MAIN], [group((1.0, 1.0, True), False, (1e-3, 1e-4))]),
+    ],
+)
+def test_what_cannot_be_told_is_an_error(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="Cannot tell whose settings a param group resumes with"):
+        _pair_param_groups(current, saved)
+
+
+def test_a_saved_group_that_this_run_does_not_have_is_left() -> None:
+    assert _pair_param_groups([MAIN, BIASES], [BIASES, EMBEDDING, MAIN]) == [2, 0]
+
+
+def test_names_of_nemo_and_of_older_releases() -> None:
+    nemo = [{"pre_wd_mult": one["wd_mult"], "pre_lr_mult": 1.0, "max_lr": one["max_lr"]} for one in (MAIN, BIASES)]
+    assert _pair_param_groups([BIASES, MAIN], nemo) == [1, 0]
+    older = [{key: value for key, value in one.items() if key != "default_config"} for one in (MAIN, EMBEDDING)]
+    older[1]["is_decoupled_lr"] = True
+    assert _pair_param_groups(scaled([EMBEDDING, MAIN], 0.1), older) == [1, 0]
+
+
+def test_a_checkpoint_that_does_not_say_whose_a_rate_is() -> None:
+    """As main's between 7d3f4a0122 and 41cedd6277."""
+    saved = [{**one, "default_config": True} for one in (MAIN, EMBEDDING)]
+    assert _pair_param_groups([EMBEDDING, MAIN], saved) == [1, 0]
+
+
+def test_groups_that_say_nothing_are_taken_in_their_order() -> None:
+    """Of an optimizer that somebody has made otherwise."""
+    assert _pair_param_groups([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == [0, 1]
