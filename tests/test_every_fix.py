@@ -148,6 +148,7 @@ IN_PARTS = {
     "async_save_staging": "0.12.0 0.19.2",
     "sharding_type_default": "0.19.2",
     "resume_param_groups": "0.7.0 0.14.0 0.19.2",
+    "override_learning_rate": "0.14.0 0.19.2",
     "hybrid_offload_reload": "0.14.0 0.19.2",
     "hybrid_offload_resume": "0.14.0 0.19.2",
     "dp_zero_lean_gather": "0.7.0 0.14.0 0.19.2",

@@ -127,6 +127,14 @@ def test_every_group_resumes_as_it_was_saved(version: str, delivery: str, tmp_pa
     assert stages(version, delivery, delivery, tmp_path) == []
 
 
+@pytest.mark.parametrize(("version", "name"), [(WITH_COLLISIONS, "decoupled"), (NEWEST, "new_lr")])
+def test_without_the_distributed_optimizer(version: str, name: str, tmp_path: Path) -> None:
+    options = ("--optimizer", "float16")
+    assert resumes(version, "none", "none", tmp_path / "none", [name], *options)[name] != []
+    names = cases(version)
+    assert resumes(version, "hook", "hook", tmp_path / "hook", names, *options) == {name: [] for name in names}
+
+
 @pytest.mark.parametrize(("version", "bug"), [("0.12.0", "stages"), (WITH_COLLISIONS, "decoupled")])
 def test_the_fix_is_in_the_load_alone(version: str, bug: str, tmp_path: Path) -> None:
     """A checkpoint that a run without it has saved loads right, and one that a run with it has saved is the same."""
@@ -160,6 +168,12 @@ def test_a_resume_with_rates_of_a_group_that_has_another_says_so(tmp_path: Path)
     assert len(new[0]["warnings"]) == 2
     assert "with wd_mult 1.0, lr_mult 1.0, max_lr 0.0005, min_lr 5e-05, eps" in new[0]["warnings"][0]
     assert "settings saved for wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps" in new[0]["warnings"][0]
+
+
+def test_only_the_first_rank_says_so(tmp_path: Path) -> None:
+    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", "lr": 5e-4, "keep": "checkpoint"}]
+    _, loaded = programs(NEWEST, "hook", tmp_path, runs, "--stages")
+    assert [len(found["warnings"]) for found in loaded] == [2, 0]
 
 
 def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ FIXES = {
         "megatron.core.dist_checkpointing.mapping",
     ),
     "resume_param_groups": ("megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"),
+    "override_learning_rate": ("megatron.core.optimizer_param_scheduler",),
     "hybrid_offload_reload": (
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.distrib_optimizer",

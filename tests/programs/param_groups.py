@@ -6,6 +6,8 @@ Each RUN is a run of its own, in JSON:
     do               "save", "load", or "train": what a load has to give, the same steps without a stop
     name             of the checkpoint; with "resave" a load writes another one
     lr, min_lr, decoupled_lr, mup, weight_decay (start and end)
+    group_weight_decay   of the embedding alone
+    bounds_of_all    a learning rate that all groups are told as their bounds, after the load or before training
     keep             "override" or "checkpoint": the scheduler's flags
     scheduler_first  load it before the optimizer; Megatron loads the optimizer first
 With `--stages` there are two pipeline stages, of which the second begins with a norm; else one rank with an embedding,
@@ -79,6 +81,7 @@ class Said(logging.Handler):
 
 def train(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
     made = build(rank, options, run)
+    tell_all_groups(run, *made[1:])
     take_steps(*made)
     return groups_now_and_at_the_end(*made)
 
@@ -112,6 +115,7 @@ def load(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
     parts = [(optimizer, loaded["optimizer"]), *([(scheduler, loaded["scheduler"])] if scheduler else [])]
     for part, state in reversed(parts) if run.get("scheduler_first") else parts:
         part.load_state_dict(state)
+    tell_all_groups(run, optimizer, scheduler)
     if "resave" in run:
         write(options, run["resave"], made)
     return groups_now_and_at_the_end(*made)
@@ -132,6 +136,11 @@ def build(rank: int, options: argparse.Namespace, run: Run) -> Made:
         return stage(config, dtype, second=second)
 
     overrides = mup_overrides if run.get("mup") else None
+    if "group_weight_decay" in run:
+
+        def overrides(config: Any) -> Any:
+            return weight_decay_overrides(config, run["group_weight_decay"])
+
     model, optimizer = mt.build(make_model=network, settings=settings, overrides=overrides)
     return model, optimizer, schedule(optimizer, settings, run)
 
@@ -141,6 +150,20 @@ def mup_overrides(config: Any) -> Any:
 
     of_mup = get_mup_config_overrides(config=config, mup_width_mult=4.0, optimizer_type="adam")
     return {**get_standard_config_overrides(config), **of_mup}
+
+
+def weight_decay_overrides(config: Any, weight_decay: float) -> Any:
+    from megatron.core.optimizer import ParamKey, get_standard_config_overrides
+
+    key = ParamKey(attr="is_embedding_or_output_parameter")
+    return {**get_standard_config_overrides(config), key: {"start_wd": weight_decay, "end_wd": weight_decay}}
+
+
+def tell_all_groups(run: Run, optimizer: Any, scheduler: Any) -> None:
+    if "bounds_of_all" in run:
+        for group in optimizer.param_groups:
+            group["max_lr"] = group["min_lr"] = run["bounds_of_all"]
+        scheduler.step(increment=0)
 
 
 def stage(config: Any, dtype: torch.dtype, *, second: bool) -> Any:

@@ -1,0 +1,109 @@
+"""Let `--override-opt-param-scheduler` override the learning rate: its bounds are in the param groups, and are loaded.
+
+https://github.com/NVIDIA/Megatron-LM/issues/1138
+"""
+
+import ast
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+
+TYPE_CHECKING = False
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/1138",
+        "https://github.com/NVIDIA/Megatron-LM/issues/963",
+        "https://github.com/NVIDIA/Megatron-LM/pull/1284",
+        "https://github.com/NVIDIA/Megatron-LM/pull/5213",
+        "https://github.com/NVIDIA/Megatron-LM/issues/7173",
+        "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1917",
+    ),
+    affected="megatron-core 0.9.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with override_opt_param_scheduler",
+    test="tests/unit_tests/dist_checkpointing/test_override_learning_rate.py",
+)
+
+SCHEDULER = "megatron.core.optimizer_param_scheduler"
+CLASS = "OptimizerParamScheduler"
+UPSTREAMS = "_restore_param_group_scheduler_overrides"  # since Megatron-LM#5213, in no release
+STEP = "self.step(increment=num_steps)"
+
+
+def _bounds_of_param_group(param_group: "dict[str, Any]") -> "dict[str, float]":
+    """What a param group says of the bounds of its learning rate and weight decay."""
+    keys = ("max_lr", "min_lr", "start_wd", "end_wd")
+    return {key: param_group[key] for key in keys if key in param_group}
+
+
+class OptimizerParamScheduler:
+    """The method that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        optimizer: Any
+        own_bounds: list[dict[str, float]]
+
+    def _restore_own_bounds(self) -> None:
+        """Put this run's bounds back into the param groups, in place of those that were loaded."""
+        param_groups = self.optimizer.param_groups
+        assert len(param_groups) == len(self.own_bounds), (
+            f"expected the {len(self.own_bounds)} param groups that the scheduler was made with,"
+            f" found {len(param_groups)}: override_opt_param_scheduler does not know their bounds"
+        )
+        for param_group, own_bounds in zip(param_groups, self.own_bounds, strict=True):
+            for key in _bounds_of_param_group(param_group):
+                del param_group[key]
+            param_group.update(own_bounds)
+
+
+REMEMBER = """# A load puts the checkpoint's bounds into the param groups.
+self.own_bounds = [_bounds_of_param_group(param_group) for param_group in optimizer.param_groups]
+self.keep_own_bounds = False"""
+KEEP = "self.keep_own_bounds = self.override_opt_param_scheduler"
+RESTORE = """if self.keep_own_bounds:
+    self._restore_own_bounds()"""
+
+
+@fix.edit(SCHEDULER)
+def keep_own_bounds(source: Source) -> None:
+    """At every step after a load, as the optimizer may be loaded after the scheduler, or be told global bounds."""
+    if source.has_function(f"{CLASS}.{UPSTREAMS}"):
+        raise AlreadyThere
+    init, step, load = (source.function(f"{CLASS}.{name}") for name in ("__init__", "step", "load_state_dict"))
+    source.check_parts(
+        {
+            **source.functions_there("", _bounds_of_param_group),
+            **source.functions_there(f"{CLASS}.", OptimizerParamScheduler._restore_own_bounds),
+            "own_bounds in __init__": source.has("self.own_bounds = ...", within=init),
+            f"{KEEP} in load_state_dict": source.has(KEEP, within=load),
+            "_restore_own_bounds in step": source.has(RESTORE, within=step),
+        }
+    )
+    source.insert_after(source.one("self.optimizer = optimizer", within=init), REMEMBER)
+    source.insert_after(source.one("self.num_steps += increment", within=step), RESTORE)
+    source.insert_at_start(load, KEEP)
+    source.insert_method_before(step, OptimizerParamScheduler._restore_own_bounds)
+    source.insert_function_before(class_of(source), _bounds_of_param_group)
+
+
+@fix.edit(SCHEDULER, independent=True)
+def step_with_loaded_weight_decay(source: Source) -> None:
+    """Upstream takes the step of the load before it loads the weight decay: the next iteration has the run's own."""
+    load = source.function(f"{CLASS}.load_state_dict")
+    weight_decay = source.branch("'start_wd' in state_dict", within=load)
+    step = source.one(STEP, within=load)
+    both = [node for node in load.body if node is weight_decay or getattr(node, "value", None) is step]
+    if both[:1] == [weight_decay] and len(both) == 2:
+        raise AlreadyThere
+    if load.body[-2:] != both:
+        raise NoMatch(f"expected {load.name} to end with `{STEP}` and the weight decay")
+    source.remove(both[0])
+    source.insert_after(weight_decay, STEP)
+
+
+def class_of(source: Source) -> ast.ClassDef:
+    found = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == CLASS]
+    if len(found) != 1:
+        raise NoMatch(f"expected one class {CLASS}, found {len(found)}")
+    return found[0]

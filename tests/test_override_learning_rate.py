@@ -1,0 +1,225 @@
+"""override_learning_rate: with the flag the real megatron-core resumes at the run's own rates."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import edits
+from megatron.patches.override_learning_rate import OptimizerParamScheduler
+from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
+from upstream import DELIVERIES, numbers, releases, tree
+
+FIX = "override_learning_rate"
+SCHEDULER = "megatron.core.optimizer_param_scheduler"
+AFFECTED = releases("megatron-core", oldest="0.9.0")
+NEWEST = "0.19.2"
+
+OVERRIDE, CHECKPOINT = {"keep": "override"}, {"keep": "checkpoint"}
+NEW = {"lr": 5e-4, "min_lr": 1e-5}
+# What a run is started with that saves, and the one that resumes.
+RUNS: dict[str, tuple[Run, Run]] = {
+    "lr": ({}, NEW),
+    "weight_decay": ({}, {"weight_decay": [0.2, 0.2]}),
+    "rising_weight_decay": ({"weight_decay": [0.0, 0.1]}, {**NEW, "weight_decay": [0.1, 0.3]}),
+    "decoupled": ({"decoupled_lr": 1e-4}, {**NEW, "decoupled_lr": 2e-5}),
+    "decoupled_alone": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 2e-4}),
+    # The new rate is what the old one of the embedding was.
+    "exchanged": ({"decoupled_lr": 1e-4}, {"lr": 1e-4, "decoupled_lr": 1e-5}),
+}
+OF_GROUPS: dict[str, tuple[Run, Run]] = {
+    "group_weight_decay": ({"group_weight_decay": 0.3}, {"group_weight_decay": 0.4}),
+    "mup": ({"mup": True}, {**NEW, "mup": True}),
+}
+
+
+def runs_for(version: str) -> dict[str, tuple[Run, Run]]:
+    with_mup = numbers(version) >= (0, 18)
+    return {**RUNS, **(OF_GROUPS if with_mup else {})}
+
+
+def resumes(version: str, delivery: str, folder: Path, keep: dict[str, str], **more: Any) -> dict[str, list[str]]:
+    """By case, what a resume finds that neither a whole run with its options (override) nor the saved one has."""
+    saves, loads, trains = [], [], []
+    names = list(runs_for(version))
+    for name, (saved_with, resumed_with) in runs_for(version).items():
+        saves.append({"do": "save", "name": name, **saved_with})
+        loads.append({"do": "load", "name": name, **resumed_with, **keep, **more})
+        trains.append({"do": "train", **resumed_with})
+    found = programs(version, delivery, folder, [*saves, *loads, *trains])
+    saved, loaded, trained = (found[start : start + len(names)] for start in (0, len(names), 2 * len(names)))
+    right = trained if keep == OVERRIDE else saved
+    return {name: differences(*pair) for name, *pair in zip(names, right, loaded, strict=True)}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
+    version: str, delivery: str, tmp_path: Path
+) -> None:
+    found = resumes(version, delivery, tmp_path, OVERRIDE)
+    assert found["weight_decay"] == []  # of the scheduler, and of no group
+    if numbers(version) >= (0, 19):
+        assert found["lr"] == ["KeyError: (None, 0.0005, 1e-05, None, None, 1.0, 1.0, False, False)"]
+    else:
+        assert found["lr"] == [
+            f"0/{names}/{moment}"
+            for moment in ("now", "end")
+            for names in ("a.weight,c.weight", "b.weight,b.bias,c.bias")
+        ]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_every_group_goes_on_at_the_rates_of_the_run(version: str, delivery: str, tmp_path: Path) -> None:
+    assert resumes(version, delivery, tmp_path, OVERRIDE) == {name: [] for name in runs_for(version)}
+
+
+@pytest.mark.parametrize("version", ["0.12.0", NEWEST])
+def test_the_checkpoint_holds_where_it_is_asked_for(version: str, tmp_path: Path) -> None:
+    assert resumes(version, "hook", tmp_path, CHECKPOINT) == {name: [] for name in runs_for(version)}
+
+
+def test_upstream_gives_the_first_iteration_its_own_weight_decay_there(tmp_path: Path) -> None:
+    """And the checkpoint's to those after it."""
+    found = resumes("0.12.0", "none", tmp_path, CHECKPOINT)
+    assert found["weight_decay"] == ["0/a.weight,c.weight/now"]
+
+
+def test_with_neither_flag_upstreams_assertion_speaks(tmp_path: Path) -> None:
+    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", **NEW}]
+    for version in ("0.12.0", NEWEST):
+        _, ((found,)) = programs(version, "hook", tmp_path / version, runs)
+        assert found["error"].startswith("AssertionError: OptimizerParamScheduler: class input value 0.0005")
+
+
+def test_with_neither_flag_another_decoupled_rate_alone_is_a_warning(tmp_path: Path) -> None:
+    """The scheduler has no such rate to compare; the checkpoint's stays."""
+    runs: list[Run] = [
+        {"do": "save", "name": "x", "decoupled_lr": 1e-4},
+        {"do": "load", "name": "x", "decoupled_lr": 2e-4},
+    ]
+    saved, loaded = programs(NEWEST, "hook", tmp_path, runs)
+    assert differences(saved, loaded) == []
+    (warning,) = loaded[0]["warnings"]
+    assert "max_lr 0.0002" in warning.partition("resumes with")[0]
+
+
+def test_each_group_keeps_its_own_where_all_are_told_global_bounds(tmp_path: Path) -> None:
+    """As Megatron-LM's training does after the load, at d98e8a64dd (2026-08-22)."""
+    found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, bounds_of_all=3e-4)
+    assert found == {name: [] for name in runs_for(NEWEST)}
+
+
+def test_where_the_scheduler_is_loaded_first_the_rates_are_right_from_its_next_step_on(tmp_path: Path) -> None:
+    found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, scheduler_first=True)
+    assert {key.rpartition("/")[2] for wrong in found.values() for key in wrong} == {"now"}
+
+
+def test_without_this_fix_alone_the_rate_of_the_checkpoint_stays(tmp_path: Path) -> None:
+    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", **NEW, **OVERRIDE}]
+    saved, loaded = programs(NEWEST, "hook", tmp_path, runs, fixes=["resume_param_groups"])
+    assert differences(saved, loaded) == []
+
+
+def test_what_an_overriding_resume_saves_is_the_runs_own(tmp_path: Path) -> None:
+    """Saved with the fix, and resumed without it and without a flag; and the other way round."""
+    new: Run = {"do": "load", **NEW}
+    saves: list[Run] = [{"do": "save", "name": "x"}, {**new, "name": "x", "resave": "y", **OVERRIDE}]
+    with_fix, without = tmp_path / "with", tmp_path / "without"
+    _, overridden = programs(WITH_COLLISIONS, "hook", with_fix, saves)
+    (resumed,) = programs(WITH_COLLISIONS, "none", with_fix, [{**new, "name": "y"}])
+    assert differences(overridden, resumed) == []
+
+    programs(WITH_COLLISIONS, "none", without, saves)
+    # The scheduler has the new rate there, and the groups the old one.
+    still, healed = (
+        programs(WITH_COLLISIONS, delivery, without, [{**new, "name": "y", **keep}])[0]
+        for delivery, keep in (("none", {}), ("hook", OVERRIDE))
+    )
+    assert differences(overridden, healed) == []
+    assert len(differences(overridden, still)) == 4
+
+
+def test_rates_that_an_unpatched_resume_has_mixed_up_are_put_right(tmp_path: Path) -> None:
+    decoupled = {"decoupled_lr": 1e-4}
+    runs: list[Run] = [
+        {"do": "save", "name": "x", **decoupled},
+        {"do": "load", "name": "x", "resave": "y", **decoupled},
+    ]
+    saved, damaged = programs(WITH_COLLISIONS, "none", tmp_path, runs)
+    assert differences(saved, damaged) == ["0/c.weight/now", "0/c.weight/end"]
+    for version in (WITH_COLLISIONS, NEWEST):
+        (loaded,) = programs(version, "hook", tmp_path, [{"do": "load", "name": "y", **decoupled, **OVERRIDE}])
+        assert differences(saved, loaded) == []
+
+
+def test_a_run_without_a_load_may_change_the_bounds_of_a_group(tmp_path: Path) -> None:
+    train = {"do": "train", **OVERRIDE}
+    plain, changed = programs(NEWEST, "hook", tmp_path, [train, {**train, "bounds_of_all": 3e-4}])
+    assert len(differences(plain, changed)) == 4
+
+
+def test_a_group_that_the_scheduler_was_not_made_with_is_told() -> None:
+    scheduler = OptimizerParamScheduler()
+    scheduler.own_bounds = [{"max_lr": 1.0}]
+    scheduler.optimizer = SimpleNamespace(param_groups=[{"max_lr": 2.0}, {"max_lr": 3.0}])
+    with pytest.raises(AssertionError, match="expected the 1 param groups that the scheduler was made with, found 2"):
+        scheduler._restore_own_bounds()
+    assert scheduler.optimizer.param_groups == [{"max_lr": 2.0}, {"max_lr": 3.0}]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("megatron-core", newest="0.8.0"))
+def test_releases_with_the_scheduler_elsewhere_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    """It is in megatron.training there, which no release of megatron-core holds."""
+    words = edits.check_not_needed(tree("megatron-core", version), FIX)
+    assert words == "not present"
+    record_property("compat", words)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.optimizer = optimizer", "self.optimizer = wrapped(optimizer)"),
+        ("self.num_steps += increment", "self.num_steps = self.num_steps + increment"),
+        ("class OptimizerParamScheduler", "class Scheduler"),
+    ],
+)
+def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, SCHEDULER, old, new)
+
+
+def test_upstreams_own_fix_is_there_already(tmp_path: Path) -> None:
+    """Megatron-LM#5213, on a branch beside main; here by its method's name and where it takes the step."""
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, SCHEDULER, "        self.step(increment=num_steps)\n", "")
+    last = '"weight decay incr style"\n            )\n'
+    theirs = "        self._restore_param_group_scheduler_overrides()\n        self.step(increment=num_steps)\n"
+    method = "\n    def _restore_param_group_scheduler_overrides(self):\n        pass\n"
+    edits.rewrite(copy, SCHEDULER, last, last + theirs + method)
+    assert edits.check_not_needed(copy, FIX) == "fixed upstream"
+
+
+def test_the_lines_that_it_brings_to_what_is_there() -> None:
+    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
+    lines = edits.added_lines(made)["optimizer_param_scheduler"]
+    assert [line for line in lines if "own_bounds" in line and "self" in line] == [
+        "self.own_bounds = [_bounds_of_param_group(param_group) for param_group in optimizer.param_groups]",
+        "self.keep_own_bounds = False",
+        "def _restore_own_bounds(self) -> None:",
+        "assert len(param_groups) == len(self.own_bounds), (",
+        'f"expected the {len(self.own_bounds)} param groups that the scheduler was made with,"',
+        "for param_group, own_bounds in zip(param_groups, self.own_bounds, strict=True):",
+        "if self.keep_own_bounds:",
+        "self._restore_own_bounds()",
+        "self.keep_own_bounds = self.override_opt_param_scheduler",
+    ]
