@@ -213,6 +213,8 @@ def test_what_an_unpatched_resume_has_saved_goes_on_as_it_was_and_is_told(tmp_pa
         (NEWEST, OPTIMIZER, "loaded_groups_map", "groups_by_key"),
         (NEWEST, OPTIMIZER, "return final_groups", "return list(final_groups)"),
         (NEWEST, DISTRIB_OPTIMIZER, "param_groups_map = {}", "param_groups_map = dict()"),
+        (NEWEST, DISTRIB_OPTIMIZER, "    inner_state_dict = self.optimizer.state_dict()\n", ""),
+        (NEWEST, DISTRIB_OPTIMIZER, "    _zero_grad_group_helper,\n", "    _zero_grad_group_helper as helper,\n"),
         (NEWEST, DISTRIB_OPTIMIZER, "from .optimizer import", "from megatron.core.optimizer.optimizer import"),
         (
             NEWEST,

@@ -220,6 +220,8 @@ def pair_groups_of_distributed_optimizer(source: Source) -> None:
     imported = [node for node in source.tree.body if isinstance(node, ast.ImportFrom) and node.module == "optimizer"]
     if len(imported) != 1:
         raise NoMatch(f"expected one `from .optimizer import ...`, found {len(imported)}")
+    if imported[0].level != 1 or any(alias.asname for alias in imported[0].names):
+        raise NoMatch(f"expected plain names in `from .optimizer import ...`, found `{source.text(imported[0])}`")
     names = [alias.name for alias in imported[0].names]
     source.check_parts({f"{CALL} is imported": CALL in names, f"{CALL} is called": source.has(f"{CALL}(...)", load)})
     first, last = matching_by_key(source, load) if KEYS in names else (None, None)
@@ -239,15 +241,9 @@ def matching_by_key(source: Source, load: Function) -> "tuple[ast.stmt, ast.stmt
     start = load.body.index(first)
     block = load.body[start : start + 6]
     kinds = [ast.FunctionDef, ast.Assign, ast.For, ast.Assign, ast.Assign, ast.For]
-    texts = [source.text(block[index]) for index in (1, 3, 4)]
-    if [type(node) for node in block] != kinds or texts != [
-        "param_groups_map = {}",
-        INNER,
-        "state_dict_param_groups = []",
-    ]:
+    assigned = ["param_groups_map = {}", INNER, "state_dict_param_groups = []"]
+    if [type(node) for node in block] != kinds or [source.text(block[index]) for index in (1, 3, 4)] != assigned:
         raise NoMatch(f"expected the matching by {KEYS} in {load.name}, found other code behind make_needed_groups")
-    if len(source.all(KEYS)) != 1:
-        raise NoMatch(f"expected {KEYS} in make_needed_groups and nowhere else")
     return first, block[-1]
 
 
