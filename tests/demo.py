@@ -108,6 +108,47 @@ def gather(bug: Bug, delivery: str, out: Path) -> Found:
     return Found(buckets > 1, f"rank 0 needs the state and {max(buckets, 0):.1f} buckets of it more")
 
 
+def padded(*options: str) -> Callable[[Bug, str, Path], Found]:
+    """Save, load, and train on, where padding is all that a rank has, or no format is asked for."""
+
+    def show(bug: Bug, delivery: str, out: Path) -> Found:
+        result = run_json("padded_saving", out / "checkpoint", *options, tree=bug.tree, delivery=delivery)["result"]
+        return Found(result != "bit-equal", "saved; resumes bit for bit" if result == "bit-equal" else result[:80])
+
+    return show
+
+
+def shifted(bug: Bug, delivery: str, out: Path) -> Found:
+    """Odd sizes in many buckets, saved by two ranks; what a load brings back."""
+    run("shifted_saving", out, tree=bug.tree, delivery=delivery)
+    wrong = run_json("shifted_saving", out, "--load", out / "shifted", tree=bug.tree, delivery=delivery)
+    count = sum(len(numbers) for states in wrong.values() for numbers in states.values())
+    return Found(count > 0, f"{count} elements are others', and no error" if count else "all elements resume")
+
+
+def stepped(bug: Bug, delivery: str, out: Path) -> Found:
+    """A CPU tensor that a step changes while a persistent worker writes it."""
+    found = run_json("async_saving", out / "checkpoint", "stepped", tree=bug.tree, delivery=delivery)
+    count = found["elements of the next step"]
+    return Found(count > 0, f"{count} elements of the next step" if count else "saved as it was")
+
+
+def param_groups(saved: dict[str, Any], resumed: dict[str, Any], right: str) -> Callable[[Bug, str, Path], Found]:
+    """Save with some options, resume with others; the rates have to be those of the run named as `right`."""
+
+    def show(bug: Bug, delivery: str, out: Path) -> Found:
+        trained_with = {key: value for key, value in resumed.items() if key != "keep"}
+        runs = [{"do": "save", "name": "save", **saved}, {"do": "load", "name": "save", **resumed}]
+        runs.append({"do": "train", **trained_with})
+        options = ("--format", "fully_reshardable")
+        found = run_json("param_groups", out, *map(json.dumps, runs), *options, tree=bug.tree, delivery=delivery)
+        (of_saved,), (loaded,), (trained,) = found
+        wrong = loaded.get("end") != {"save": of_saved, "train": trained}[right]["end"]
+        return Found(wrong, "param groups at other rates, and no error" if wrong else "each group at its own rate")
+
+    return show
+
+
 def product(bug: Bug, delivery: str, out: Path) -> Found:
     failed = run_json("numpy2_product", tree=bug.tree, path=bug.path, delivery=delivery)["failed"]
     return Found(bool(failed), f"AttributeError: np.product, {len(failed)} of 3 calls" if failed else "all 3 calls run")
@@ -152,12 +193,12 @@ def own_files(bug: Bug, delivery: str, out: Path) -> Found:
 BUGS = (
     Bug("zarr_create_synchronizer", "zarr save, 4 ranks", "megatron-core", "0.14.0", zarr),
     Bug("zarr_range_write", "zarr saves, locks that lock nothing", "megatron-core", "0.15.3", zarr_without_locks),
-    Bug("dp_zero_empty_state", "save before the first step", "megatron-core", "0.16.1", resume()),
+    Bug("dp_zero_empty_state", "save before the first step", "megatron-core", "0.19.2", resume()),
     Bug(
         "torch_adam_step",
         "resume with torch's AdamW",
         "megatron-core",
-        "0.16.1",
+        "0.19.2",
         resume("--inner", "torch", "--steps", "3"),
     ),
     Bug(
@@ -167,7 +208,37 @@ BUGS = (
         "0.16.1",
         resume("--precision-aware", "--steps", "2", "--formats", "dp_reshardable"),
     ),
-    Bug("hybrid_offload_reload", "load a model under CPU offload", "megatron-core", "0.16.1", reload),
+    Bug(
+        "reshardable_padding_save",
+        "save where a rank has padding alone",
+        "megatron-core",
+        "0.19.2",
+        padded("--format", "dp_reshardable", "--cases", "small bucket"),
+    ),
+    Bug("fully_reshardable_shift", "save in several buckets", "megatron-core", "0.19.2", shifted),
+    Bug("async_save_staging", "step while a save is written", "megatron-core", "0.19.2", stepped),
+    Bug(
+        "sharding_type_default",
+        "save, and name no format",
+        "megatron-core",
+        "0.19.2",
+        padded("--format", "default", "--cases", "plain"),
+    ),
+    Bug(
+        "resume_param_groups",
+        "resume with --decoupled-lr",
+        "megatron-core",
+        "0.18.2",
+        param_groups({"decoupled_lr": 1e-4}, {"decoupled_lr": 1e-4}, right="save"),
+    ),
+    Bug(
+        "override_learning_rate",
+        "resume with another --lr",
+        "megatron-core",
+        "0.18.2",
+        param_groups({}, {"lr": 5e-4, "min_lr": 1e-5, "keep": "override"}, right="train"),
+    ),
+    Bug("hybrid_offload_reload", "load a model under CPU offload", "megatron-core", "0.19.2", reload),
     Bug(
         "hybrid_offload_reload",
         "finetune with Megatron-Bridge",
@@ -180,10 +251,10 @@ BUGS = (
         "hybrid_offload_resume",
         "resume under CPU offload",
         "megatron-core",
-        "0.16.1",
+        "0.19.2",
         resume("--precision-aware", "--offload-fraction", "0.5", "--steps", "3"),
     ),
-    Bug("dp_zero_lean_gather", "gather the state on rank 0", "megatron-core", "0.16.1", gather),
+    Bug("dp_zero_lean_gather", "gather the state on rank 0", "megatron-core", "0.19.2", gather),
     Bug("numpy2_product", "Megatron under NumPy 2", "megatron-core", "0.14.0", product, (("numpy", NUMPY),)),
     Bug("universal_tensor_paddings", "convert ZeRO-1, 768 ranks", "deepspeed", "0.19.8", paddings),
     Bug("zero3_fragment_bounds", "convert ZeRO-3, 768 ranks", "deepspeed", "0.19.2", bounds),

@@ -1,4 +1,4 @@
-"""Write docs/resume.md from the recorded runs of tests/test_exact_resume.py.
+"""Write docs/resume.md from the recorded runs of tests/test_exact_resume.py and tests/test_resume_across_releases.py.
 
 python tests/resume_table.py
 """
@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from upstream import REPOSITORY, numbers
 
 RECORD = REPOSITORY / "tests" / "recorded" / "resume.json"
+ACROSS = REPOSITORY / "tests" / "recorded" / "resume_across.json"
 PAGE = REPOSITORY / "docs" / "resume.md"
 
 Row = Mapping[str, Any]
@@ -41,6 +42,16 @@ exception that it dies with, or *differs*.
 """
 
 
+ACROSS_HEAD = """## Across releases
+
+The same with two releases: one saves, in Megatron-LM's default format of that release, and the one at the head of the
+column resumes, each with the fixes (in brackets without them, on both sides). The optimizer is *plain*.
+
+- *refused*: megatron-core 0.16.0 and later do not read optimizer state in flattened ranges, and say so:
+  `CheckpointingException: ShardedTensor.flattened_range is not supported.`
+"""
+
+
 def exact(row: Row) -> bool:
     """Whether a resume gave back what was saved, and the same steps; where their arithmetic changes, up to rounding."""
     if row["result"] == "bit-equal":
@@ -58,7 +69,7 @@ def words(row: Row | None) -> str:
     if exact(row):
         return "exact" if result == "bit-equal" else "exact state"
     kind, _, rest = result.partition(": ")
-    if kind == "refused":
+    if kind == "refused" or "flattened_range is not supported" in rest:
         return "refused"
     return rest.partition(":")[0] if kind.endswith("died") else result.partition(",")[0]
 
@@ -99,11 +110,32 @@ def page(record: Mapping[str, Iterable[Row]]) -> str:
     return "\n\n".join([HEAD.rstrip(), *(section(v, [r for r in rows if r["version"] == v]) for v in versions)]) + "\n"
 
 
+def across(record: Mapping[str, Iterable[Row]]) -> str:
+    """The section on pairs of releases: a line for each that saves with an inner optimizer, a column for each load."""
+    rows = [row for found in record.values() for row in found]
+    by = {(r["saved_by"], r["inner"], r["version"], r["ranks"], r["delivery"]): r for r in rows}
+    formats = {row["saved_by"]: row["format"] for row in rows}
+    newer = sorted({row["version"] for row in rows}, key=numbers)
+    head = ["saved by", "optimizer", *newer]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for old in sorted(formats, key=numbers):
+        for inner in ("fused", "torch"):
+            cells = [
+                cell(*([words(by.get((old, inner, new, n, how))) for n in RANKS] for how in ("hook", "none")))
+                if numbers(old) <= numbers(new)
+                else ""
+                for new in newer
+            ]
+            table.append(f"| {old}, {formats[old]} | {inner} | {' | '.join(cells)} |")
+    return "\n".join([ACROSS_HEAD, *table]) + "\n"
+
+
 def main() -> int:
     if not RECORD.exists():
         print(f"expected recorded results in {RECORD}, found none; run `make test-all` first", file=sys.stderr)
         return 2
-    PAGE.write_text(page(json.loads(RECORD.read_text())), encoding="utf-8")
+    pairs = "\n" + across(json.loads(ACROSS.read_text())) if ACROSS.exists() else ""
+    PAGE.write_text(page(json.loads(RECORD.read_text())) + pairs, encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0
 

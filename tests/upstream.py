@@ -376,7 +376,7 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
     distribution, _, version = root.name.rpartition("-")
     stand_in = STAND_INS.get((distribution, version))
-    folders = [root, *path, *([stand_in] if stand_in else []), *_needed(root), PROGRAMS]
+    folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -388,12 +388,12 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     }
 
 
-def _needed(root: Path) -> list[Path]:
+def needed(root: Path) -> list[Path]:
     """The trees that must lie behind this one, by its name: an edited copy has that, too."""
     distribution, _, version = root.name.rpartition("-")
     main = main_branch("megatron-core")
-    needed = _TRITON if main and root.name == main.tree.name else NEEDS.get((distribution, version))
-    return [tree(*needed)] if needed else []
+    release = _TRITON if main and root.name == main.tree.name else NEEDS.get((distribution, version))
+    return [tree(*release)] if release else []
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/4316",
         "https://github.com/volcengine/verl/issues/3517",
     ),
-    affected="megatron-core 0.7.0 to 0.16.1 and main at d98e8a64dd (2026-08-22), with DistributedOptimizer",
+    affected="megatron-core 0.7.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with DistributedOptimizer",
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_empty_state.py",
 )
 

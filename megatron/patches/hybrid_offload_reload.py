@@ -21,7 +21,7 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4082",
         "https://github.com/NVIDIA-NeMo/RL/issues/2371",
     ),
-    affected="megatron-core 0.12.0 to 0.16.1, main at d98e8a64dd (2026-08-22); Megatron-Bridge 0.6.0 works around it",
+    affected="megatron-core 0.12.0 to 0.19.2, main at d98e8a64dd (2026-08-22); Megatron-Bridge 0.6.0 works around it",
     concerns="megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     test="tests/unit_tests/test_hybrid_offload_reload.py",
 )

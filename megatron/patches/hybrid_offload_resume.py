@@ -24,7 +24,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/4870",
         "https://github.com/NovaSky-AI/SkyRL/issues/1401",
     ),
-    affected="megatron-core 0.12.0 to 0.16.1 and main at d98e8a64dd (2026-08-22)",
+    affected="megatron-core 0.12.0 to 0.19.2 and main at d98e8a64dd (2026-08-22)",
     concerns=HYBRID_OPTIMIZER,
     test="tests/unit_tests/test_hybrid_offload_resume.py",
 )

@@ -15,7 +15,7 @@ fix = Fix(
         "https://github.com/areal-project/AReaL/issues/132",
         "https://github.com/areal-project/AReaL/issues/142",
     ),
-    affected="megatron-core 0.10.0 to 0.16.1 and main at d98e8a64dd (2026-08-22), without Apex and Transformer Engine",
+    affected="megatron-core 0.10.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), without Apex and Transformer Engine",
     test="tests/unit_tests/dist_checkpointing/test_torch_adam_step.py",
 )
 

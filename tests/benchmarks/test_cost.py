@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 from ckpt_patches.engine.registry import TARGETS
-from upstream import REPOSITORY, tree
+from upstream import REPOSITORY, needed, tree
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 NEWEST = "0.19.2"
@@ -19,7 +19,8 @@ PTH = "training_checkpoint_patches.pth"
 
 def environment(root: Path | None = None, **switches: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("CKPT_PATCHES", "PYTHON"))}
-    return {**kept, **({"PYTHONPATH": str(root)} if root else {}), **switches}
+    path = [root, *needed(root)] if root else []
+    return {**kept, **({"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}), **switches}
 
 
 def seconds(command: list[str], env: dict[str, str]) -> float:

@@ -6,7 +6,9 @@ is without the stop; else by how much they differ, or what died. The order of a 
 sharded state dict is made, the model's weights are loaded, then the optimizer's state.
 
     exact_resume.py OUT --formats torch,dp_reshardable,… [--inner fused|torch] [--optimizers NAME,…]
-        [--resume-ranks 2,4]
+        [--resume-ranks 2,4] [--only save|resume]
+
+With `--only` one release saves in OUT, and another resumes from there.
 
 An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload fraction F, then `-precision-aware`,
 `-overlap` and `-fp32` (for a model of which one parameter is in fp32) where they apply.
@@ -52,9 +54,11 @@ def main() -> None:
     parser.add_argument("--inner", default="fused")
     parser.add_argument("--optimizers", default=["plain"], type=lambda text: [Optimizer(n) for n in text.split(",")])
     parser.add_argument("--resume-ranks", default=[2, 4], type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--only", choices=["save", "resume"])
     options = parser.parse_args()
-    mt.spawn(train_and_save, 2, options)
-    for ranks in options.resume_ranks:
+    if options.only != "resume":
+        mt.spawn(train_and_save, 2, options)
+    for ranks in options.resume_ranks if options.only != "save" else []:
         mt.spawn(resume, ranks, options)
 
 
