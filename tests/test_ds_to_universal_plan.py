@@ -156,6 +156,8 @@ def test_a_transposed_affine_piece() -> None:
         {"dest": [0, [300, 1]]},
         {"shape": [1, 3]},
         {"scale": 0.5},
+        {"source": [0, [0, 1]]},  # every row in the first one's place
+        {"shape": [3, 2], "source": [0, [1, 2]], "dest": [0, [2, 1]]},  # an overlap, and a hole of its size
     ],
 )
 def test_an_affine_map_of_something_else_is_refused(change: dict[str, Any]) -> None:
@@ -163,6 +165,29 @@ def test_an_affine_map_of_something_else_is_refused(change: dict[str, Any]) -> N
     entry = {"logical_shape": [2, 3], "ranks": {0: {"shard_shape": [2, 3], "pieces": [piece]}}}
     with pytest.raises(UserError, match="w: "):
         layout.check("w", layout.affine("w", entry, [(2, 3)]), [(2, 3)])
+
+
+BLOCKS = st.builds(
+    layout.Block,
+    slice=st.just(0),
+    source=st.just(0),
+    source_stride=st.just(0),
+    target=st.integers(0, 12),
+    target_stride=st.sampled_from([4, 5, 6]),
+    length=st.integers(1, 4),
+    count=st.integers(1, 4),
+)
+
+
+@given(st.lists(BLOCKS, max_size=5))
+def test_blocks_are_disjoint_if_no_element_is_placed_twice(blocks: list[layout.Block]) -> None:
+    placed = [
+        block.target + row * block.target_stride + at
+        for block in blocks
+        for row in range(block.count)
+        for at in range(block.length)
+    ]
+    assert layout._are_disjoint("w", blocks) == (len(set(placed)) == len(placed))
 
 
 # Runs of bytes

@@ -230,15 +230,52 @@ def check(name: str, layout: Layout, shapes: Sequence[Shape]) -> None:
     numel = math.prod(layout.shape)
     for block in (*layout.blocks, *layout.copies):
         places = (block.source, block.source_stride, block.target, block.target_stride, block.length, block.count)
-        whole = all(type(place) is int and place >= 0 for place in places)
+        whole = all(type(place) is int and place >= 0 for place in places) and block.target_stride >= block.length
         steps = block.count - 1
         if not whole or (
             block.source + steps * block.source_stride + block.length > math.prod(shapes[block.slice])
             or block.target + steps * block.target_stride + block.length > numel
         ):
             raise UserError(f"{name}: slices of the shapes {_text(shapes)} do not make the shape {layout.shape}")
-    if sum(block.length * block.count for block in layout.blocks) != numel:
+    filled = sum(block.length * block.count for block in layout.blocks)
+    if filled != numel or not _are_disjoint(name, layout.blocks):
         raise UserError(f"{name}: the slices have not all elements of the shape {layout.shape}, or some twice")
+
+
+# Rows that are looked at one by one; those of slices that follow on one another in every row are not.
+MOST_ROWS = 5_000_000
+
+
+def _are_disjoint(name: str, blocks: Sequence[Block]) -> bool:
+    """Whether no element of the whole parameter is placed twice."""
+    by_rows: dict[tuple[int, int], list[Block]] = {}
+    for block in blocks:
+        by_rows.setdefault((block.target_stride, block.count), []).append(block)
+    ranges: list[tuple[int, int]] = []
+    apart: list[Block] = []
+    for (stride, count), group in by_rows.items():
+        begin = min(block.target for block in group)
+        if count > 1 and _fill(group, begin, stride):
+            ranges.append((begin, begin + stride * count))
+        else:
+            apart += group
+    if sum(block.count for block in apart) > MOST_ROWS:
+        raise UserError(f"{name}: its affine map has more than {MOST_ROWS} pieces, too many to check")
+    ranges += [
+        (block.target + row * block.target_stride, block.target + row * block.target_stride + block.length)
+        for block in apart
+        for row in range(block.count)
+    ]
+    return all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(ranges)))
+
+
+def _fill(blocks: Sequence[Block], begin: int, stride: int) -> bool:
+    """Whether the first rows of blocks follow on one another, and fill a row of the whole: then all of them do."""
+    for block in sorted(blocks, key=lambda block: block.target):
+        if block.target != begin:
+            return False
+        begin += block.length
+    return begin == min(block.target for block in blocks) + stride
 
 
 def _text(shapes: Sequence[Shape]) -> str:
