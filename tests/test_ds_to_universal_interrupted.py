@@ -105,6 +105,24 @@ def test_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
         process.communicate(timeout=60)  # until the last of its workers has ended as well
 
 
+def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Their temporary files could have the same names: processes of two containers have the same numbers."""
+    source, output = dp768()["dp768"], tmp_path / "universal"
+    options = ("--bytes_in_flight", "16K", "--num_extract_workers", "1")
+    first = subprocess.Popen(command(source, output, *options), env=environment(), stdout=subprocess.PIPE)
+    while not any(output.with_name("universal.unfinished").rglob("*.pt")):
+        assert first.poll() is None
+    first.send_signal(signal.SIGSTOP)
+    second = ours(source, output, check=False)
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert "another conversion writes" in second.stderr
+    first.communicate(timeout=60)
+    assert first.returncode == 0
+    ours(source, tmp_path / "expected" / "universal")
+    assert files(output) == files(tmp_path / "expected" / "universal")
+
+
 def test_a_changed_checkpoint_is_not_taken_up_again(source: Path, tmp_path: Path) -> None:
     """Half of one checkpoint and half of another would look like one."""
     copy, output = shutil.copytree(source, tmp_path / "in" / source.name), tmp_path / "universal"

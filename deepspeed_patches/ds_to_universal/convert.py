@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,10 +86,11 @@ def convert(
         left = folder.missing(own)
         folder.begin()
         planning = time.monotonic() - begin
-        workers = _move(planned, folder, options, left, meeting)
-        if group.rank == 0:
-            meeting.wait_for_shares()
-            folder.finish(planned, sync=options.sync)
+        with folder.held() if group.rank == 0 else nullcontext():
+            workers = _move(planned, folder, options, left, meeting)
+            if group.rank == 0:
+                meeting.wait_for_shares()
+                folder.finish(planned, sync=options.sync)
         meeting.finish()
     seconds = time.monotonic() - begin
     nbytes = sum(output.nbytes for output in left)

@@ -1,11 +1,13 @@
 """The output folder: it has another name until the conversion is complete, and can be taken up again until then."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckpt_patches import __version__
@@ -64,9 +66,23 @@ class OutputFolder:
 
     def begin(self) -> None:
         """Make the folder; what it holds belongs to this conversion from now on."""
-        if not self.final.exists() or not self._has_fingerprint(self.final):
+        if not self._has_fingerprint(self.final) and not self._has_fingerprint(self.working):
             make_folder(self.working)
             _write_at_once(self.working / FINGERPRINT, json.dumps({"fingerprint": self.fingerprint}).encode())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else writes this folder meanwhile, where locks reach; a file system without them grants all.
+
+        Raises:
+            UserError: another conversion does.
+        """
+        with ExitStack() as stack:
+            with suppress(FileNotFoundError):  # it is complete
+                file = stack.enter_context(open(self.working / FINGERPRINT, "r+b"))
+                # A lock of the process and not of the open file: workers of one that was killed do not hold it.
+                _lock(file.fileno(), self.working)
+            yield
 
     def missing(self, outputs: Iterable[Output]) -> list[Output]:
         """What is still to be written. A file has its own name only when it is whole."""
@@ -119,6 +135,15 @@ class OutputFolder:
         except (OSError, ValueError):
             return False
         return bool(found == {"fingerprint": self.fingerprint})
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f"another conversion writes {folder} now; wait for it, or name another output folder") from None
+    except OSError:
+        pass  # no locks here
 
 
 def _link(file: Path, name: Path) -> None:
