@@ -179,3 +179,12 @@ def test_bytecode_alone_has_no_source(tree: Path, monkeypatch: pytest.MonkeyPatc
     found, reason, _ = outcome(tree, monkeypatch, make())
     assert found is Outcome.NO_MATCH
     assert "no source, only bytecode" in reason
+
+
+def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds it no other than the first."""
+    second = tree / "megatron/core/second.py"
+    second.rename(f"{second}c")
+    results = planned(tree, monkeypatch, make("one"), make("two", optional=True)).results
+    assert [result.outcome for result in results] == [Outcome.NO_MATCH, Outcome.NO_MATCH]
+    assert all("no source, only bytecode" in result.reason for result in results)

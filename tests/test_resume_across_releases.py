@@ -58,7 +58,7 @@ def refuses(version: str, name: str) -> bool:
 
 
 def test_the_page_says_which_pairs_were_run() -> None:
-    row = {"saved_by": "0.14.0", "version": "0.16.1", "format": "any", "inner": "fused"}
+    row = {"saved_by": "0.14.0", "version": "0.16.1", "format": "any", "inner": "fused", "optimizer": "plain"}
     page = resume_table.across(
         {"test": [{**row, "ranks": n, "delivery": how, "result": REFUSED} for n in (2, 4) for how in ("none", "hook")]}
     )

@@ -97,9 +97,9 @@ class _Tree:
             try:
                 self.sources[module] = Source(self._read(path), path)
             except FileNotFoundError:
-                self.sources[module] = None
                 if os.path.exists(path + "c"):
                     raise NoMatch("no source, only bytecode") from None
+                self.sources[module] = None
             except OSError as error:
                 raise UnreadableSource(f"it cannot be read: {error.strerror}") from error
         return self.sources[module]

@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--formats", required=True, type=lambda text: text.split(","))
     parser.add_argument("--inner", default="fused")
-    parser.add_argument("--optimizers", default=["plain"], type=lambda text: [Optimizer(n) for n in text.split(",")])
+    parser.add_argument(
+        "--optimizers", default=[Optimizer("plain")], type=lambda text: [Optimizer(n) for n in text.split(",")]
+    )
     parser.add_argument("--resume-ranks", default=[2, 4], type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--only", choices=["save", "resume"])
     options = parser.parse_args()
