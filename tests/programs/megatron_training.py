@@ -1,9 +1,11 @@
 """A tiny model under the real megatron-core on CPU ranks: build it, step it, look into its optimizer."""
 
 import contextlib
+import ctypes
 import inspect
-import multiprocessing
+import multiprocessing.managers
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,8 @@ if not REAL_GPU:
 
 import torch  # noqa: E402  the stand-in GPU has to be there first
 import torch.distributed as dist  # noqa: E402
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 Model = Any
 Optimizer = Any
@@ -49,7 +53,14 @@ def fork_keeper_of_results() -> None:
     with contextlib.suppress(ImportError):  # main may move it
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+        keeper = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
+        keeper.start(end_with_parent)
+        filesystem_async._results_queue = keeper.Queue()
+
+
+def end_with_parent() -> None:
+    """Who waits for a rank that was killed would else wait for this process, too, which holds the same pipe."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _start(
