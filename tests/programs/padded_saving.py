@@ -47,7 +47,8 @@ def main() -> None:
             try:
                 mt.spawn(what, options.ranks, case, options)
             except torch.multiprocessing.ProcessRaisedException as error:  # the other ranks, which may wait, are ended
-                print(json.dumps({"case": case, "result": f"{what.__name__} died: {error}"}), flush=True)
+                last = str(error).strip().splitlines()[-1]
+                print(json.dumps({"case": case, "result": f"{what.__name__} died: {last}"}), flush=True)
                 break
 
 
