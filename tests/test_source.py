@@ -71,6 +71,13 @@ def test_a_method_is_found_in_its_class() -> None:
     assert not source().has_function("get")
 
 
+def test_a_class_is_found_by_its_name() -> None:
+    assert source().class_named("Box").name == "Box"
+    for name in ("outer", "missing"):
+        with pytest.raises(NoMatch, match=f"expected one class {name}, found 0"):
+            source().class_named(name)
+
+
 def test_a_statement_is_removed_with_the_line_breaks_in_front_of_it() -> None:
     text = "def f():\n    a = 1\n\n    # why\n    b = 2\n\n    c = 3\n"
     assert edited(text, lambda s: s.remove(s.one("b = 2"))) == "def f():\n    a = 1\n\n    # why\n\n    c = 3\n"

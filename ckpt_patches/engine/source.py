@@ -125,6 +125,13 @@ class Source:
             raise NoMatch(f"expected {name} to be a function, found a class")
         return found
 
+    def class_named(self, name: str) -> ast.ClassDef:
+        """The one class of the module of that name. Raises NoMatch."""
+        found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        if len(found) != 1:
+            raise NoMatch(f"expected one class {name}, found {len(found)}")
+        return found[0]
+
     def has_function(self, name: str) -> bool:
         """Whether that function or method is defined exactly once."""
         try:

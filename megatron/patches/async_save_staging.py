@@ -91,7 +91,7 @@ def own_shared_tensors(source: Source) -> None:
     source.check_parts({**source.functions_there("", _own_tensors), "it is called": called})
     stage = source.one("async_fn_args[1] = item.preload_fn()", within=loop)
     source.replace(stage.value, "_own_tensors(item.preload_fn())")
-    source.insert_function_before(_class(source, "PersistentAsyncCaller"), _own_tensors)
+    source.insert_function_before(source.class_named("PersistentAsyncCaller"), _own_tensors)
 
 
 @fix.edit(ASYNC_UTILS, independent=True)
@@ -146,10 +146,3 @@ def _wait_also_for_its_end(source: Source, function: Function, name: str, then: 
         raise NoMatch(f"expected {' or '.join(waits)} once in {function.name}, found it {len(found)} times")
     queue = source.text(found[0]).removesuffix(".join()")
     source.replace(found[0], "\n".join([f"self._join_or_worker_ends({queue})", *([then] if then else [])]))
-
-
-def _class(source: Source, name: str) -> ast.ClassDef:
-    found = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    if len(found) != 1:
-        raise NoMatch(f"expected one class {name}, found {len(found)}")
-    return found[0]

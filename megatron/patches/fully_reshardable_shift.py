@@ -63,7 +63,7 @@ def cut_without_end_padding(source: Source) -> None:
     comment = "# The states are gathered without the buckets' end padding, which these ranges include."
     source.insert_before(loop.body[0], "\n".join([comment, *lines[1:]]))
     source.replace(source.branch("missing_elems_num > 0", within=loop), ALL_THERE)
-    source.insert_function_before(_class(source), _end_padding_before_buckets)
+    source.insert_function_before(source.class_named("DistributedOptimizer"), _end_padding_before_buckets)
 
 
 def _loop_over_parameters(source: Source, save: ast.FunctionDef) -> ast.For:
@@ -82,11 +82,3 @@ def _names(target: ast.expr) -> "list[ast.Name]":
     if [name.id for name in names[:-1]] != list(ENDS) or names[-1].id not in ("_", BUCKET):
         raise NoMatch(f"expected {', '.join(ENDS)}, _ in the loop over `buffer.param_index_map.items()`")
     return names
-
-
-def _class(source: Source) -> ast.ClassDef:
-    classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
-    found = [node for node in classes if node.name == "DistributedOptimizer"]
-    if len(found) != 1:
-        raise NoMatch(f"expected one class DistributedOptimizer, found {len(found)}")
-    return found[0]

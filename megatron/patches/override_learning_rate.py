@@ -3,7 +3,6 @@
 https://github.com/NVIDIA/Megatron-LM/issues/1138
 """
 
-import ast
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
@@ -84,7 +83,7 @@ def keep_own_bounds(source: Source) -> None:
     source.insert_after(source.one("self.num_steps += increment", within=step), RESTORE)
     source.insert_at_start(load, KEEP)
     source.insert_method_before(step, OptimizerParamScheduler._restore_own_bounds)
-    source.insert_function_before(class_of(source), _bounds_of_param_group)
+    source.insert_function_before(source.class_named(CLASS), _bounds_of_param_group)
 
 
 @fix.edit(SCHEDULER, independent=True)
@@ -100,10 +99,3 @@ def step_with_loaded_weight_decay(source: Source) -> None:
         raise NoMatch(f"expected {load.name} to end with `{STEP}` and the weight decay")
     source.remove(both[0])
     source.insert_after(weight_decay, STEP)
-
-
-def class_of(source: Source) -> ast.ClassDef:
-    found = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == CLASS]
-    if len(found) != 1:
-        raise NoMatch(f"expected one class {CLASS}, found {len(found)}")
-    return found[0]

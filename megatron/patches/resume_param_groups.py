@@ -210,7 +210,7 @@ def pair_groups(source: Source) -> None:
 )"""
             source.insert_before(source.one(f"self.optimizer.load_state_dict({saved})", within=function), text)
     for inserted in FUNCTIONS:
-        source.insert_function_before(definition(source, "MegatronOptimizer"), inserted)
+        source.insert_function_before(source.class_named("MegatronOptimizer"), inserted)
 
 
 @fix.edit(DISTRIB_OPTIMIZER)
@@ -257,10 +257,3 @@ def import_of(names: "list[str]") -> str:
     if len(line) <= LONGEST_LINE:
         return line
     return "\n".join(["from .optimizer import (", *(f"    {name}," for name in names), ")"])
-
-
-def definition(source: Source, name: str) -> ast.ClassDef:
-    found = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    if len(found) != 1:
-        raise NoMatch(f"expected one class {name}, found {len(found)}")
-    return found[0]
