@@ -182,6 +182,11 @@ def newest_by_default(parameters: list[Any]) -> list[Any]:
     return parameters if all_releases() else parameters[-1:]
 
 
+def ends_by_default(parameters: list[Any]) -> list[Any]:
+    """Of a list of releases the first and the last in the default run."""
+    return parameters if all_releases() else [*parameters[:1], *parameters[1:][-1:]]
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """A version as numbers, to compare; the main branch is newer than any."""
     return (sys.maxsize,) if version == MAIN else tuple(int(part) for part in version.split("."))
