@@ -102,11 +102,20 @@ def write(out: str, buckets: Any, _: int) -> None:
     torch.save(tensor, out)
 
 
-def schedule(asked: Any, sign: Path) -> Any:
-    """By a persistent worker, whose writing waits for a sign."""
+KEPT: list[Any] = []
+
+
+def persistent_calls() -> Any:
+    """Not freed before the end of the process: up to 0.16 that waits for the worker as well."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    calls = AsyncCallsQueue(persistent=True)
+    KEPT.append(AsyncCallsQueue(persistent=True))
+    return KEPT[-1]
+
+
+def schedule(asked: Any, sign: Path) -> Any:
+    """By a persistent worker, whose writing waits for a sign."""
+    calls = persistent_calls()
     calls.schedule_async_request(asked._replace(async_fn=partial(write_when_told, sign, asked.async_fn)))
     return calls
 
@@ -132,9 +141,7 @@ def die() -> None:
 
 
 def gone(out: Path) -> dict[str, str]:
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    calls = AsyncCallsQueue(persistent=True)
+    calls = persistent_calls()
     asked = request(torch.zeros(NUMEL), out)._replace(preload_fn=die)
     return {"said": said(calls, lambda: calls.schedule_async_request(asked))}
 
