@@ -48,9 +48,7 @@ def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> No
     assert found.keys() == set(cases(version))
     assert all(result.startswith("save died: ") for result in found.values()), found
     words = {"shared embedding": "out of bounds chunk", **dict.fromkeys(EMPTY, "empty bucket encountered")}
-    # Of a rank that another's death has ended the connection to, that may be all that is heard.
-    assert all(words[case] in result or "onnection" in result for case, result in found.items()), found
-    assert any(words[case] in result for case, result in found.items()), found
+    assert all(words[case] in result for case, result in found.items()), found
 
 
 @pytest.mark.compat(fix=FIX)
@@ -82,7 +80,7 @@ def test_a_checkpoint_that_was_saved_without_the_fix_loads(tmp_path: Path) -> No
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("version", releases("megatron-core", newest="0.10.0"))
-def test_releases_that_pad_the_last_rank_alone_are_not_concerned(
+def test_releases_before_0_11_are_left_as_they_are(
     version: str, delivery: str, record_property: Callable[[str, object], None]
 ) -> None:
     words = edits.check_not_needed(tree("megatron-core", version), FIX)

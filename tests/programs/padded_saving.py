@@ -45,11 +45,27 @@ def main() -> None:
     for case in options.cases:
         for what in (load,) if options.load else (save, load):
             try:
-                mt.spawn(what, options.ranks, case, options)
+                mt.spawn(attempt, options.ranks, what, case, options)
             except torch.multiprocessing.ProcessRaisedException as error:  # the other ranks, which may wait, are ended
-                last = str(error).strip().splitlines()[-1]
-                print(json.dumps({"case": case, "result": f"{what.__name__} died: {last}"}), flush=True)
+                reason = said(options.out, case, what.__name__) or str(error)
+                print(json.dumps({"case": case, "result": f"{what.__name__} died: {reason}"}), flush=True)
                 break
+
+
+def attempt(rank: int, what: Callable[..., None], case: str, options: argparse.Namespace) -> None:
+    """Keep what a rank dies of: the first that is heard of may be one that has lost the connection to it."""
+    try:
+        what(rank, case, options)
+    except Exception as error:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"{case}.{what.__name__}.{rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def said(out: Path, case: str, what: str) -> str:
+    found = [path.read_text().strip() for path in sorted(out.glob(f"{case}.{what}.*"))]
+    own = [text for text in found if "onnection" not in text] or found
+    return own[0].splitlines()[-1] if own else ""
 
 
 def make(case: str) -> Callable[[Any, torch.dtype, bool], Any]:
