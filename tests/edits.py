@@ -3,11 +3,15 @@
 import difflib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+from ckpt_patches.engine.fix import package_of
+from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
+from upstream import tree
 
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:
@@ -47,6 +51,13 @@ def check_not_needed(tree: Path, fix: str) -> str:
     assert result.outcome in words, result
     assert made.files == {}
     return words[result.outcome]
+
+
+def check_not_present(version: str, fix: str, record_property: Callable[[str, object], None]) -> None:
+    """Check that a release has nothing for a fix to edit, and record it for the compatibility page."""
+    words = check_not_needed(tree(DISTRIBUTIONS[package_of(fix)], version), fix)
+    assert words == "not present"
+    record_property("compat", words)
 
 
 def added_lines(made: TreePlan) -> dict[str, list[str]]:

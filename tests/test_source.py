@@ -71,6 +71,14 @@ def test_a_method_is_found_in_its_class() -> None:
     assert not source().has_function("get")
 
 
+def test_a_loop_is_found_by_its_target() -> None:
+    found = source("for a, (b, _) in c: pass\nfor a in c: pass\n")
+    assert found.loop("a, (b, ...)").lineno == 1
+    assert found.loop("a").lineno == 2
+    with pytest.raises(NoMatch, match=r"expected `for b in \.\.\.` once, found it 0 times"):
+        found.loop("b")
+
+
 def test_a_class_is_found_by_its_name() -> None:
     assert source().class_named("Box").name == "Box"
     for name in ("outer", "missing"):

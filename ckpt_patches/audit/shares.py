@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def shares(costs: Sequence[int], count: int) -> list[range]:
     """Which items each of `count` processes does: neighbours, in order, whose costs are alike.
 
-    Every process comes to the same result. An item is its whose part of all costs the item's middle lies in.
+    Every process comes to the same result. An item's middle lies in its process's part of all costs.
     """
     total = sum(costs) or 1
     begins = itertools.accumulate(costs, initial=0)

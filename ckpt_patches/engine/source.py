@@ -179,6 +179,14 @@ class Source:
             raise NoMatch(f"expected `if {test}` once, found it {len(found)} times")
         return found[0]
 
+    def loop(self, target: str, within: ast.AST | None = None) -> ast.For:
+        """The only `for` with that target. Raises NoMatch."""
+        wanted = _parse_pattern(target)
+        found = [node for node in self.all_of(ast.For, within) if _same(wanted, node.target)]
+        if len(found) != 1:
+            raise NoMatch(f"expected `for {target} in ...` once, found it {len(found)} times")
+        return found[0]
+
     def text(self, node: ast.AST) -> str:
         """The source text of a node, as it stands in the file."""
         start, stop = self._span(node)

@@ -296,7 +296,7 @@ def scatter_in_place(source: Source) -> None:
 
 def loads_bucket_by_bucket(source: Source, load: Function) -> bool:
     """Whether the loop over the states is in that over the buckets, which begins, goes on and ends as it has to."""
-    buffer = loop(source, "dtype, gbuf_range_map_for_all_buckets", load)
+    buffer = source.loop("dtype, gbuf_range_map_for_all_buckets", load)
     outer = [node for node in buffer.body if isinstance(node, ast.For)]
     if not outer or source.text(outer[0].target) != "bucket_idx, gbuf_range_map":
         return False
@@ -318,9 +318,9 @@ def loads_bucket_by_bucket(source: Source, load: Function) -> bool:
 
 def load_bucket_by_bucket(source: Source, load: Function) -> None:
     """All states of a bucket are received and set before the next bucket: the loops over the two change places."""
-    buffer = loop(source, "dtype, gbuf_range_map_for_all_buckets", load)
-    states = loop(source, "key", buffer)
-    buckets = loop(source, "bucket_idx, gbuf_range_map", states)
+    buffer = source.loop("dtype, gbuf_range_map_for_all_buckets", load)
+    states = source.loop("key", buffer)
+    buckets = source.loop("bucket_idx, gbuf_range_map", states)
     received, set_states = source.one("recv_tensors = {}", within=load), source.one(SET_STATES, within=load)
     start = source.one("offset_in_world_tensors = 0", within=load)
     if buffer.body[-3:] != [received, states, set_states] or states.body != [start, buckets]:
@@ -331,11 +331,3 @@ def load_bucket_by_bucket(source: Source, load: Function) -> None:
     source.remove(source.one(ADVANCE, within=buckets))
     source.remove(set_states)
     source.insert_after(buckets, ADVANCE + SET_STATES_OF_BUCKET)
-
-
-def loop(source: Source, target: str, within: ast.AST) -> ast.For:
-    """The only loop with that target. Raises NoMatch."""
-    found = [node for node in source.all_of(ast.For, within) if source.text(node.target) == target]
-    if len(found) != 1:
-        raise NoMatch(f"expected `for {target} in ...` once, found it {len(found)} times")
-    return found[0]

@@ -47,14 +47,14 @@ def cut_without_end_padding(source: Source) -> None:
     save = source.function(name)
     if not source.has("state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save):
         raise AlreadyThere
-    loop = _loop_over_parameters(source, save)
-    *_, bucket = _names(loop.target)
+    loop = source.loop(f"model_param, ({', '.join(ENDS)}, ...)", within=save)
+    bucket = _bucket(source, loop)
     lines = ("end_padding = _end_padding_before_buckets(buffer)", *(f"{end} -= {PADDING}" for end in ENDS))
     source.check_parts(
         {
             **source.functions_there("", _end_padding_before_buckets),
             **{line: source.has(line, within=save) for line in lines},
-            BUCKET: bucket.id == BUCKET,
+            BUCKET: source.text(bucket) == BUCKET,
             ALL_THERE.splitlines()[0]: source.has(ALL_THERE, within=save),
         }
     )
@@ -66,19 +66,11 @@ def cut_without_end_padding(source: Source) -> None:
     source.insert_function_before(source.class_named("DistributedOptimizer"), _end_padding_before_buckets)
 
 
-def _loop_over_parameters(source: Source, save: ast.FunctionDef) -> ast.For:
-    loops = [
-        loop for loop in source.all_of(ast.For, save) if source.text(loop.iter) == "buffer.param_index_map.items()"
-    ]
-    if len(loops) != 1:
-        raise NoMatch(f"expected one loop over `buffer.param_index_map.items()` in {save.name}, found {len(loops)}")
-    return loops[0]
-
-
-def _names(target: ast.expr) -> "list[ast.Name]":
-    """Of `parameter, (start, end, bucket)` the inner ones."""
-    inner = target.elts[-1] if isinstance(target, ast.Tuple) else None
-    names = [name for name in inner.elts if isinstance(name, ast.Name)] if isinstance(inner, ast.Tuple) else []
-    if [name.id for name in names[:-1]] != list(ENDS) or names[-1].id not in ("_", BUCKET):
-        raise NoMatch(f"expected {', '.join(ENDS)}, _ in the loop over `buffer.param_index_map.items()`")
-    return names
+def _bucket(source: Source, loop: ast.For) -> ast.expr:
+    """What the loop over a buffer's parameters calls the number of a parameter's bucket: nothing, up to this fix."""
+    assert isinstance(loop.target, ast.Tuple)
+    assert isinstance(loop.target.elts[1], ast.Tuple)
+    bucket = loop.target.elts[1].elts[-1]
+    if source.text(loop.iter) != "buffer.param_index_map.items()" or source.text(bucket) not in ("_", BUCKET):
+        raise NoMatch(f"expected {', '.join(ENDS)}, _ in a loop over `buffer.param_index_map.items()`")
+    return bucket

@@ -3,7 +3,6 @@
 https://github.com/NVIDIA/Megatron-LM/issues/5898
 """
 
-import ast
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
@@ -108,11 +107,9 @@ def load_with_empty_shards(source: Source) -> None:
             "its result is loaded": source.has("bucket_state = buckets_state[bucket_idx]", within=load),
         }
     )
-    loops = [loop for loop in source.all_of(ast.For, load) if source.text(loop.target) == "bucket_idx, gbuf_range_map"]
-    if len(loops) != 1:
-        raise NoMatch(f"expected one loop over the buckets in {load.name}, found {len(loops)}")
-    source.insert_before(loops[0], call)
-    source.replace(source.one("state_dict[gbuf_idx][dtype][bucket_idx]", within=loops[0]), "buckets_state[bucket_idx]")
+    buckets = source.loop("bucket_idx, gbuf_range_map", within=load)
+    source.insert_before(buckets, call)
+    source.replace(source.one("state_dict[gbuf_idx][dtype][bucket_idx]", within=buckets), "buckets_state[bucket_idx]")
     source.insert_method_before(load, method)
 
 
