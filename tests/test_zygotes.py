@@ -17,13 +17,19 @@ import zygotes
 from zygotes import NotStarted, Zygote
 
 
-@pytest.fixture
-def zygote(tmp_path: Path) -> Iterator[Zygote]:
-    """One that has imported a module of the test's own, which says so, and `json`."""
+@pytest.fixture(params=["started", "forked"])
+def zygote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Zygote]:
+    """One that has imported a module of the test's own, which says so, and `json`; started, or forked from a base."""
     (tmp_path / "imported.py").write_text("print('imported')\nkept = []\n")
-    found = Zygote({**os.environ, "PYTHONPATH": str(tmp_path)}, ["imported", "json"])
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CKPT_PATCHES": "off"}
+    base = None
+    if request.param == "forked":
+        base = Zygote({**zygotes.environment_of_base(environment), "BASE": str(tmp_path)}, ["json"])
+    found = Zygote(environment, ["imported", "json"], base)
     yield found
     found.end()
+    if base is not None:
+        base.end()
 
 
 def run(
@@ -39,15 +45,16 @@ def test_a_program_finds_what_it_would_in_an_interpreter_of_its_own(zygote: Zygo
     text = """
         import json, os, sys
         main = sys.modules["__main__"]
-        found = [sys.argv, sys.path[:2], os.getcwd(), __name__, __file__, main.__file__, main is sys.modules[__name__]]
-        print(json.dumps([*found, sorted(globals()), os.environ.get("MINE"), sys.stdin.read()]))
+        found = [sys.argv, sys.path, os.getcwd(), __name__, __file__, main.__file__, main is sys.modules[__name__]]
+        variables = {name: os.environ.get(name) for name in ("MINE", "BASE", "PYTHONPATH", "CKPT_PATCHES")}
+        print(json.dumps([*found, sorted(globals()), variables, sys.stdin.read()]))
     """
     done = run(zygote, tmp_path, text, "a", "b c", MINE="1")
     (tmp_path / "imported.py").unlink()  # an interpreter would say so again
     fresh = subprocess.run(
         [sys.executable, str(tmp_path / "program.py"), "a", "b c"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "MINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "CKPT_PATCHES": "off", "MINE": "1"},
         stdin=subprocess.DEVNULL,
         text=True,
         capture_output=True,

@@ -1,9 +1,9 @@
 """Run programs as forks of a process that has imported what they import; see programs/zygote.py.
 
 `import torch` and that of an upstream package take two to four seconds, most of what a program takes. So one process
-for each tree, delivery and environment imports them, by the real import hook where that is the delivery, and forks for
-all processes of a run of the tests. A program whose imports are not known gets an interpreter of its own, as does one
-that is about how an interpreter starts.
+imports torch; a fork of it for each tree, delivery and environment imports the upstream package, by the real import
+hook where that is the delivery, and forks for all processes of a run of the tests. A program whose imports are not
+known gets an interpreter of its own, as does one that is about how an interpreter starts.
 """
 
 import atexit
@@ -60,11 +60,15 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint", "zero_training"), DEEPSPEED),
 }
 
+# What all of these import of torch, and is the same for all trees: half of the time of their imports and more.
+TORCH = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.testing")
+WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED)
+
 # Read when a program runs, and by no import.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 # Of one test process.
-AT_ONCE = 12
+AT_ONCE = 30
 
 
 class NotStarted(RuntimeError):
@@ -74,8 +78,10 @@ class NotStarted(RuntimeError):
 class Zygote:
     """A process that has imported modules in an environment, and serves this one alone."""
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str], base: "Zygote | None" = None) -> None:
         """Have it forked from the one of the run with these imports, which is started unless it is there.
+
+        With a base it is started as a fork of that, whose environment is that of `environment_of_base`.
 
         Raises:
             NotStarted: an import failed, or left a thread behind; with what it said.
@@ -88,7 +94,7 @@ class Zygote:
             fcntl.flock(lock, fcntl.LOCK_EX)
             ready = self._connect()
             if not ready:
-                self._start(environment, modules)
+                self._start(environment, modules, base)
                 ready = self._connect()
         self._said = tuple(Path(f"{self._path}.{name}").read_text(errors="replace") for name in ("out", "err"))
         if not ready:
@@ -106,26 +112,35 @@ class Zygote:
             self._requests.close()
             return b""
 
-    def _start(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    def _start(self, environment: Mapping[str, str], modules: Sequence[str], base: "Zygote | None") -> None:
         Path(f"{self._path}.socket").unlink(missing_ok=True)
+        reading, writing = os.pipe()
+        self._lifeline = os.fdopen(writing, "wb")
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+            open(reading, "rb") as ends,
             open(f"{self._path}.out", "wb") as out,
             open(f"{self._path}.err", "wb") as err,
         ):
             listening.bind(f"{self._path}.socket")
             listening.listen()
-            starter = subprocess.Popen(
-                [sys.executable, str(ZYGOTE), str(listening.fileno()), *modules],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,
-            )
-        starter.wait()
-        self._lifeline = starter.stdin
+            files = [ends.fileno(), out.fileno(), err.fileno(), listening.fileno()]
+            if base is None:
+                command = [sys.executable, str(ZYGOTE), str(listening.fileno()), *modules]
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=ends,
+                    stdout=out,
+                    stderr=err,
+                    pass_fds=files[3:],
+                    start_new_session=True,
+                ).wait()
+            else:
+                request = {"modules": list(modules), "environment": dict(environment)}
+                with base._lock:
+                    socket.send_fds(base._requests, [json.dumps(request).encode()], files)
+                    base._requests.recv(100)
 
     def run(
         self, argv: Sequence[str], *, cwd: str, environment: Mapping[str, str | None], timeout: float
@@ -172,11 +187,23 @@ def zygote_for(environment: Mapping[str, str], modules: Sequence[str]) -> Zygote
     lasting = {name: value for name, value in environment.items() if name not in PER_RUN}
     key = (tuple(modules), *sorted(lasting.items()))
     if key not in _zygotes:
-        if len(_zygotes) == AT_ONCE:
+        base = zygote_for(environment_of_base(lasting), TORCH) if modules in WITH_TORCH else None
+        if len(_zygotes) >= AT_ONCE:
             _zygotes.popitem(last=False)[1].end()
-        _zygotes[key] = Zygote(lasting, modules)
+        _zygotes[key] = Zygote(lasting, modules, base)
     _zygotes.move_to_end(key)
     return _zygotes[key]
+
+
+def environment_of_base(environment: Mapping[str, str]) -> dict[str, str]:
+    """That of a process which imports torch alone: without the hook, with no folder but those that torch looks in."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("CKPT_PATCHES")}
+    folders = [folder for folder in environment["PYTHONPATH"].split(os.pathsep) if _is_for_torch(Path(folder))]
+    return {**kept, "CKPT_PATCHES": "off", "PYTHONPATH": os.pathsep.join(folders)}
+
+
+def _is_for_torch(folder: Path) -> bool:
+    return any((folder / name).is_dir() for name in ("numpy", "torch", "triton"))
 
 
 def run(

@@ -9,6 +9,10 @@ with the exit status, as subprocess gives it. The packet "kill" ends the program
 connection, which ends the process that served it, too. This process ends with its standard input, and is no child of
 who started it, who may have to know all of those. Nothing outlives who asked for it.
 
+The request {"modules": [MODULE...], "environment": {NAME: VALUE}} with four open files, for standard input, output and
+error and a socket that listens, is answered at once: there is one more process like this one then, which knows the
+modules of both, has these variables and no others, and the folders and the import hook that they ask for.
+
 In the fork that runs a program everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there,
 and that nothing is freed at its end, which takes a second for modules that another process has imported. Its process
 group is its own, and is killed when it is gone.
@@ -39,16 +43,7 @@ MOST = 2**20  # bytes of a packet
 def main() -> None:
     if os.fork() != 0:
         os._exit(0)
-    listening = socket.socket(fileno=int(sys.argv[1]))
-    listening.set_inheritable(False)
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
-    if len(os.listdir("/proc/self/task")) != 1:
-        sys.exit(f"expected no thread but the first, which alone a fork has, after the import of {sys.argv[2:]}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
-    program, arguments = wait_for_work(wait_for_client(listening))
+    program, arguments = serve(int(sys.argv[1]), sys.argv[2:])
     try:
         become(program, arguments)
     except SystemExit as ended:
@@ -57,6 +52,19 @@ def main() -> None:
         sys.excepthook(*sys.exc_info())
         end(1)
     end(None)
+
+
+def serve(listening: int, modules: list[str]) -> tuple[str, list[str]]:
+    """Import, then serve; it returns in a fork for each request, with the program and its arguments."""
+    os.set_inheritable(listening, False)
+    for name in modules:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) != 1:
+        sys.exit(f"expected no thread but the first, which alone a fork has, after the import of {modules}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
+    return wait_for_work(wait_for_client(socket.socket(fileno=listening)))
 
 
 def wait_for_client(listening: socket.socket) -> socket.socket:
@@ -82,7 +90,7 @@ def wait_for_work(requests: socket.socket) -> tuple[str, list[str]]:
     """In this process it never returns; in a fork for each request it does, with the program and its arguments."""
     parent = os.getpid()
     while True:
-        packet, files, _, _ = socket.recv_fds(requests, MOST, 2)
+        packet, files, _, _ = socket.recv_fds(requests, MOST, 4)
         if not packet:
             os._exit(0)
         if packet == KILL:  # the program ended by itself, in the same moment
@@ -91,12 +99,37 @@ def wait_for_work(requests: socket.socket) -> tuple[str, list[str]]:
         child = os.fork()
         if child == 0:
             requests.close()
+            if "modules" in request:
+                return serve(another(request, files), request["modules"])
             prepare(request, files, parent)
             program, *arguments = request["argv"]
             return program, arguments
         for file in files:
             os.close(file)
         requests.send(str(wait(child, requests)).encode())
+
+
+def another(request: dict[str, Any], files: list[int]) -> int:
+    """Make the child one more process that imports, and no child of this one; its socket."""
+    if os.fork() != 0:
+        os._exit(0)
+    os.setsid()
+    for number, file in enumerate(files[:3]):
+        os.dup2(file, number)
+        os.close(file)
+    own = folders_asked_for()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[1 : 1 + len(own)] = folders_asked_for()
+    import ckpt_patches
+
+    ckpt_patches.run()  # as the .pth file does when an interpreter starts
+    return files[3]
+
+
+def folders_asked_for() -> list[str]:
+    """Those that an interpreter puts into its path, behind that of the program."""
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def wait(child: int, requests: socket.socket) -> int:
