@@ -10,11 +10,11 @@ import pytest
 import edits
 from megatron.patches.override_learning_rate import OptimizerParamScheduler
 from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
-from upstream import DELIVERIES, ends_by_default, numbers, releases, tree
+from upstream import DELIVERIES, numbers, releases, tree
 
 FIX = "override_learning_rate"
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
-AFFECTED = ends_by_default(releases("megatron-core", oldest="0.9.0"))
+AFFECTED = releases("megatron-core", oldest="0.9.0")
 NEWEST = "0.19.2"
 
 OVERRIDE, CHECKPOINT = {"keep": "override"}, {"keep": "checkpoint"}

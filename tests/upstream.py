@@ -157,8 +157,8 @@ def all_releases() -> bool:
 def releases(distribution: str, *, oldest: str | None = None, newest: str | None = None) -> list[Any]:
     """Pytest parameters, one a version, of a distribution's releases in an inclusive range.
 
-    Only default ones, the two oldest and the newest of them, unless `CKPT_PATCHES_TEST_ALL=1`. One that cannot be run
-    here is skipped with its reason. A checkout of the main branch, if one is named, is the last of a range without end.
+    Only default ones, the oldest and the newest of them, unless `CKPT_PATCHES_TEST_ALL=1`. One that cannot be run here
+    is skipped with its reason. A checkout of the main branch, if one is named, is the last of a range without end.
     """
     chosen = [
         r
@@ -168,8 +168,8 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
         and (oldest is None or numbers(oldest) <= numbers(r.version))
         and (newest is None or numbers(r.version) <= numbers(newest))
     ]
-    if not all_releases() and len(chosen) > 3:
-        chosen = [*chosen[:2], chosen[-1]]
+    if not all_releases():
+        chosen = [*chosen[:1], *chosen[1:][-1:]]
     main = [Release(distribution, MAIN, default=True)] if newest is None and main_branch(distribution) else []
     return [
         pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ())
@@ -180,11 +180,6 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
 def newest_by_default(parameters: list[Any]) -> list[Any]:
     """Of a list of releases the last alone in the default run: for what hardly differs between them."""
     return parameters if all_releases() else parameters[-1:]
-
-
-def ends_by_default(parameters: list[Any]) -> list[Any]:
-    """Of a list of releases the first and the last in the default run."""
-    return parameters if all_releases() else [*parameters[:1], *parameters[1:][-1:]]
 
 
 def numbers(version: str) -> tuple[int, ...]:
