@@ -56,7 +56,9 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     ),
     "bridge_finetune": BRIDGE,
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
-    **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
+    **dict.fromkeys(
+        ("convert", "experts", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED
+    ),
     **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint", "zero_training"), DEEPSPEED),
 }
 

@@ -9,8 +9,6 @@ resumed equals, bit for bit, the one that went on.
 """
 
 import argparse
-import copy
-import importlib.util
 import json
 import logging
 import os
@@ -18,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import megatron_training as mt
@@ -39,10 +38,7 @@ def main() -> None:
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    if options.inner == "fused" and importlib.util.find_spec("apex") is None:
-        import stand_in_fused_adam
-
-        stand_in_fused_adam.patch_megatron()
+    mt.use_inner_optimizer(options.inner)
     log = Log()
     logging.getLogger("megatron.core.optimizer.distrib_optimizer").addHandler(log)
     for name in options.formats.split(","):
@@ -78,11 +74,10 @@ def case(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for iteration in range(options.steps):
         mt.step(model, optimizer, iteration)
     lose(mt.inner(optimizer), options.lose)
-    saved_weights = mt.weights(model)
     folder = Path(options.out, f"{name}-{options.inner}-{options.steps}-{options.lose}")
     try:
-        saved = save(name, model, optimizer, folder)
-        result["keys"] = moments(saved)
+        mt.save(name, model, optimizer, folder)
+        result["keys"] = keys_in(folder) if name == "torch" else []
     except Exception as error:
         result["error"] = f"save: {type(error).__name__}: {str(error)[:200]}"
         return result
@@ -91,9 +86,8 @@ def case(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for iteration in range(options.steps, options.steps + 2):
         mt.step(model, optimizer, iteration)
     resumed, optimizer = build(options)
-    mt.set_weights(resumed, saved_weights)
     try:
-        load(name, resumed, optimizer, saved, folder)
+        mt.load(name, resumed, optimizer, folder)
         for iteration in range(options.steps, options.steps + 2):
             mt.step(resumed, optimizer, iteration)
     except Exception as error:
@@ -124,38 +118,9 @@ def lose(optimizer: Any, what: str) -> None:
         state[param].clear()
 
 
-def save(name: str, model: Any, optimizer: Any, folder: Path) -> Any:
-    """The `torch` format as objects, the sharded formats on disk; what was handed to the writer."""
-    if name == "torch":
-        distributed = mt.inner(optimizer)
-        state = distributed.get_parameter_state_dp_zero()
-        return {"optimizer": copy.deepcopy(optimizer.state_dict()), "parameters": state}
-    from megatron.core import dist_checkpointing
-
-    state_dict = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(state_dict, str(folder), (mt.sharded_backend(name), 1))
-    return state_dict
-
-
-def load(name: str, model: Any, optimizer: Any, saved: Any, folder: Path) -> None:
-    if name == "torch":
-        optimizer.load_state_dict(saved["optimizer"])
-        mt.inner(optimizer).load_parameter_state_from_dp_zero(saved["parameters"])
-        return
-    from megatron.core import dist_checkpointing
-
-    loaded = dist_checkpointing.load(mt.sharded_state_dict(name, model, optimizer, is_loading=True), str(folder))
-    optimizer.load_state_dict(loaded["optimizer"])
-
-
-def moments(saved: Any) -> list[str]:
-    """The keys of a `torch` checkpoint's buffers on rank 0."""
-    parameters = saved.get("parameters") if isinstance(saved, dict) else None
-    if not parameters:
-        return []
+def keys_in(folder: Path) -> list[str]:
+    """Those of the first buffer's first bucket in a checkpoint of the format `torch`."""
+    parameters = torch.load(folder / "distrib_optim.pt")
     buffer = next(iter(v for v in parameters.values() if isinstance(v, dict)))
     return sorted(str(key) for key in next(iter(buffer.values())))
 

@@ -15,7 +15,6 @@ An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -64,15 +63,8 @@ def main() -> None:
         mt.spawn(resume, ranks, options)
 
 
-def prepare(options: argparse.Namespace) -> None:
-    if options.inner == "fused" and importlib.util.find_spec("apex") is None:
-        import stand_in_fused_adam
-
-        stand_in_fused_adam.patch_megatron()
-
-
 def train_and_save(rank: int, options: argparse.Namespace) -> None:
-    prepare(options)
+    mt.use_inner_optimizer(options.inner)
     for kind in options.optimizers:
         folder = options.out / kind.name
         try:
@@ -84,13 +76,13 @@ def train_and_save(rank: int, options: argparse.Namespace) -> None:
             mt.step(model, optimizer, iteration)
         for name in options.formats:
             try:
-                save(name, model, optimizer, folder / name)
+                mt.save(name, model, optimizer, folder / name)
             except Exception as error:
                 write(folder / f"{name}.died", error)
-        saved = everything(model, optimizer)
+        saved = mt.everything(model, optimizer)
         for iteration in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
             mt.step(model, optimizer, iteration)
-        reference = everything(model, optimizer)
+        reference = mt.everything(model, optimizer)
         if rank == 0:
             torch.save((saved, reference), folder / "reference.pt")
 
@@ -105,24 +97,8 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
 
 
-def save(name: str, model: Any, optimizer: Any, folder: Path) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    if name == "torch":
-        mt.inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
-        if dist.get_rank() == 0:
-            torch.save({"model": mt.weights(model), "optimizer": optimizer.state_dict()}, folder / "model_optim.pt")
-        dist.barrier()
-        return
-    from megatron.core import dist_checkpointing
-
-    state_dict = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
-    dist_checkpointing.save(state_dict, str(folder), (mt.sharded_backend(name), 1))
-
-
 def resume(rank: int, options: argparse.Namespace) -> None:
-    prepare(options)
+    mt.use_inner_optimizer(options.inner)
     for kind in options.optimizers:
         folder = options.out / kind.name
         for name in options.formats:
@@ -147,14 +123,14 @@ def resumed(kind: Optimizer, name: str, folder: Path) -> str:
         return f"save died: {(folder / f'{name}.died').read_text()}"
     model, optimizer = kind.build()
     try:
-        load(name, model, optimizer, folder / name)
-        loaded = everything(model, optimizer)
+        mt.load(name, model, optimizer, folder / name)
+        loaded = mt.everything(model, optimizer)
         for iteration in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
             mt.step(model, optimizer, iteration)
     except Exception as error:
         return f"load died: {said(error)}"
     saved, reference = torch.load(folder / "reference.pt")
-    in_load, in_step = difference(saved, loaded), difference(reference, everything(model, optimizer))
+    in_load, in_step = difference(saved, loaded), difference(reference, mt.everything(model, optimizer))
     if in_load == in_step == 0:
         return "bit-equal"
     return f"differs by {in_step:.2g}" + ("" if in_load else ", the loaded state is bit-equal")
@@ -165,26 +141,6 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     if mt.equal(left, right):
         return 0.0
     return max((left[name] - right[name]).abs().max().item() for name in left) or float("nan")
-
-
-def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {**mt.weights(model), **mt.optimizer_state(model, optimizer)}
-
-
-def load(name: str, model: Any, optimizer: Any, folder: Path) -> None:
-    if name == "torch":
-        # Megatron-LM trusts this file of its own training run; what it may hold is not what is tested here.
-        loaded = torch.load(folder / "model_optim.pt", weights_only=False)
-        mt.set_weights(model, loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-        mt.inner(optimizer).load_parameter_state(str(folder / "distrib_optim.pt"))
-        return
-    from megatron.core import dist_checkpointing
-
-    state_dict = mt.sharded_state_dict(name, model, optimizer, is_loading=True)
-    loaded = dist_checkpointing.load(state_dict, str(folder))
-    mt.set_weights(model, loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
 
 
 if __name__ == "__main__":

@@ -57,10 +57,7 @@ def main() -> None:
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    if options.inner == "fused" and importlib.util.find_spec("apex") is None:
-        import stand_in_fused_adam
-
-        stand_in_fused_adam.patch_megatron()
+    mt.use_inner_optimizer(options.inner)
     upstream = upstream_optimizer(options.upstream_file)
     for part in options.parts.split(","):
         found = {"equal": equal, "memory": memory, "cost": cost}[part](upstream, options)

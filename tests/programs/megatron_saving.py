@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_training as mt
-import stand_in_fused_adam
 
 VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
 PATIENCE = 20  # seconds; a plan that waits longer is wrong, and fails
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    stand_in_fused_adam.patch_megatron()
+    mt.use_inner_optimizer("fused")
     fraction = None if options.reload == "no" else 1.0
     model, optimizer = mt.build(fp16=options.dtype == "fp16", make_model=language_model, offload_fraction=fraction)
     if options.reload == "hybrid":
@@ -122,22 +121,14 @@ def step(model: Any, optimizer: Any, seed: int) -> None:
 
 def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
     """As Megatron-LM does: model, optimizer, iteration and arguments."""
-    from megatron.core import dist_checkpointing
-
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
     if options.backend == "torch":
         save_in_torch_format(model, optimizer, iteration, folder / "mp_rank_00", options)
-        return
-    dist_checkpointing.save(state(model, optimizer, iteration, options), str(folder), (options.backend, 1))
-    dist.barrier()
+    else:
+        mt.write(state(model, optimizer, iteration, options), folder, options.backend)
 
 
 def save_in_torch_format(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
+    mt.make_folder(folder)
     mt.inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
     if dist.get_rank() == 0:
         weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}

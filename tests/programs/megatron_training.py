@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib.util
 import inspect
 import multiprocessing.managers
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import fake_gpu
@@ -82,6 +84,14 @@ def _start(
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def use_inner_optimizer(name: str) -> None:
+    """`fused`: Apex's Adam, or what stands in for Transformer Engine's; `torch`: what a release takes by itself."""
+    if name == "fused" and importlib.util.find_spec("apex") is None:
+        import stand_in_fused_adam
+
+        stand_in_fused_adam.patch_megatron()
 
 
 def without_transformer_engine() -> None:
@@ -264,6 +274,54 @@ def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_load
         chosen = {}
     of_optimizer = optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
     return {"model": of_model, "optimizer": of_optimizer}
+
+
+def save(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
+    """A checkpoint in a format: `torch`, or a sharding format of the optimizer's state."""
+    if name != "torch":
+        write(sharded_state_dict(name, model, optimizer, is_loading=False), folder, sharded_backend(name))
+        return
+    make_folder(folder)
+    inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
+    if dist.get_rank() == 0:
+        torch.save({"model": weights(model), "optimizer": optimizer.state_dict()}, folder / "model_optim.pt")
+    dist.barrier()
+
+
+def write(state_dict: Any, folder: Path, backend: str) -> None:
+    """A sharded checkpoint, by all ranks; whole when any of them returns."""
+    from megatron.core import dist_checkpointing
+
+    make_folder(folder)
+    dist_checkpointing.save(state_dict, str(folder), (backend, 1))
+    dist.barrier()
+
+
+def make_folder(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+
+
+def load(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
+    """In Megatron's order: the optimizer's sharded state dict is made, the weights are loaded, then its state."""
+    if name != "torch":
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load(sharded_state_dict(name, model, optimizer, is_loading=True), str(folder))
+        set_weights(model, loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        return
+    # Megatron-LM trusts this file of its own training run; what it may hold is not what is tested here.
+    loaded = torch.load(folder / "model_optim.pt", weights_only=False)
+    set_weights(model, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    inner(optimizer).load_parameter_state(str(folder / "distrib_optim.pt"))
+
+
+def everything(model: Model, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Every weight, main parameter and moment, whole, in fp32."""
+    return {**weights(model), **optimizer_state(model, optimizer)}
 
 
 def weights(model: Model) -> dict[str, torch.Tensor]:

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import megatron_training as mt
-import stand_in_fused_adam
 
 # What a case's parameters are, in the order in which they are made: the last is the first in the buffer.
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {
@@ -94,51 +92,35 @@ def make(case: str) -> Callable[[Any, torch.dtype, bool], Any]:
 
 
 def build(case: str) -> tuple[Any, Any]:
-    stand_in_fused_adam.patch_megatron()
+    mt.use_inner_optimizer("fused")
     return mt.build(make_model=make(case), bucket_size=CASES[case][1])
 
 
 def save(rank: int, case: str, options: argparse.Namespace) -> None:
-    from megatron.core import dist_checkpointing
-
     model, optimizer = build(case)
     for iteration in range(3):
         mt.step(model, optimizer, iteration)
     folder = options.out / case
-    if rank == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    state_dict = mt.sharded_state_dict(options.format, model, optimizer, is_loading=False)
-    dist_checkpointing.save(state_dict, str(folder), (mt.sharded_backend(options.format), 1))
-    saved = everything(model, optimizer)
+    mt.save(options.format, model, optimizer, folder)
+    saved = mt.everything(model, optimizer)
     for iteration in range(3, 5):
         mt.step(model, optimizer, iteration)
-    reference = everything(model, optimizer)
+    reference = mt.everything(model, optimizer)
     if rank == 0:
         torch.save((saved, reference), options.out / f"{case}.reference.pt")
 
 
 def load(rank: int, case: str, options: argparse.Namespace) -> None:
-    from megatron.core import dist_checkpointing
-
     folder = (options.load or options.out) / case
     model, optimizer = build(case)
-    loaded = dist_checkpointing.load(
-        mt.sharded_state_dict(options.format, model, optimizer, is_loading=True), str(folder)
-    )
-    mt.set_weights(model, loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    mt.load(options.format, model, optimizer, folder)
     saved, reference = torch.load(f"{folder}.reference.pt")
-    same = [mt.equal(saved, everything(model, optimizer))]
+    same = [mt.equal(saved, mt.everything(model, optimizer))]
     for iteration in range(3, 5):
         mt.step(model, optimizer, iteration)
-    same.append(mt.equal(reference, everything(model, optimizer)))
+    same.append(mt.equal(reference, mt.everything(model, optimizer)))
     if rank == 0:
         print(json.dumps({"case": case, "result": "bit-equal" if all(same) else f"differs: {same}"}), flush=True)
-
-
-def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {**mt.weights(model), **mt.optimizer_state(model, optimizer)}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_training as mt
-import stand_in_fused_adam
 
 BATCH = 4
 STEPS, SCHEDULE = 3, 20
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    stand_in_fused_adam.patch_megatron()
+    mt.use_inner_optimizer("fused")
     found = [outcome(rank, options, run) for run in options.runs]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
@@ -94,15 +93,8 @@ def save(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
 
 
 def write(options: argparse.Namespace, name: str, made: Made) -> None:
-    from megatron.core import dist_checkpointing
-
-    folder = options.folder / name
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
     state = sharded(options, made, is_loading=False)
-    dist_checkpointing.save(state, str(folder), (mt.sharded_backend(options.format), 1))
-    dist.barrier()
+    mt.write(state, options.folder / name, mt.sharded_backend(options.format))
 
 
 def load(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_training as mt
-import stand_in_fused_adam
 
 VOCABULARY, SEEN, HIDDEN = 62, 41, 13
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -42,7 +41,7 @@ def main() -> None:
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    stand_in_fused_adam.patch_megatron()
+    mt.use_inner_optimizer("fused")
     if options.load:
         load(rank, options)
         return
@@ -122,13 +121,7 @@ def sharded(model: Any, optimizer: Any, options: argparse.Namespace, *, is_loadi
 
 
 def save(model: Any, optimizer: Any, folder: Path, options: argparse.Namespace) -> None:
-    from megatron.core import dist_checkpointing
-
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(sharded(model, optimizer, options, is_loading=False), str(folder), ("torch_dist", 1))
-    dist.barrier()
+    mt.write(sharded(model, optimizer, options, is_loading=False), folder, "torch_dist")
 
 
 def keep_live(model: Any, optimizer: Any, path: Path) -> None:
