@@ -71,7 +71,8 @@ def _hook_is_active() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is quick; skip what needs a GPU where there is none; refuse a `compat` test that is in no cell."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
-        _leave_out_older_releases_in_place(config, items)
+        for delivery in ("none", "in place"):
+            _leave_out_older_releases(config, items, delivery)
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
@@ -82,14 +83,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid}: marked compat, expected the parameters `version` and `delivery`")
 
 
-def _leave_out_older_releases_in_place(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In the default run a fix is written in place on the newest release alone: the text is that of the hook."""
-    in_place = [item for item in items if _parameters(item).get("delivery") == "in place"]
+def _leave_out_older_releases(config: pytest.Config, items: list[pytest.Item], delivery: str) -> None:
+    """In the default run a bug is shown, and its fix written in place, on the newest release that has it alone.
+
+    The text in place is that of the hook, which is run on the oldest as well.
+    """
+    concerned = [item for item in items if _parameters(item).get("delivery") == delivery]
     newest: dict[str, tuple[int, ...]] = {}
-    for item in in_place:
+    for item in concerned:
         test = item.nodeid.partition("[")[0]
         newest[test] = max(newest.get(test, ()), _release(item))
-    left_out = [item for item in in_place if _release(item) < newest[item.nodeid.partition("[")[0]]]
+    left_out = [item for item in concerned if _release(item) < newest[item.nodeid.partition("[")[0]]]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import zygotes
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import folder, load, package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
@@ -43,7 +44,11 @@ def test_fail_before_and_pass_after(version: str) -> None:
     names = plan_tree(str(root), CORE).named(Outcome.APPLIES)
     files = [file_of(name) for name in names]
     before, after = (
-        by_fix(run_pytest(*files, rootdir=files[0].parent, options=OPTIONS, tree=root, delivery=delivery))
+        by_fix(
+            run_pytest(
+                *files, rootdir=files[0].parent, options=OPTIONS, tree=root, delivery=delivery, imports=zygotes.CORE
+            )
+        )
         for delivery in ("none", "hook")
     )
     assert before.keys() == after.keys() == set(names)

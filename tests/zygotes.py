@@ -34,6 +34,7 @@ MEGATRON = (
     "stand_in_fused_adam",
     "torch._dynamo",
 )
+CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stand-ins
 BRIDGE = ("bridge_imports", "megatron.core.optimizer", "torch._dynamo")
 ZARR = ("zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
@@ -55,6 +56,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         MEGATRON,
     ),
     "bridge_finetune": BRIDGE,
+    "numpy2_product": CORE,
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(
         ("convert", "experts", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED
@@ -63,8 +65,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
 }
 
 # What all of these import of torch, and is the same for all trees: half of the time of their imports and more.
-TORCH = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.testing")
-WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED)
+TORCH = ("torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.testing")
+WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED, CORE)
 
 # Read when a program runs, and by no import.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")

@@ -40,28 +40,40 @@ def main() -> None:
     parser.add_argument("--cases", default=list(CASES), type=lambda text: text.split(","))
     parser.add_argument("--load", type=Path)
     options = parser.parse_args()
-    for case in options.cases:
-        for what in (load,) if options.load else (save, load):
-            try:
-                mt.spawn(attempt, options.ranks, what, case, options)
-            except torch.multiprocessing.ProcessRaisedException as error:  # the other ranks, which may wait, are ended
-                reason = said(options.out, case, what.__name__) or str(error)
-                print(json.dumps({"case": case, "result": f"{what.__name__} died: {reason}"}), flush=True)
-                break
+    load_all = options.cases if options.load else on_ranks(save, options.cases, options)
+    on_ranks(load, load_all, options)
 
 
-def attempt(rank: int, what: Callable[..., None], case: str, options: argparse.Namespace) -> None:
+def on_ranks(what: Callable[..., None], cases: list[str], options: argparse.Namespace) -> list[str]:
+    """The cases in which no rank died; after one in which one did, the others have ranks of their own."""
+    done: list[str] = []
+    left = list(cases)
+    while left:
+        try:
+            mt.spawn(attempt, options.ranks, what, left, options)
+            return [*done, *left]
+        except torch.multiprocessing.ProcessRaisedException as error:  # the other ranks, which may wait, are ended
+            count = next((n for n, case in enumerate(left) if said(options.out, case, what)), len(left) - 1)
+            reason = said(options.out, left[count], what) or str(error)
+            print(json.dumps({"case": left[count], "result": f"{what.__name__} died: {reason}"}), flush=True)
+        done += left[:count]
+        left = left[count + 1 :]
+    return done
+
+
+def attempt(rank: int, what: Callable[..., None], cases: list[str], options: argparse.Namespace) -> None:
     """Keep what a rank dies of: the first that is heard of may be one that has lost the connection to it."""
-    try:
-        what(rank, case, options)
-    except Exception as error:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{case}.{what.__name__}.{rank}").write_text(f"{type(error).__name__}: {error}")
-        raise
+    for case in cases:
+        try:
+            what(rank, case, options)
+        except Exception as error:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / f"{case}.{what.__name__}.{rank}").write_text(f"{type(error).__name__}: {error}")
+            raise
 
 
-def said(out: Path, case: str, what: str) -> str:
-    found = [path.read_text().strip() for path in sorted(out.glob(f"{case}.{what}.*"))]
+def said(out: Path, case: str, what: Callable[..., None]) -> str:
+    found = [path.read_text().strip() for path in sorted(out.glob(f"{case}.{what.__name__}.*"))]
     own = [text for text in found if "onnection" not in text] or found
     return own[0].splitlines()[-1] if own else ""
 
