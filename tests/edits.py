@@ -1,9 +1,10 @@
 """What a fix changes in a tree: for tests of the edits themselves, on copies of a few files."""
 
 import difflib
+import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt_patches.engine.fix import package_of
@@ -42,6 +43,24 @@ def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> s
     result, made = plan(copy, fix)
     assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
     return result.reason
+
+
+def check_in_any_order(root: Path, names: Sequence[str], to: Path) -> None:
+    """Check that fixes, written one after the other into copies of a tree, make the same text in each of their orders.
+
+    All of them have something to do there.
+    """
+    texts = []
+    for number, order in enumerate(itertools.permutations(names)):
+        copy = to / str(number)
+        for name in names:
+            copy_of(root, name, copy)
+        for name in order:
+            result, made = plan(copy, name)
+            assert result.outcome is Outcome.APPLIES, (order, result)
+            write(made)
+        texts.append({module: text(copy, module) for name in names for module in FIXES[name] if has(copy, module)})
+    assert all(other == texts[0] for other in texts[1:])
 
 
 def check_not_needed(tree: Path, fix: str) -> str:
@@ -88,3 +107,7 @@ def rewrite(tree: Path, module: str, old: str, new: str) -> None:
 def text(tree: Path, module: str) -> str:
     """A module's source in a tree."""
     return Path(module_path(str(tree), module)).read_text()
+
+
+def has(tree: Path, module: str) -> bool:
+    return Path(module_path(str(tree), module)).exists()

@@ -155,6 +155,7 @@ IN_PARTS = {
     "numpy2_product": "0.7.0 0.14.0",
     "universal_tensor_paddings": "0.12.6 0.16.2",
     "zero3_fragment_bounds": "0.16.2",
+    "zero3_universal_rank": "0.16.2",
     "torch_load_weights_only": "0.12.6",
 }
 

@@ -1,7 +1,10 @@
 """Train a tiny model with the real DeepSpeed on CPU ranks: write checkpoints, or resume from one.
 
-    write OUT --ranks 8 KIND...        OUT/KIND/global_step2, OUT/KIND/truth.pt, OUT/KIND/losses.json
+    write OUT --ranks 8 KIND...        OUT/KIND/global_step2, and beside it truth.pt, losses.json, settings.json, end.pt
     resume FOLDER TAG KIND --ranks 4   prints the state after the load against truth.pt, and the losses from there
+
+`--node N` is for N ranks on a node. settings.json has the param groups' settings and the steps, at the save and at the
+end; a resume prints its own, and what of its last state is not that of end.pt.
 
 The no-decay group has 11 elements; on 8 ranks it is padded to 16, 2 a rank: the padding, 5, reaches over 3 ranks.
 Every rank sees its share of the same 16 samples a step, so runs with different numbers of ranks are comparable.
@@ -159,33 +162,52 @@ def flattened_state(optimizer: Any, names: dict[torch.Tensor, str]) -> dict[str,
     return states
 
 
+def settings(run: Any) -> dict[str, Any]:
+    """What the inner optimizer knows beside its flat tensors: each group's settings, and each flat tensor's step."""
+    inner = run.optimizer.optimizer
+    return {
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups],
+        "steps": [float(own["step"]) for own in inner.state.values() if "step" in own],
+    }
+
+
+def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    return [f"{n}.{key}" for n, states in expected.items() for key in states if not found[n][key].equal(states[key])]
+
+
 def write(rank: int, args: argparse.Namespace) -> None:
     for kind in args.kinds:
         run = engine(kind, args.ranks, universal=False)
         train(run, rank, args.ranks, first=0)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
         run.save_checkpoint(str(args.folder / kind), tag=TAG, client_state={**info, "iteration": STEPS})
-        truth = state(run)
+        truth, set_to = state(run), [settings(run)]
         losses = train(run, rank, args.ranks, first=STEPS)
+        set_to.append(settings(run))
+        end = state(run)
         if rank == 0:
             torch.save(truth, args.folder / kind / "truth.pt")
+            torch.save(end, args.folder / kind / "end.pt")
             (args.folder / kind / "losses.json").write_text(json.dumps(losses))
+            (args.folder / kind / "settings.json").write_text(json.dumps(set_to))
 
 
 def resume(rank: int, args: argparse.Namespace) -> None:
     run = engine(args.kind, args.ranks, universal=args.tag != TAG)
     run.load_checkpoint(str(args.folder), tag=args.tag)
-    found = state(run)
-    truth = torch.load(args.folder / "truth.pt")
-    different = [f"{n}.{key}" for n, states in truth.items() for key in states if not found[n][key].equal(states[key])]
-    losses = train(run, rank, args.ranks, first=STEPS)
+    result: dict[str, Any] = {"different": not_equal(torch.load(args.folder / "truth.pt"), state(run))}
+    set_to = [settings(run)]
+    result["losses"] = train(run, rank, args.ranks, first=STEPS)
+    result["settings"] = [*set_to, settings(run)]
+    result["different_end"] = not_equal(torch.load(args.folder / "end.pt"), state(run))
     if rank == 0:
-        args.result.write_text(json.dumps({"different": different, "losses": losses}))
+        args.result.write_text(json.dumps(result))
 
 
 def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(args.ranks), LOCAL_SIZE=str(args.ranks))
+    node = getattr(args, "node", None) or args.ranks
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank % node))
+    os.environ.update(WORLD_SIZE=str(args.ranks), LOCAL_SIZE=str(node))
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     args.work(rank, args)
@@ -224,6 +246,7 @@ def main() -> None:
     resuming.add_argument("kind", choices=KINDS)
     for command in (writing, resuming):
         command.add_argument("--ranks", type=int, default=8)
+        command.add_argument("--node", type=int)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.result = Path(folder, "resumed.json")

@@ -1,0 +1,41 @@
+"""Resume ZeRO-3 from a universal checkpoint on several nodes: a rank takes its part, not that of its place on the node.
+
+https://github.com/deepspeedai/DeepSpeed/issues/7601
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/issues/7601",
+        "https://github.com/deepspeedai/DeepSpeed/issues/6691",
+    ),
+    affected="DeepSpeed 0.14.5 to 0.17.6, on more than one node; fixed in 0.18.0; up to 0.14.4 there is no such load",
+    test="tests/unit/checkpoint/test_zero3_universal_rank.py",
+)
+
+LOCAL, RANK = "local_rank", "rank"
+OF_THE_NODE, OF_THE_PARTITIONS = "dist.get_local_rank()", "dist.get_rank(group=self.dp_process_group)"
+
+
+@fix.edit("deepspeed.runtime.zero.stage3")
+def take_the_part_of_the_rank(source: Source) -> None:
+    """The tensor is cut for all ranks of the group that shares the partitions."""
+    if b"def load_hp_checkpoint_state(" not in source.data:
+        raise NotConcerned  # by the text alone: to parse one of DeepSpeed's largest modules takes 0.1 s
+    load = source.function("DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state")
+    if not source.has(OF_THE_NODE, within=load) and not _names(source, load, LOCAL):
+        raise AlreadyThere
+    asked = source.one(f"{LOCAL} = {OF_THE_NODE}", within=load)
+    cut = source.one(f"loaded_checkpoint_state.narrow(0, {LOCAL} * partitioned_numel, partitioned_numel)", within=load)
+    source.replace(asked, f"{RANK} = {OF_THE_PARTITIONS}")
+    (used,) = _names(source, cut, LOCAL)
+    source.replace(used, RANK)
+
+
+def _names(source: Source, within: ast.AST, name: str) -> list[ast.Name]:
+    return [node for node in source.all_of(ast.Name, within) if node.id == name]
