@@ -1,6 +1,6 @@
 """Resume ZeRO-3 from a universal checkpoint on several nodes: a rank takes its part, not that of its place on the node.
 
-https://github.com/deepspeedai/DeepSpeed/issues/7601
+https://github.com/deepspeedai/DeepSpeed/pull/7601
 """
 
 import ast
@@ -11,7 +11,7 @@ from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 fix = Fix(
     __name__,
     upstream=(
-        "https://github.com/deepspeedai/DeepSpeed/issues/7601",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7601",
         "https://github.com/deepspeedai/DeepSpeed/issues/6691",
     ),
     affected="DeepSpeed 0.14.5 to 0.17.6, on more than one node; fixed in 0.18.0; up to 0.14.4 there is no such load",

@@ -75,8 +75,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage2_fp16": {**FP16, **zero(2)},
     "stage3_fp16": {**FP16, **zero(3)},
     "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
+    "stage3_sub_groups": {**BF16, **zero(3, sub_group_size=4)},
 }
-ONE_GROUP = ("stage3", "stage3_fp16")  # before 0.18 the converter reads the first group only
+ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups")  # before 0.18 the converter reads the first group only
 
 
 class Tiny(torch.nn.Module):

@@ -1,0 +1,66 @@
+"""Resume ZeRO-3 from a universal checkpoint with each param group's own settings, and a step for each flat tensor.
+
+https://github.com/deepspeedai/DeepSpeed/pull/7585
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7585",),
+    affected="DeepSpeed 0.18.0 to 0.19.8; not fixed upstream; up to 0.17.6 such a load of several groups dies",
+    test="tests/unit/checkpoint/test_zero3_universal_groups.py",
+)
+
+STAGE3 = "deepspeed.runtime.zero.stage3"
+STEP = "self.optimizer.state[fp32_param]['step'] = state_step"
+OWN_STEP = """
+own_step = state_step.clone() if torch.is_tensor(state_step) else state_step
+self.optimizer.state[fp32_param]['step'] = own_step
+"""
+OF_THE_FIRST = 'optim_sd[OPTIMIZER_STATE_DICT]["param_groups"][0].items()'
+OWN_SETTINGS = """
+param_groups, saved_groups = self.optimizer.param_groups, optim_sd[OPTIMIZER_STATE_DICT]["param_groups"]
+if len(param_groups) != len(saved_groups):
+    raise ValueError(f"expected {len(saved_groups)} param groups, as in {optim_state_path}, found "
+                     f"{len(param_groups)} in this run: which settings belong to which cannot be told; make the "
+                     "optimizer with the groups of the run that was saved")
+for param_group, saved_group in zip(param_groups, saved_groups):
+    param_group.update(saved_group)
+    param_group['params'] = []
+"""
+
+
+@fix.edit(STAGE3, independent=True)
+def count_steps_of_each_tensor(source: Source) -> None:
+    """Torch's optimizers count in a tensor: one for all is counted up by each of them."""
+    load = _load(source)
+    if not source.has(STEP, within=load):
+        raise AlreadyThere
+    source.replace(source.one(STEP, within=load), OWN_STEP)
+
+
+@fix.edit(STAGE3, independent=True)
+def restore_the_settings_of_each_group(source: Source) -> None:
+    """Upstream gives all groups those of the first."""
+    load = _load(source)
+    if not source.has(OF_THE_FIRST, within=load):
+        raise AlreadyThere
+    groups = source.loop("param_group", within=load)
+    settings = source.loop("key, value", within=groups)
+    source.one("param_group[key] = value", within=settings)
+    if groups.body != [settings] or settings.iter is not source.one(OF_THE_FIRST, within=groups):
+        raise NoMatch(f"expected `for key, value in {OF_THE_FIRST}` alone in the loop over the param groups")
+    source.replace(groups, OWN_SETTINGS)
+
+
+def _load(source: Source) -> Function:
+    """The load of the optimizer's state; up to 0.17.6 torch's own does it, and has the groups of the checkpoint."""
+    name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+    if f"def {name}(".encode() not in source.data:
+        raise NotConcerned
+    load = source.function(f"DeepSpeedZeroOptimizer_Stage3.{name}")
+    if source.has("self.optimizer.load_state_dict(...)", within=load):
+        raise NotConcerned
+    return load
