@@ -42,6 +42,10 @@ def resumed(version: str, kind: str, ranks: int, delivery: str, *options: str, *
 
 def uninterrupted(version: str, kind: str, ranks: int) -> dict[str, Any]:
     """What `resumed` is to be: every bit of masters, moments, steps and settings, and the next losses."""
-    folder = saved(version, kind, ranks)
+    return kept(saved(version, kind, ranks))
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """What a resume from a training's folder is to be."""
     losses, settings = (json.loads((folder / f"{name}.json").read_text()) for name in ("losses", "settings"))
     return {"different": [], "losses": losses, "settings": settings, "different_end": []}

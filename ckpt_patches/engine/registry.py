@@ -50,6 +50,7 @@ FIXES = {
     "zero3_fragment_bounds": ("deepspeed.checkpoint.ds_to_universal",),
     "zero3_universal_rank": ("deepspeed.runtime.zero.stage3",),
     "zero3_universal_groups": ("deepspeed.runtime.zero.stage3",),
+    "zero3_universal_save": ("deepspeed.runtime.engine",),
     "torch_load_weights_only": (
         "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
         "deepspeed.utils.zero_to_fp32",

@@ -3,8 +3,9 @@
     write OUT --ranks 8 KIND...        OUT/KIND/global_step2, and beside it truth.pt, losses.json, settings.json, end.pt
     resume FOLDER TAG KIND --ranks 4   prints the state after the load against truth.pt, and the losses from there
 
-`--node N` is for N ranks on a node. settings.json has the param groups' settings and the steps, at the save and at the
-end; a resume prints its own, and what of its last state is not that of end.pt.
+settings.json has the param groups' settings and the steps, at the save and at the end; a resume prints its own, and
+what of its last state is not that of end.pt. A `write --universal FOLDER` begins with that universal checkpoint, of
+STEPS steps; a resume from what it wrote is `--first 4`. `--node N` is for N ranks on a node.
 
 The no-decay group has 11 elements; on 8 ranks it is padded to 16, 2 a rank: the padding, 5, reaches over 3 ranks.
 Every rank sees its share of the same 16 samples a step, so runs with different numbers of ranks are comparable.
@@ -178,12 +179,15 @@ def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dic
 
 def write(rank: int, args: argparse.Namespace) -> None:
     for kind in args.kinds:
-        run = engine(kind, args.ranks, universal=False)
-        train(run, rank, args.ranks, first=0)
+        first = STEPS if args.universal else 0
+        run = engine(kind, args.ranks, universal=bool(args.universal))
+        if args.universal:
+            run.load_checkpoint(str(args.universal.parent), tag=args.universal.name)
+        train(run, rank, args.ranks, first=first)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
         run.save_checkpoint(str(args.folder / kind), tag=TAG, client_state={**info, "iteration": STEPS})
         truth, set_to = state(run), [settings(run)]
-        losses = train(run, rank, args.ranks, first=STEPS)
+        losses = train(run, rank, args.ranks, first=first + STEPS)
         set_to.append(settings(run))
         end = state(run)
         if rank == 0:
@@ -198,7 +202,7 @@ def resume(rank: int, args: argparse.Namespace) -> None:
     run.load_checkpoint(str(args.folder), tag=args.tag)
     result: dict[str, Any] = {"different": not_equal(torch.load(args.folder / "truth.pt"), state(run))}
     set_to = [settings(run)]
-    result["losses"] = train(run, rank, args.ranks, first=STEPS)
+    result["losses"] = train(run, rank, args.ranks, first=args.first)
     result["settings"] = [*set_to, settings(run)]
     result["different_end"] = not_equal(torch.load(args.folder / "end.pt"), state(run))
     if rank == 0:
@@ -240,11 +244,13 @@ def main() -> None:
     writing.set_defaults(work=write)
     writing.add_argument("folder", type=Path)
     writing.add_argument("kinds", nargs="+", choices=KINDS)
+    writing.add_argument("--universal", type=Path, metavar="FOLDER")
     resuming = commands.add_parser("resume")
     resuming.set_defaults(work=resume)
     resuming.add_argument("folder", type=Path)
     resuming.add_argument("tag")
     resuming.add_argument("kind", choices=KINDS)
+    resuming.add_argument("--first", type=int, default=STEPS)
     for command in (writing, resuming):
         command.add_argument("--ranks", type=int, default=8)
         command.add_argument("--node", type=int)

@@ -1,0 +1,43 @@
+"""Save the model states of each ZeRO-3 rank in a file of its own, also in a run that has loaded a universal checkpoint.
+
+https://github.com/deepspeedai/DeepSpeed/issues/7546
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/issues/7546",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7599",
+    ),
+    affected="DeepSpeed 0.14.5 to 0.17.6, with `load_universal`; fixed in 0.18.0; up to 0.14.4 there is no such load",
+    test="tests/unit/checkpoint/test_zero3_universal_save.py",
+)
+
+UNIVERSAL = "self.load_universal_checkpoint()"
+LOADING = (
+    "mp_placeholder is not None"  # the load looks for the files of all model-parallel ranks, the save names its own
+)
+FIRST_FILE = 'filename = "zero_pp_rank_0"'
+
+
+@fix.edit("deepspeed.runtime.engine")
+def name_the_first_file_where_files_are_loaded_alone(source: Source) -> None:
+    """Of a universal checkpoint all ranks read the first file, as fewer ranks may have written it."""
+    if b'"zero_pp_rank_0"' not in source.data:  # by the text: to parse DeepSpeed's largest module takes 0.2 s
+        raise AlreadyThere if _knows_stage_3(source) else NotConcerned
+    names = source.function("DeepSpeedEngine._get_ckpt_name")
+    if source.has(f"{LOADING} and {UNIVERSAL}", within=names):
+        raise AlreadyThere
+    branch = source.branch(UNIVERSAL, within=names)
+    if branch.body != [source.one(FIRST_FILE, within=names)]:
+        raise NoMatch(f"expected `{FIRST_FILE}` alone under `if {UNIVERSAL}`")
+    source.insert_at(branch.test, f"{LOADING} and ")
+
+
+def _knows_stage_3(source: Source) -> bool:
+    """Whether a load looks for the files of a universal checkpoint, as upstream's does since it has fixed this."""
+    _, _, behind = source.data.partition(b"def _get_all_ckpt_names(")
+    return b"load_universal_checkpoint" in behind.partition(b"def ")[0]

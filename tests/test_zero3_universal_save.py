@@ -1,0 +1,146 @@
+"""zero3_universal_save: what a ZeRO-3 run that has loaded a universal checkpoint saves."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edits
+from ckpt_patches.engine.plan import Outcome
+from upstream import DELIVERIES, newest_by_default, releases, run, run_pytest, tree
+from zero3_resumes import kept, saved
+from zero_checkpoints import PERMISSIVE, convert
+from zygotes import DEEPSPEED as DEEPSPEED_MODULES
+
+FIX = "zero3_universal_save"
+ENGINE = "deepspeed.runtime.engine"
+UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
+
+AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.17.6")
+KIND, RANKS = "stage3", 4
+TAG = "global_step2"
+
+
+def continued(version: str, delivery: str, out: Path) -> Path:
+    """The folder of a run that loads a universal checkpoint, trains on, and saves."""
+    begin = saved(version, KIND, RANKS) / "universal"
+    options: tuple[str | Path, ...] = ("--ranks", str(RANKS), "--universal", begin)
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": permissive(delivery)}
+    run("zero_training", "write", out, KIND, *options, **on)
+    return out / KIND
+
+
+def permissive(delivery: str) -> dict[str, str]:
+    return PERMISSIVE if delivery == "none" else {}
+
+
+def resume(
+    version: str, delivery: str, folder: Path, tag: str | Path, **keywords: Any
+) -> subprocess.CompletedProcess[str]:
+    arguments: tuple[str | Path, ...] = ("resume", folder, tag, KIND, "--ranks", str(RANKS), "--first", "4")
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": permissive(delivery)}
+    return run("zero_training", *arguments, **on, **keywords)
+
+
+def model_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / TAG).glob("*_model_states.pt"))
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delivery: str, tmp_path: Path) -> None:
+    """That checkpoint neither resumes nor converts."""
+    folder = continued(version, delivery, tmp_path)
+    assert model_files(folder) == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    died = resume(version, delivery, folder, TAG, check=False)
+    assert died.returncode == 1
+    assert "assert len(self.ckpt_list) > 0" in died.stderr  # ranks 1 to 3 find no file
+    (error,) = convert(tmp_path / "converted", folder / TAG, version=version, delivery=delivery).values()
+    assert "exceeds dimension size" in error
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_path: Path) -> None:
+    """Every bit of it, as an ordinary checkpoint and as a universal one."""
+    folder = continued(version, delivery, tmp_path)
+    assert model_files(folder) == [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(RANKS)]
+    assert json.loads(resume(version, delivery, folder, TAG).stdout.splitlines()[-1]) == kept(folder)
+    converted = convert(tmp_path / "converted", folder / TAG, version=version, delivery=delivery)
+    assert converted == {KIND: ""}
+    universal = tmp_path / "converted" / KIND
+    assert json.loads(resume(version, delivery, folder, universal).stdout.splitlines()[-1]) == kept(folder)
+
+
+def test_the_run_that_saves_is_as_without_the_fix(tmp_path: Path) -> None:
+    """The load of a universal checkpoint takes the first file on every rank as before."""
+    before, after = (continued("0.16.2", delivery, tmp_path / delivery) for delivery in ("none", "hook"))
+    assert kept(before) == kept(after)
+
+
+@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
+def test_upstream_test(version: str, tmp_path: Path) -> None:
+    """The one for upstream's suite: fails before, passes after."""
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "rootdir": tmp_path, "imports": DEEPSPEED_MODULES}
+    assert "1 failed, 2 passed" in run_pytest(UPSTREAM_TEST, env=PERMISSIVE, **on)
+    assert "3 passed" in run_pytest(UPSTREAM_TEST, delivery="hook", **on)
+
+
+# The edit itself
+
+ADDED = ["if mp_placeholder is not None and self.load_universal_checkpoint():"]
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_what_is_added(version: str) -> None:
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert edits.added_lines(plan) == {"engine": ADDED}
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.18.0"))
+def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
+    words = edits.check_not_needed(tree("deepspeed", version), FIX)
+    assert words == "fixed upstream"
+    record_property("compat", words)
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.4"))
+def test_releases_without_such_a_load_are_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    edits.check_not_present(version, FIX, record_property)
+
+
+@pytest.fixture(params=newest_by_default(AFFECTED))
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_twice_changes_nothing(copy: Path) -> None:
+    edits.check_twice_changes_nothing(copy, FIX)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "            if self.load_universal_checkpoint():\n                filename",
+            "            if self.load_universal_checkpoint() and True:\n                filename",
+        ),
+        ('filename = "zero_pp_rank_0"\n', 'filename = str("zero_pp_rank_0")\n'),
+        ("class DeepSpeedEngine(", "class Engine("),
+    ],
+)
+def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
+    reason = edits.check_left_alone(copy, FIX, ENGINE, old, new)
+    assert "engine.py: expected" in reason
