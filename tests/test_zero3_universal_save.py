@@ -11,7 +11,7 @@ import pytest
 import edits
 from ckpt_patches.engine.plan import Outcome
 from upstream import DELIVERIES, newest_by_default, releases, run, run_pytest, tree
-from zero3_resumes import kept, saved
+from zero3_resumes import continued, kept
 from zero_checkpoints import PERMISSIVE, convert
 from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
@@ -22,15 +22,6 @@ UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_t
 AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.17.6")
 KIND, RANKS = "stage3", 4
 TAG = "global_step2"
-
-
-def continued(version: str, delivery: str, out: Path) -> Path:
-    """The folder of a run that loads a universal checkpoint, trains on, and saves."""
-    begin = saved(version, KIND, RANKS) / "universal"
-    options: tuple[str | Path, ...] = ("--ranks", str(RANKS), "--universal", begin)
-    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": permissive(delivery)}
-    run("zero_training", "write", out, KIND, *options, **on)
-    return out / KIND
 
 
 def permissive(delivery: str) -> dict[str, str]:
@@ -54,7 +45,7 @@ def model_files(folder: Path) -> list[str]:
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delivery: str, tmp_path: Path) -> None:
     """That checkpoint neither resumes nor converts."""
-    folder = continued(version, delivery, tmp_path)
+    folder = continued(version, KIND, RANKS, delivery)
     assert model_files(folder) == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
     died = resume(version, delivery, folder, TAG, check=False)
     assert died.returncode == 1
@@ -68,7 +59,7 @@ def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delive
 @pytest.mark.parametrize("version", AFFECTED)
 def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_path: Path) -> None:
     """Every bit of it, as an ordinary checkpoint and as a universal one."""
-    folder = continued(version, delivery, tmp_path)
+    folder = continued(version, KIND, RANKS, delivery)
     assert model_files(folder) == [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(RANKS)]
     assert json.loads(resume(version, delivery, folder, TAG).stdout.splitlines()[-1]) == kept(folder)
     converted = convert(tmp_path / "converted", folder / TAG, version=version, delivery=delivery)
@@ -77,9 +68,9 @@ def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_pat
     assert json.loads(resume(version, delivery, folder, universal).stdout.splitlines()[-1]) == kept(folder)
 
 
-def test_the_run_that_saves_is_as_without_the_fix(tmp_path: Path) -> None:
+def test_the_run_that_saves_is_as_without_the_fix() -> None:
     """The load of a universal checkpoint takes the first file on every rank as before."""
-    before, after = (continued("0.16.2", delivery, tmp_path / delivery) for delivery in ("none", "hook"))
+    before, after = (continued("0.16.2", KIND, RANKS, delivery) for delivery in ("none", "hook"))
     assert kept(before) == kept(after)
 
 

@@ -49,3 +49,16 @@ def kept(folder: Path) -> dict[str, Any]:
     """What a resume from a training's folder is to be."""
     losses, settings = (json.loads((folder / f"{name}.json").read_text()) for name in ("losses", "settings"))
     return {"different": [], "losses": losses, "settings": settings, "different_end": []}
+
+
+@functools.cache
+def continued(version: str, kind: str, ranks: int, delivery: str) -> Path:
+    """The folder of a run that loads the universal checkpoint, trains on, and saves: as that of `saved`."""
+    begin = saved(version, kind, ranks) / "universal"
+    options: tuple[str | Path, ...] = ("--ranks", str(ranks), "--universal", begin)
+
+    def train(out: Path) -> None:
+        env = PERMISSIVE if delivery == "none" else {}
+        run("zero_training", "write", out, kind, *options, tree=tree("deepspeed", version), delivery=delivery, env=env)
+
+    return shared.once(f"zero3-on-of-{version}-{kind}-{ranks}-{delivery}", train) / kind

@@ -55,6 +55,15 @@ class Record(NamedTuple):
     zip: tuple[int, int]  # where in the file the zip is that it belongs to: offset, bytes
 
 
+class Copies(NamedTuple):
+    """A file of the checkpoint, by its name, and those that are missing because they were written over each other."""
+
+    name: str
+    missing: tuple[str, ...]
+    differs: str  # what it has of the rank that wrote it, and another rank's can have been another; empty if nothing
+    lost: str  # why they are no copies of it; empty if they are
+
+
 @dataclass(frozen=True)
 class Shard:
     """One rank's (or all ranks') part of a parameter: the streams have the same elements in the same order."""
@@ -113,6 +122,7 @@ class Checkpoint:
     read: set[str] = field(default_factory=set)  # names of torch files
     tensors: list[Held] = field(default_factory=list)  # all, of which a reader makes shards
     records: list[Record] = field(default_factory=list)  # whose checksums are to be right
+    copies: list[Copies] = field(default_factory=list)  # files that are missing, and are copies of one that is there
     findings: list[Finding] = field(default_factory=list)  # what is wrong with its files
 
     def repaired_in(self, shard: Shard) -> list[tuple[int, int]]:

@@ -143,10 +143,13 @@ def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> in
     from ckpt_patches.audit.repair import repair
     from ckpt_patches.audit.repaired import NAME
 
-    done = _reading(partial(repair, options.path, options.output, options.older, workers, team))
-    for one in done:
+    result = _reading(partial(repair, options.path, options.output, options.older, workers, team))
+    for one in result.done:
         print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
-    elements = sum(one.elements for one in done)
+    for own in result.copies:
+        doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
+        print(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
+    elements = sum(one.elements for one in result.done)
     print(f"{options.output} is whole: {elements} elements repaired, no other changed; they are listed in it ({NAME})")
     return 0
 

@@ -102,6 +102,13 @@ NO_OPTIMIZER_STATE = _kind(
 )
 LOCK_DIRECTORY = _kind("lock_directory", NOTE, "a lock directory was left behind", "repair leaves it out")
 MISSING_RANK = _kind("missing_rank", DAMAGE, "a data-parallel rank's file is missing")
+ONE_MODEL_FILE = _kind(
+    "one_model_file",
+    DAMAGE,
+    "all ranks of a ZeRO-3 run have saved their model states into one file, as DeepSpeed 0.14.5 to 0.17.6 does with "
+    "`load_universal`: it can be neither resumed nor converted",
+    "repair copies the file for the other ranks; where a parameter is frozen their parts of it are lost",
+)
 MIXED_RANKS = _kind("mixed_ranks", DAMAGE, "a rank's file is of a save with another number of data-parallel ranks")
 MIXED_STEPS = _kind("mixed_steps", DAMAGE, "the ranks' files are of different steps")
 LARGE_PADDING = _kind(

@@ -6,6 +6,7 @@ square would make huge steps.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckpt_patches.audit.checkpoint import (
     MOMENTS,
     WEIGHT,
     Checkpoint,
+    Copies,
     Extent,
     Shard,
     Stream,
@@ -36,6 +38,7 @@ from ckpt_patches.audit.team import Team
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder
+from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
 
@@ -77,6 +80,7 @@ class Plan:
     cuts: tuple[Extent, ...]  # files that are longer than they should be, with their right length
     refused: tuple[tuple[Finding, str], ...]  # with the reason
     shift: Shift | None = None  # what is put back in its place
+    copies: tuple[Copies, ...] = ()  # files that are made of others
 
 
 def plan(report: Report, older: Report | None) -> Plan:
@@ -89,17 +93,20 @@ def plan(report: Report, older: Report | None) -> Plan:
     fills: dict[Fill, None] = {}
     cuts: list[Extent] = []
     refused = []
+    lost = {own.name: own.lost for own in report.checkpoint.copies}
     for finding in (f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE):
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if finding.kind is damages.LONG_CHUNK and shard:
             cuts += shard.streams[role].extents
+        elif finding.kind is damages.ONE_MODEL_FILE:
+            refused += [(finding, lost[finding.array])] if lost[finding.array] else []
         elif shard is None or finding.begin is None or finding.end is None:
             refused.append((finding, finding.kind.remedy))
         elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):
             refused.append((finding, reason))
         else:
             fills.update(dict.fromkeys(_fills(finding, shard, role, older)))
-    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift)
+    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift, tuple(report.checkpoint.copies))
 
 
 def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) -> str:
@@ -176,7 +183,15 @@ class Done:
     elements: int
 
 
-def repair(path: Path, output: Path, older_path: Path | None, workers: int, team: Team | None = None) -> list[Done]:
+@dataclass(frozen=True)
+class Result:
+    """What a repair has done."""
+
+    done: tuple[Done, ...]
+    copies: tuple[Copies, ...]
+
+
+def repair(path: Path, output: Path, older_path: Path | None, workers: int, team: Team | None = None) -> Result:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
     No element changes but those that are damaged, and a first moment whose square is reset. In a team this is for the
@@ -206,7 +221,7 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int, team
         if result.verdict != WHOLE:
             found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
             raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
-    return done
+    return Result(tuple(done), made.copies)
 
 
 def _audit(path: Path, workers: int, team: Team) -> Report:
@@ -248,13 +263,21 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
             ranges += chosen
         changed.update(extent.path for extent in own.extents)
         now.add((fill.array, fill.shard), ranges, fill.source)
+    changed.update(name for own in made.copies for name in _copy_files(own, copy))
     for record in found.records:
         if (name := in_copy(record.path, found.path, copy)) in changed:
             checksums.update_checksum(record._replace(path=name))
     files = {str(Path(name).relative_to(copy)) for name in changed}
     now.moved = unshift.listed(made.shift)
+    now.copied = [{"from": own.name, "to": list(own.missing)} for own in made.copies]
     repaired.write(copy, repaired.read(replace(found, findings=[])), now, files)
     return [Done(*key, now.sources[key], now.elements(key)) for key in now.ranges]
+
+
+def _copy_files(files: Copies, copy: Path) -> Iterator[str]:
+    """Make the missing files of the one that is there; their names."""
+    for name in files.missing:
+        yield shutil.copy2(path_within(copy, files.name), str(path_within(copy, name)))
 
 
 def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, int]]:

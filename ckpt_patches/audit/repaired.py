@@ -32,6 +32,7 @@ class Repaired:
     sources: dict[Key, str] = field(default_factory=dict)  # what the last repair took
     files: dict[str, tuple[int, int]] = field(default_factory=dict)  # by name in the folder: size, checksum
     moved: list[dict[str, Any]] = field(default_factory=list)  # for people: what of a shifted state came from where
+    copied: list[dict[str, Any]] = field(default_factory=list)  # for people: which files were made of which
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
         """Elements that were repaired; those of an earlier repair stay."""
@@ -54,6 +55,7 @@ def read(found: Checkpoint) -> Repaired:
             {(entry["array"], entry["shard"]): str(entry["source"]) for entry in content["repaired"]},
             {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()},
             list(content.get("moved", [])),
+            list(content.get("copied", [])),
         )
         others = [name for name, known in listed.files.items() if fingerprint(found.path, name) != known]
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -64,7 +66,8 @@ def read(found: Checkpoint) -> Repaired:
         found.findings.append(Finding(damages.STALE_LIST, NAME, detail=f"of another {others[0]}"))
         return Repaired()
     elements = sum(map(listed.elements, listed.ranges))
-    found.findings.append(Finding(damages.REPAIRED, NAME, detail=f"{elements} elements"))
+    files = f", files made of {len(listed.copied)} others" if listed.copied else ""
+    found.findings.append(Finding(damages.REPAIRED, NAME, detail=f"{elements} elements{files}"))
     return listed
 
 
@@ -80,6 +83,7 @@ def write(folder: Path, before: Repaired, now: Repaired, files: set[str]) -> Non
             for (array, shard), ranges in sorted(listed.ranges.items())
         ],
         "moved": [*before.moved, *now.moved],
+        "copied": [*before.copied, *now.copied],
         "files": {name: fingerprint(folder, name) for name in sorted({*before.files, *files})},
     }
     write_durably(folder / NAME, (json.dumps(content, indent=1) + "\n").encode())

@@ -13,6 +13,7 @@ from ckpt_patches.audit.checkpoint import (
     MASTER,
     WEIGHT,
     Checkpoint,
+    Copies,
     Extent,
     Owner,
     Shard,
@@ -24,7 +25,15 @@ from ckpt_patches.audit.damages import Finding
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import zero
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
+
+# What DeepSpeed saves of its own with the model; the rest is what its user saves with it, or what wrote it is newer.
+OF_THE_ENGINE = """
+module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
+ds_config ds_version universal_checkpoint_info
+"""
 
 Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
@@ -87,6 +96,8 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
         return
     _check_ranks(found, files, names.keys(), info, has_experts=bool(folder.experts))
     _check_paddings(found, files)
+    if files[0].state.stage > 2 and not folder.experts:  # of experts the first rank alone saves the rest of the model
+        _check_model_files(found, folder, model_rank, names.keys(), info)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
@@ -189,6 +200,52 @@ def _check_ranks(
             if file.step != max(steps):
                 detail = f"step {file.step}, others are at {max(steps)}"
                 found.findings.append(Finding(damages.MIXED_STEPS, file.path.name, detail=detail))
+
+
+def _check_model_files(
+    found: Checkpoint, folder: zero.Folder, model_rank: int, ranks: Iterable[int], info: dict[str, Any]
+) -> None:
+    """At stage 3 each rank loads model states of its own."""
+    there = {dp: name for (dp, mp), name in folder.zero3_models().items() if mp == model_rank}
+    missing = sorted(set(ranks) - there.keys())
+    if not missing:
+        return
+    if there.keys() == {0} and info and _may_have_loaded_universal(info):
+        names = tuple(zero.model_name(rank, model_rank) for rank in missing)
+        found.copies.append(Copies(there[0], names, _what_can_differ(info), _frozen(info)))
+        detail = "; ".join(filter(None, (f"{len(missing)} ranks have none of their own", found.copies[-1].lost)))
+        found.findings.append(Finding(damages.ONE_MODEL_FILE, there[0], detail=detail))
+        return
+    for rank in missing:
+        array = f"rank {rank} of {found.data_parallel}"
+        found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
+
+
+def _may_have_loaded_universal(info: dict[str, Any]) -> bool:
+    """By the configuration that is saved; a name of a file tells nothing."""
+    config = info.get("ds_config")
+    if not isinstance(config, dict):
+        return True
+    own = config.get("checkpoint")
+    return isinstance(own, dict) and bool(own.get("load_universal"))
+
+
+def _frozen(info: dict[str, Any]) -> str:
+    """Why the model states of a rank are not another's: each has its part of what is frozen."""
+    if "frozen_param_fragments" not in info:
+        return "whether parameters are frozen, of which each had its part, cannot be told"
+    frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
+    return f"their parts of {len(frozen)} frozen parameters are lost" if frozen else ""
+
+
+def _what_can_differ(info: dict[str, Any]) -> str:
+    """What is not made by DeepSpeed to be the same on all ranks, though it mostly is."""
+    module = info.get("module")
+    weights = module.values() if isinstance(module, dict) else ()
+    buffers = sum(isinstance(value, TensorHeader) and value.numel > 0 for value in weights)
+    named = ", ".join(sorted(map(str, info.keys() - OF_THE_ENGINE.split())))
+    own = [f"{buffers} buffers"] * (buffers > 0) + [f"the client's {named}"] * bool(named)
+    return " and ".join(own)
 
 
 def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:

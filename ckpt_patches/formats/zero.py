@@ -58,6 +58,11 @@ class Folder:
         return [name for name in self.names if EXPERT.fullmatch(name)]
 
 
+def model_name(data_parallel: int, model_parallel: int) -> str:
+    """Of a rank's file of model states at stage 3."""
+    return f"zero_pp_rank_{data_parallel}_mp_rank_{model_parallel:02d}_model_states.pt"
+
+
 def look(path: Path) -> Folder:
     """What lies in a folder, by the names of its files."""
     names = sorted((entry.name for entry in path.iterdir() if entry.is_file()), key=_natural)

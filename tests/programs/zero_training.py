@@ -77,8 +77,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage3_fp16": {**FP16, **zero(3)},
     "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
     "stage3_sub_groups": {**BF16, **zero(3, sub_group_size=4)},
+    "stage3_frozen": {**BF16, **zero(3)},  # the norm is
 }
-ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups")  # before 0.18 the converter reads the first group only
+# Before 0.18 the converter reads the first group only.
+ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups", "stage3_frozen")
 
 
 class Tiny(torch.nn.Module):
@@ -100,12 +102,13 @@ def engine(kind: str, ranks: int, universal: bool) -> Any:
     gc.freeze()  # DeepSpeed collects garbage up to twenty times while it sets up; what was imported is none
     torch.manual_seed(0)
     model = Tiny()
+    model.ln.requires_grad_(kind != "stage3_frozen")
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if kind in ONE_GROUP:
-        groups = [{"params": list(model.parameters())}]
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // ranks,
         "zero_allow_untested_optimizer": True,
@@ -133,7 +136,7 @@ def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
 
 def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     """The live master parameters and moments, whole; gathered from the running optimizer, not from any file."""
-    parameters = dict(run.module.named_parameters())
+    parameters = {name: p for name, p in run.module.named_parameters() if p.requires_grad}
     optimizer = run.optimizer
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stage 1 and 2
         return flattened_state(optimizer, {parameter: name for name, parameter in parameters.items()})

@@ -1,0 +1,178 @@
+"""Model states of ZeRO-3 ranks that are missing: the audit tells it, and what was written into one file is repaired."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.audit.checksums import update_checksum
+from ckpt_patches.audit.repaired import NAME
+from ckpt_patches.cli import main
+from test_audit import copied, names
+from test_audit_coverage import change
+from test_audit_repair import contents
+from upstream import run_json, tree
+from zero3_resumes import continued, kept, saved
+from zero_checkpoints import convert
+
+WRITER, RANKS = "0.16.2", 4
+STEP = "global_step2"
+FILES = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(RANKS)]
+
+
+def one_file(kind: str = "stage3") -> Path:
+    """What the unpatched release has saved of a run that was resumed from a universal checkpoint."""
+    return continued(WRITER, kind, RANKS, "none") / STEP
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    return copied(one_file(), tmp_path / "damaged")
+
+
+def repair(path: Path, output: Path) -> int:
+    return main(["repair", str(path), "--output", str(output)])
+
+
+def test_model_states_in_one_file_are_found() -> None:
+    report = audit(one_file())
+    assert (report.verdict, names(report)) == (DAMAGED, {"one_model_file"})
+    (finding,) = (found for found in report.findings if found.kind.name == "one_model_file")
+    assert (finding.array, finding.detail) == (FILES[0], "3 ranks have none of their own")
+
+
+def test_a_repaired_one_resumes_and_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the unpatched release, and bit for bit as the run that had saved it went on."""
+    damaged, output = one_file(), tmp_path / "training" / STEP
+    before = contents(damaged)
+    assert repair(damaged, output) == 0
+    said = capsys.readouterr().out
+    assert f"{FILES[0]}: copied for 3 ranks, with what can differ between ranks: the client's iteration\n" in said
+    assert contents(damaged) == before
+    after = contents(output)
+    assert {name: after[name] for name in before} == before
+    assert {after[name] for name in FILES} == {before[FILES[0]]}
+    assert after.keys() - before.keys() == {*FILES[1:], NAME}
+    assert json.loads((output / NAME).read_text())["copied"] == [{"from": FILES[0], "to": FILES[1:]}]
+    report = audit(output)
+    assert (report.verdict, names(report, notes=True)) == (WHOLE, {"repaired"})
+
+    training = damaged.parent
+    for name in ("truth.pt", "end.pt"):
+        shutil.copy(training / name, output.parent)
+    assert resume(output.parent, STEP) == kept(training)
+    assert convert(tmp_path / "converted", output, version=WRITER, delivery="hook") == {"training": ""}
+    assert resume(output.parent, tmp_path / "converted" / "training") == kept(training)
+
+
+def resume(folder: Path, tag: str | Path) -> Any:
+    arguments = ("resume", folder, tag, "stage3", "--ranks", str(RANKS), "--first", "4")
+    return run_json("zero_training", *arguments, tree=tree("deepspeed", WRITER))
+
+
+def test_frozen_parameters_of_the_other_ranks_are_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank's model states have its part of them."""
+    damaged = one_file("stage3_frozen")
+    assert names(audit(damaged)) == {"one_model_file"}
+    assert repair(damaged, tmp_path / "new") == 2
+    assert "their parts of 2 frozen parameters are lost" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_one_with_frozen_parameters_is_whole() -> None:
+    assert audit(saved(WRITER, "stage3_frozen", RANKS) / STEP).verdict == WHOLE
+
+
+# What else can be missing, and what else one file can be
+
+
+Make = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda content: content.update(ds_config="config.json"), "the client's iteration"),
+        (lambda content: content["module"].update(steps=torch.ones(3)), "1 buffers and the client's iteration"),
+    ],
+    ids=["configured by a file", "with a buffer"],
+)
+def test_what_can_differ_is_said(damaged: Path, make: Make, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change(damaged / FILES[0], make)
+    assert names(audit(damaged)) == {"one_model_file"}
+    assert repair(damaged, damaged.parent / "new") == 0
+    assert f"with what can differ between ranks: {said}\n" in capsys.readouterr().out
+
+
+def forget_what_is_frozen(path: Path) -> None:
+    change(path / FILES[0], lambda content: content.pop("frozen_param_fragments"))
+
+
+def load_no_universal(path: Path) -> None:
+    change(path / FILES[0], lambda content: content["ds_config"]["checkpoint"].update(load_universal=False))
+
+
+def truncate(path: Path) -> None:
+    file = path / FILES[0]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (forget_what_is_frozen, {"one_model_file"}),
+        (load_no_universal, {"missing_rank"}),
+        (truncate, {"bad_file", "missing_rank", "fragments"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_where_it_may_be_something_else_nothing_is_repaired(
+    damaged: Path, damage: Callable[[Path], None], expected: set[str]
+) -> None:
+    damage(damaged)
+    report = audit(damaged)
+    assert (report.verdict, names(report)) == (DAMAGED, expected)
+    assert repair(damaged, damaged.parent / "new") == 2
+    assert not (damaged.parent / "new").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_whose_model_states_are_missing_cannot_be_resumed(rank: int, tmp_path: Path) -> None:
+    path = copied(saved(WRITER, "stage3", RANKS) / STEP, tmp_path)
+    assert audit(path).verdict == WHOLE
+    (path / FILES[rank]).unlink()
+    report = audit(path)
+    assert report.verdict == DAMAGED
+    assert f"rank {rank} of 4" in [found.array for found in report.findings if found.kind.name == "missing_rank"]
+
+
+def test_with_experts_the_first_rank_alone_has_model_states(damaged: Path) -> None:
+    torch.save({}, damaged / "layer_0_expert_0_mp_rank_00_model_states.pt")
+    assert audit(damaged).verdict == WHOLE
+
+
+def test_each_tensor_parallel_rank_has_its_own(damaged: Path) -> None:
+    for file in list(damaged.glob("*_mp_rank_00_*")):
+        shutil.copy(file, damaged / file.name.replace("mp_rank_00", "mp_rank_01"))
+    findings = [found for found in audit(damaged).findings if found.kind.name == "one_model_file"]
+    assert [found.array for found in findings] == [FILES[0], FILES[0].replace("mp_rank_00", "mp_rank_01")]
+    assert repair(damaged, damaged.parent / "new") == 0
+    assert all((damaged.parent / "new" / name.replace("mp_rank_00", "mp_rank_01")).exists() for name in FILES)
+
+
+def test_together_with_other_damage(damaged: Path) -> None:
+    shard = next(found for found in audit(damaged).checkpoint.shards if found.parameter == "scale")
+    (extent,) = shard.streams["exp_avg"].extents
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset)
+        file.write(np.float32(np.nan).tobytes())
+    update_checksum(next(r for r in audit(damaged).checkpoint.records if r[:2] == (extent.path, extent.offset)))
+    assert names(audit(damaged)) == {"one_model_file", "not_finite"}
+    assert repair(damaged, damaged.parent / "new") == 0
+    assert audit(damaged.parent / "new").verdict == WHOLE
