@@ -159,6 +159,7 @@ IN_PARTS = {
     "zero3_universal_groups": "0.19.2 0.19.8",
     "zero3_universal_save": "0.16.2",
     "torch_load_weights_only": "0.12.6",
+    "universal_fragment_rebind": "0.16.2 0.19.2",
 }
 
 

@@ -58,10 +58,9 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "bridge_finetune": BRIDGE,
     "numpy2_product": CORE,
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
-    **dict.fromkeys(
-        ("convert", "experts", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED
-    ),
-    **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint", "zero_training"), DEEPSPEED),
+    **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
+    **dict.fromkeys(("experts", "universal_loading", "zero_training"), DEEPSPEED),
+    **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint"), DEEPSPEED),
 }
 
 # What all of these import of torch, and is the same for all trees: half of the time of their imports and more.

@@ -63,6 +63,7 @@ FIXES = {
         "deepspeed.runtime.zero.stage3",
         "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine",
     ),
+    "universal_fragment_rebind": ("deepspeed.utils.tensor_fragment",),
 }
 
 # Upstream module: its package. What the import hook looks every name up in.

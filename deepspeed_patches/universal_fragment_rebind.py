@@ -1,0 +1,29 @@
+"""Keep the link of a parameter to its master over a universal load: the moments have links of their own.
+
+https://github.com/deepspeedai/DeepSpeed/pull/8474
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8474",),
+    affected="DeepSpeed 0.14.1 to 0.19.6, at ZeRO stages 1 and 2 and in BF16_Optimizer; fixed in 0.19.7",
+    test="tests/unit/checkpoint/test_universal_fragment_rebind.py",
+)
+
+FLATTEN = "map_to_flat_opt_states"
+TO_MOMENT = "lp._hp_mapping.optim_fragment[key]"
+
+
+@fix.edit("deepspeed.utils.tensor_fragment")
+def link_moments_to_their_buffer(source: Source) -> None:
+    """Upstream puts a view of a moment's new buffer where the view of the master was."""
+    if not source.has_function(FLATTEN):
+        raise NotConcerned  # up to 0.14.0 moments are loaded in place
+    flatten = source.function(FLATTEN)
+    if source.has(f"{TO_MOMENT} = hp_fragment", within=flatten):
+        raise AlreadyThere
+    rebind = source.one("lp._hp_mapping.hp_fragment = hp_fragment", within=flatten)
+    source.replace(rebind.targets[0], TO_MOMENT)

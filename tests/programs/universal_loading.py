@@ -1,0 +1,210 @@
+"""Train param groups at ZeRO 1 and 2 with the real DeepSpeed, load what was saved, and print what came of it, as JSON.
+
+    universal_loading.py write FOLDER KIND... [--small]
+    universal_loading.py resume FOLDER KIND... [--small] [--steps N]
+
+`write` trains, saves in FOLDER/KIND, converts into FOLDER/KIND/universal with this project's converter, and trains on.
+`resume` loads that into a new run that has taken N steps; overwrites a master, trains, loads it again, and trains on.
+With --small there is a group of one element, of which one of the two ranks owns nothing but padding.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+from own_files import OneTensorParallelRank
+from zero_training import KINDS, SAMPLES, STEPS, TAG, Tiny, on_ranks, train
+
+RANKS = 2
+UNIVERSAL = "universal"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def engine(kind: str, universal: bool, small: bool, seed: int) -> Any:
+    """A run whose groups differ in their learning rates and weight decays."""
+    gc.freeze()  # see zero_training
+    torch.manual_seed(seed)
+    model = Tiny()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1 and not (small and p is model.scale)]
+    groups = [
+        {"params": matrices, "weight_decay": 0.01, "lr": 1e-2},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+        *([{"params": [model.scale], "weight_decay": 0.0, "lr": 1e-3}] if small else []),
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // RANKS,
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
+        **KINDS[kind],
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+
+
+def name_release() -> None:
+    """A checkout that is not installed calls itself 0.0.0, and then refuses its own checkpoints as too old."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("deepspeed.") and getattr(module, "version", "") == "0.0.0":
+            vars(module)["version"] = "0.19.6"
+
+
+def load(run: Any, tag: Path) -> None:
+    """Load a universal checkpoint, where up to 0.14.0 DeepSpeed cannot do without Megatron."""
+    run.optimizer.mpu = OneTensorParallelRank
+    run.load_checkpoint(str(tag.parent), tag=str(tag.resolve()))  # DeepSpeed joins the folder and the tag
+    run.optimizer.mpu = None
+
+
+def snapshot(run: Any) -> dict[str, Any]:
+    """Weights, masters and moments, whole; the steps and settings of every group. Not through the fragments."""
+    names = {parameter: name for name, parameter in run.module.named_parameters()}
+    states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
+    optimizer = run.optimizer
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+    else:  # BF16_Optimizer
+        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    for number, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
+        settings = optimizer.optimizer.param_groups[number]
+        states[f"group {number}"] = {key: value for key, value in settings.items() if key != "params"}
+        owned = any(parameter._hp_mapping is not None for parameter in parameters)
+        own = {"fp32": master.detach(), **optimizer.optimizer.state.get(master, {})}
+        states[f"group {number}.step"] = {
+            step for step in gathered(float(own["step"]) if owned and "step" in own else None) if step is not None
+        }
+        for key in ("fp32", *MOMENTS):
+            if not owned:  # padding alone, of which a run need not have moments
+                own.setdefault(key, torch.zeros_like(master))
+            flat = torch.cat(gathered(own.get(key, torch.full_like(master, torch.nan)).clone()))
+            for parameter in parameters:
+                states[f"{names[parameter]}.{key}"] = flat[: parameter.numel()].view(parameter.shape).clone()
+                flat = flat[parameter.numel() :]
+    return states
+
+
+def gathered(value: Any) -> list[Any]:
+    """What every rank has there."""
+    values: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not same(found[name], value)]
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(one.equal(other) if isinstance(other, torch.Tensor) else one == other)
+
+
+def unlinked(run: Any) -> dict[str, str]:
+    """By parameter, what safe_get_full_optimizer_state raises on a rank, or that it gives another state."""
+    states, found = snapshot(run), {}
+    for name, parameter in run.module.named_parameters():
+        errors = [error for error in gathered(error_of_link(parameter)) if error]
+        if errors:
+            found[name] = errors[0]  # on some ranks; the others would wait for these
+        elif not all(same(safe_get_full_optimizer_state(parameter, key), states[f"{name}.{key}"]) for key in MOMENTS):
+            found[name] = "another state"
+    return found
+
+
+def error_of_link(parameter: Any) -> str:
+    try:
+        for key in MOMENTS if parameter._hp_mapping is not None else ():
+            parameter._hp_mapping.get_hp_fragment(key)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def masters_are(run: Any) -> list[str]:
+    """Which states safe_get_full_fp32_param gives."""
+    states, found = snapshot(run), set()
+    for name, parameter in run.module.named_parameters():
+        value = safe_get_full_fp32_param(parameter)
+        found.add(next((key for key in ("fp32", *MOMENTS) if same(value, states[f"{name}.{key}"])), "none"))
+    return sorted(found)
+
+
+def write(rank: int, args: argparse.Namespace) -> None:
+    results = {}
+    for kind in args.kinds:
+        run = engine(kind, universal=False, small=args.small, seed=0)
+        train(run, rank, RANKS, first=0)
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        run.save_checkpoint(str(args.folder / kind), tag=TAG, client_state={**info, "iteration": STEPS})
+        result: dict[str, Any] = {"optimizer": type(run.optimizer).__name__, "unlinked": unlinked(run)}
+        truth: dict[str, Any] = {"saved": snapshot(run), "losses": train(run, rank, RANKS, first=STEPS)}
+        run.load_checkpoint(str(args.folder / kind), tag=TAG)
+        result["reloaded"] = differences(snapshot(run), truth["saved"])
+        train(run, rank, RANKS, first=STEPS)
+        result["unlinked after a load"] = unlinked(run)
+        if rank == 0:
+            torch.save(truth, args.folder / kind / "truth.pt")
+        results[kind] = result
+    if rank == 0:
+        args.result.write_text(json.dumps(results))
+
+
+def resume(rank: int, args: argparse.Namespace) -> None:
+    results = {}
+    for kind in args.kinds:
+        truth = torch.load(args.folder / kind / "truth.pt", weights_only=False)
+        run = engine(kind, universal=True, small=args.small, seed=1)
+        if args.steps:
+            train(run, rank, RANKS, first=100)
+        load(run, args.folder / kind / UNIVERSAL)
+        result: dict[str, Any] = {"loaded": differences(snapshot(run), truth["saved"])}
+        result["masters are"], result["unlinked"] = masters_are(run), unlinked(run)
+        weight = run.module.w1.weight
+        safe_set_full_fp32_param(weight, torch.full(weight.shape, 7.0))
+        result["overwritten"] = differences(snapshot(run), truth["saved"])
+        train(run, rank, RANKS, first=STEPS)
+        result["unlinked after a step"] = unlinked(run)
+        load(run, args.folder / kind / UNIVERSAL)
+        result["loaded again"] = differences(snapshot(run), truth["saved"])
+        result["losses"], result["expected"] = train(run, rank, RANKS, first=STEPS), truth["losses"]
+        results[kind] = result
+    if rank == 0:
+        args.result.write_text(json.dumps(results))
+
+
+def converted(folder: Path) -> None:
+    folders = ["--input_folder", str(folder / TAG), "--output_folder", str(folder / UNIVERSAL)]
+    subprocess.run([sys.executable, "-m", "deepspeed_patches.ds_to_universal", *folders], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(required=True)
+    for work in (write, resume):
+        chosen = commands.add_parser(work.__name__)
+        chosen.set_defaults(work=work)
+        chosen.add_argument("folder", type=Path)
+        chosen.add_argument("kinds", nargs="+", choices=KINDS)
+        chosen.add_argument("--small", action="store_true")
+    chosen.add_argument("--steps", type=int, default=0)
+    args = parser.parse_args()
+    args.ranks = RANKS
+    name_release()
+    args.folder.mkdir(exist_ok=True)
+    args.result = args.folder / f"{args.work.__name__}.json"
+    on_ranks(args)
+    if args.work is write:
+        for kind in args.kinds:
+            converted(args.folder / kind)
+    print("\n" + args.result.read_text())
+
+
+if __name__ == "__main__":
+    main()
