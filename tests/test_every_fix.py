@@ -160,6 +160,7 @@ IN_PARTS = {
     "zero3_universal_save": "0.16.2",
     "torch_load_weights_only": "0.12.6",
     "universal_fragment_rebind": "0.16.2 0.19.2",
+    "optimizer_state_links": "0.16.2 0.19.8",
 }
 
 

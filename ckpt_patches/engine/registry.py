@@ -64,6 +64,7 @@ FIXES = {
         "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine",
     ),
     "universal_fragment_rebind": ("deepspeed.utils.tensor_fragment",),
+    "optimizer_state_links": ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.bf16_optimizer"),
 }
 
 # Upstream module: its package. What the import hook looks every name up in.

@@ -145,6 +145,7 @@ def write(rank: int, args: argparse.Namespace) -> None:
         run.save_checkpoint(str(args.folder / kind), tag=TAG, client_state={**info, "iteration": STEPS})
         result: dict[str, Any] = {"optimizer": type(run.optimizer).__name__, "unlinked": unlinked(run)}
         truth: dict[str, Any] = {"saved": snapshot(run), "losses": train(run, rank, RANKS, first=STEPS)}
+        result["losses"] = truth["losses"]
         run.load_checkpoint(str(args.folder / kind), tag=TAG)
         result["reloaded"] = differences(snapshot(run), truth["saved"])
         train(run, rank, RANKS, first=STEPS)

@@ -1,0 +1,49 @@
+"""Link the parameters of every group to their moments, in a run that loads a checkpoint, too.
+
+https://github.com/deepspeedai/DeepSpeed/pull/5104
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5104",),
+    affected="DeepSpeed 0.13.2 to 0.19.8, at ZeRO stages 1 and 2; after a load in BF16_Optimizer as well",
+    test="tests/unit/runtime/zero/test_optimizer_state_links.py",
+)
+
+LINK = "self._lazy_init_hp_params_optimizer_state()"
+LINK_AFTER_LAST = f"""if group_no == len(self.optimizer.param_groups) - 1:
+    {LINK}"""
+NOT_LINKED = "self._hp_optimizer_states_linked = False"
+
+
+@fix.edit(STAGE_1_AND_2, independent=True)
+def link_when_all_groups_have_stepped(source: Source) -> None:
+    """Upstream links all groups, once, when the first one has stepped; the others have no moments by then."""
+    check_links_are_made_late(source)
+    step = source.function("DeepSpeedZeroOptimizer._optimizer_step")
+    if source.has(LINK_AFTER_LAST, within=step):
+        raise AlreadyThere
+    source.replace(source.one(LINK, within=step), LINK_AFTER_LAST)
+
+
+@fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER, independent=True)
+def link_again_after_a_load(source: Source) -> None:
+    """A load makes new links, to the masters alone, and upstream goes on as if those to the moments were there."""
+    check_links_are_made_late(source)
+    owner = "DeepSpeedZeroOptimizer" if source.has_function("DeepSpeedZeroOptimizer.step") else "BF16_Optimizer"
+    link = source.function(f"{owner}._link_all_hp_params")
+    if source.has(NOT_LINKED, within=link):
+        raise AlreadyThere
+    source.insert_at_start(link, NOT_LINKED)
+
+
+def check_links_are_made_late(source: Source) -> None:
+    """By the text alone, as these modules take long to parse. Up to 0.13.1 the moments are there from the start."""
+    if LINK.partition("(")[0].removeprefix("self.").encode() not in source.data:
+        raise NotConcerned
