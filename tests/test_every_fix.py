@@ -161,6 +161,7 @@ IN_PARTS = {
     "torch_load_weights_only": "0.12.6",
     "universal_fragment_rebind": "0.16.2 0.19.2",
     "optimizer_state_links": "0.16.2 0.19.8",
+    "universal_empty_group": "0.16.2 0.19.8",
 }
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from itertools import chain, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +272,7 @@ def test_together_with_the_other_fixes_and_alone(version: str, tmp_path: Path) -
     """Any of them skipped, the others apply as ever: they edit the same files at other places."""
     names = [name for name in fixes_for(DEEPSPEED) if edits.plan(tree("deepspeed", version), name)[1].files]
     assert FIX in names
-    for chosen in chain.from_iterable(combinations(names, count) for count in range(1, len(names) + 1)):
+    for chosen in (names, [FIX], *(list(left) for left in combinations(names, len(names) - 1))):
         plan = plan_tree(str(tree("deepspeed", version)), DEEPSPEED, chosen)
         assert plan.named(Outcome.APPLIES) == list(chosen)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import shared
-from upstream import numbers, releases, run_json, tree
+from upstream import numbers, releases, run, run_json, tree
 from zero_checkpoints import PERMISSIVE
 
 PROGRAM = "universal_loading"
@@ -46,11 +46,23 @@ def checkpoints(version: str, delivery: str = "none", *, small: bool = False) ->
     return shared.once(name, write)
 
 
-def resumed(version: str, delivery: str, *options: str, small: bool = False) -> dict[str, dict[str, Any]]:
-    """What came of a run that loads what the unedited release has written, by kind."""
-    folder = checkpoints(version, small=small)
+def resumed(
+    version: str, delivery: str, *options: str, small: bool = False, writer: str = ""
+) -> dict[str, dict[str, Any]]:
+    """What came of a run that loads what the unedited release (or another one) has written, by kind."""
+    folder = checkpoints(writer or version, small=small)
     small_option = ["--small"] if small else []
     return _run("resume", folder, *kinds(version), *small_option, *options, version=version, delivery=delivery)
+
+
+def error_of_resume(version: str, *options: str, small: bool = False, writer: str = "") -> str:
+    """What the unedited release says when it dies of such a load, at stage 1."""
+    folder = checkpoints(writer or version, small=small)
+    small_option = ["--small"] if small else []
+    root = tree("deepspeed", version)
+    done = run(PROGRAM, "resume", folder, "stage1", *small_option, *options, tree=root, env=PERMISSIVE, check=False)
+    assert done.returncode != 0
+    return done.stderr
 
 
 def _run(*arguments: str | Path, version: str, delivery: str) -> dict[str, dict[str, Any]]:

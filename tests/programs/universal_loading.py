@@ -1,7 +1,7 @@
 """Train param groups at ZeRO 1 and 2 with the real DeepSpeed, load what was saved, and print what came of it, as JSON.
 
     universal_loading.py write FOLDER KIND... [--small]
-    universal_loading.py resume FOLDER KIND... [--small] [--steps N]
+    universal_loading.py resume FOLDER KIND... [--small] [--steps N] [--load-only]
 
 `write` trains, saves in FOLDER/KIND, converts into FOLDER/KIND/universal with this project's converter, and trains on.
 `resume` loads that into a new run that has taken N steps; overwrites a master, trains, loads it again, and trains on.
@@ -73,20 +73,16 @@ def snapshot(run: Any) -> dict[str, Any]:
     else:  # BF16_Optimizer
         masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
     for number, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
+        own = {"fp32": master.detach(), **optimizer.optimizer.state.get(master, {})}
         settings = optimizer.optimizer.param_groups[number]
         states[f"group {number}"] = {key: value for key, value in settings.items() if key != "params"}
-        owned = any(parameter._hp_mapping is not None for parameter in parameters)
-        own = {"fp32": master.detach(), **optimizer.optimizer.state.get(master, {})}
-        states[f"group {number}.step"] = {
-            step for step in gathered(float(own["step"]) if owned and "step" in own else None) if step is not None
-        }
+        states[f"group {number}.steps"] = gathered(float(own.get("step", torch.nan)))
         for key in ("fp32", *MOMENTS):
-            if not owned:  # padding alone, of which a run need not have moments
-                own.setdefault(key, torch.zeros_like(master))
             flat = torch.cat(gathered(own.get(key, torch.full_like(master, torch.nan)).clone()))
             for parameter in parameters:
                 states[f"{names[parameter]}.{key}"] = flat[: parameter.numel()].view(parameter.shape).clone()
                 flat = flat[parameter.numel() :]
+            states[f"group {number}.padding.{key}"] = flat
     return states
 
 
@@ -166,6 +162,9 @@ def resume(rank: int, args: argparse.Namespace) -> None:
             train(run, rank, RANKS, first=100)
         load(run, args.folder / kind / UNIVERSAL)
         result: dict[str, Any] = {"loaded": differences(snapshot(run), truth["saved"])}
+        results[kind] = result
+        if args.load_only:
+            continue
         result["masters are"], result["unlinked"] = masters_are(run), unlinked(run)
         weight = run.module.w1.weight
         safe_set_full_fp32_param(weight, torch.full(weight.shape, 7.0))
@@ -175,7 +174,6 @@ def resume(rank: int, args: argparse.Namespace) -> None:
         load(run, args.folder / kind / UNIVERSAL)
         result["loaded again"] = differences(snapshot(run), truth["saved"])
         result["losses"], result["expected"] = train(run, rank, RANKS, first=STEPS), truth["losses"]
-        results[kind] = result
     if rank == 0:
         args.result.write_text(json.dumps(results))
 
@@ -195,6 +193,7 @@ def main() -> None:
         chosen.add_argument("kinds", nargs="+", choices=KINDS)
         chosen.add_argument("--small", action="store_true")
     chosen.add_argument("--steps", type=int, default=0)
+    chosen.add_argument("--load-only", action="store_true")
     args = parser.parse_args()
     args.ranks = RANKS
     name_release()

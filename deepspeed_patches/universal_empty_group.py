@@ -1,0 +1,58 @@
+"""Load a universal checkpoint on ranks that own nothing of a param group but padding.
+
+https://github.com/deepspeedai/DeepSpeed/pull/5289
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5289",),
+    affected="DeepSpeed 0.14.1 to 0.19.8, at ZeRO stages 1 and 2 and in BF16_Optimizer, with small groups",
+    concerns=BASE_OPTIMIZER,
+    test="tests/unit/checkpoint/test_universal_empty_group.py",
+)
+
+LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
+GUARD = "steps and "
+STEP = "steps[0] is not None"
+PADDING = """if not steps and lp_groups[i]:
+    # Padding alone: training keeps it at the step of its group, with states of zeros.
+    folder = os.path.join(checkpoint_dir, self.param_names[lp_groups[i][0]])
+    steps, opt_keys = _step_and_state_keys(folder)"""
+
+
+def _step_and_state_keys(folder: str) -> "tuple[list[object], set[str]]":
+    """The step of a parameter (None if it has none) and its states, but for fp32, in a universal checkpoint."""
+    keys = {name for name, extension in map(os.path.splitext, os.listdir(folder)) if extension == ".pt"}
+    step = torch.load(os.path.join(folder, "step.pt"), weights_only=True) if "step" in keys else None
+    return [step], keys - {"fp32", "step"}
+
+
+@fix.edit(BASE_OPTIMIZER)
+def take_step_and_states_from_the_group(source: Source) -> None:
+    """Upstream takes them from the parameters that a rank owns, and dies of `steps[0]` where it owns none."""
+    if LOAD.partition(".")[2].encode() not in source.data:
+        raise NotConcerned
+    load = source.function(LOAD)
+    own = {
+        **source.functions_there("", _step_and_state_keys),
+        PADDING.splitlines()[0]: source.has(PADDING, within=load),
+    }
+    guarded = source.has(GUARD + STEP, within=load)
+    if guarded and not any(own.values()):
+        raise AlreadyThere  # the load does not die; the first step makes the states of the padding
+    source.check_parts({**own, GUARD + STEP: guarded})
+    step = source.branch(STEP, within=load)
+    source.insert_at(step.test, GUARD)
+    source.insert_before(source.one("hp_param = param_group['params'][0]", within=load), PADDING)
+    source.insert_function_before(source.class_named("ZeROOptimizer"), _step_and_state_keys)
