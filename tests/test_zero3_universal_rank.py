@@ -8,7 +8,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, ends_by_default, newest_by_default, releases, run_pytest, tree
+from upstream import DELIVERIES, newest_by_default, releases, run_pytest, tree
 from zero3_resumes import resumed, uninterrupted
 from zero_checkpoints import PERMISSIVE
 from zygotes import DEEPSPEED as DEEPSPEED_MODULES
@@ -87,7 +87,7 @@ def test_releases_without_such_a_load_are_not_concerned(
     edits.check_not_present(version, FIX, record_property)
 
 
-@pytest.fixture(params=ends_by_default(AFFECTED))
+@pytest.fixture(params=AFFECTED)
 def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
 
