@@ -41,9 +41,8 @@ def test_resumes_on_two_nodes_as_if_it_had_not_stopped(version: str, delivery: s
     assert resumed(version, *RUN, delivery, *TWO_NODES) == uninterrupted(version, *RUN)
 
 
-@pytest.mark.parametrize("node", ["1", "4"])
-def test_resumes_with_any_number_of_ranks_on_a_node(node: str) -> None:
-    assert resumed("0.16.2", *RUN, "hook", "--node", node) == uninterrupted("0.16.2", *RUN)
+def test_resumes_with_one_rank_on_each_node() -> None:
+    assert resumed("0.16.2", *RUN, "hook", "--node", "1") == uninterrupted("0.16.2", *RUN)
 
 
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
