@@ -19,9 +19,12 @@ ENDED = (
 
 
 def saving(version: str, delivery: str, what: str, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_json(
-        "async_saving", folder / what, what, tree=tree("megatron-core", version), delivery=delivery, timeout=120
-    )
+    return on(version, delivery, what, folder / what)
+
+
+def on(version: str, delivery: str, what: str, out: Path) -> dict[str, Any]:
+    root = tree("megatron-core", version)
+    found: dict[str, Any] = run_json("async_saving", out, what, tree=root, delivery=delivery, timeout=120)
     return found
 
 
@@ -45,6 +48,16 @@ def test_upstream_saves_what_a_later_step_has_put_there(version: str, delivery: 
 def test_a_save_writes_what_was_there_when_it_was_asked_for(version: str, delivery: str, tmp_path: Path) -> None:
     assert saving(version, delivery, "held", tmp_path) == {"while writing": True, "after": False}
     assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 0}
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("hook", "none"), ("none", "hook")])
+@pytest.mark.parametrize("version", newest_by_default(releases("megatron-core", oldest="0.13.0")))
+def test_a_checkpoint_loads_whether_the_fix_was_there_or_not(
+    version: str, saves: str, loads: str, tmp_path: Path
+) -> None:
+    """The files are those of upstream; up to 0.12 it cannot write them with a current torch."""
+    on(version, saves, "save", tmp_path / "checkpoint")
+    assert on(version, loads, "load", tmp_path / "checkpoint") == {"as saved": True}
 
 
 @pytest.mark.parametrize("what", ["killed", "gone"])

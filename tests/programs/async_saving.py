@@ -6,10 +6,13 @@ Prints a line of JSON.
     async_saving.py OUT stepped   what a persistent worker has saved of a CPU tensor that a step changes while it writes
     async_saving.py OUT killed    what a save says whose persistent worker is killed while it writes
     async_saving.py OUT gone      ... while it stages
+    async_saving.py OUT save      nothing: a checkpoint in torch_dist is there, which a persistent worker wrote
+    async_saving.py OUT load      whether it loads as it was saved
 """
 
 import argparse
 import gc
+import inspect
 import json
 import multiprocessing.connection
 import os
@@ -34,13 +37,13 @@ HELD = 60  # seconds that a writer waits for its sign, at most
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("what", choices=["held", "stepped", "killed", "gone"])
+    parser.add_argument("what", choices=list(WHAT))
     options = parser.parse_args()
     mt.spawn(worker, 1, options)
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    found = {"held": held, "stepped": stepped, "killed": killed, "gone": gone}[options.what](options.out)
+    found = WHAT[options.what](options.out)
     print(json.dumps(found), flush=True)
     if options.what in ("killed", "gone"):
         os._exit(0)  # without the fix the end of the interpreter would wait as well
@@ -146,6 +149,35 @@ def gone(out: Path) -> dict[str, str]:
     return {"said": said(calls, lambda: calls.schedule_async_request(asked))}
 
 
+def checkpoint(tensor: torch.Tensor) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+
+
+def save(out: Path) -> dict[str, str]:
+    from megatron.core import dist_checkpointing
+
+    out.mkdir()
+    state = checkpoint(torch.arange(float(NUMEL)))
+    options: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 another package's
+        options["async_strategy"] = "mcore"
+    asked = dist_checkpointing.save(state, str(out), ("torch_dist", 1), **options)
+    calls = persistent_calls()
+    calls.schedule_async_request(asked)
+    calls.maybe_finalize_async_calls(blocking=True)
+    calls.close()
+    return {}
+
+
+def load(out: Path) -> dict[str, bool]:
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(checkpoint(torch.zeros(NUMEL)), str(out))
+    return {"as saved": torch.equal(loaded["w"], torch.arange(float(NUMEL)))}
+
+
 def worker_of(calls: Any) -> Any:
     return calls._get_async_caller().process
 
@@ -172,6 +204,16 @@ def set_alarm_at_end_of_worker(calls: Any) -> None:
 
 def interrupt(*_: object) -> None:
     raise TimeoutError("waits")
+
+
+WHAT: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "held": held,
+    "stepped": stepped,
+    "killed": killed,
+    "gone": gone,
+    "save": save,
+    "load": load,
+}
 
 
 if __name__ == "__main__":
