@@ -37,6 +37,7 @@ MEGATRON = (
 CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stand-ins
 BRIDGE = ("bridge_imports", "megatron.core.optimizer", "torch._dynamo")
 ZARR = ("zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
+NO_PACKAGE = ("torch",)
 DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
 
 # The modules that a program of programs/ imports, whichever arguments it is given.
@@ -56,7 +57,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         MEGATRON,
     ),
     "bridge_finetune": BRIDGE,
-    "numpy2_product": CORE,
+    **dict.fromkeys(("numpy2_product", "strip_shapes"), CORE),
+    **dict.fromkeys(("damaged_zero", "load_distcp"), NO_PACKAGE),
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
     **dict.fromkeys(("experts", "universal_loading", "zero_training"), DEEPSPEED),
@@ -65,7 +67,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
 
 # What all of these import of torch, and is the same for all trees: half of the time of their imports and more.
 TORCH = ("torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.testing")
-WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED, CORE)
+WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED, CORE, NO_PACKAGE)
 
 # Read when a program runs, and by no import.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
