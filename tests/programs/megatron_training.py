@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import inspect
 import multiprocessing.managers
@@ -51,13 +52,22 @@ def spawn(
 
 
 def fork_keeper_of_results() -> None:
-    """Fork the process that keeps the results of a save in torch_dist; upstream starts an interpreter on each rank."""
+    """Fork the process that keeps the results of a save in torch_dist; upstream starts an interpreter on each rank.
+
+    When the first save asks for it, as upstream does: most ranks save nothing.
+    """
     with contextlib.suppress(ImportError):  # main may move it
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        keeper = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
-        keeper.start(end_with_parent)
-        filesystem_async._results_queue = keeper.Queue()
+        @functools.cache
+        def results_queue(mp_mode: str = "fork") -> Any:
+            keeper = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
+            keeper.start(end_with_parent)
+            return keeper.Queue()
+
+        for name in ("get_write_results_queue", "_get_write_results_queue"):  # in later releases, and in earlier ones
+            if hasattr(filesystem_async, name):
+                setattr(filesystem_async, name, results_queue)
 
 
 def end_with_parent() -> None:
