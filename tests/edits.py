@@ -111,3 +111,15 @@ def text(tree: Path, module: str) -> str:
 
 def has(tree: Path, module: str) -> bool:
     return Path(module_path(str(tree), module)).exists()
+
+
+def applied_in_turn(tree: Path, fixes: Sequence[str], copy: Path) -> bytes:
+    """All files that fixes make of a tree's, applied one by one to a copy; check that they have nothing more to do."""
+    for fix in fixes:
+        copy_of(tree, fix, copy)
+    for fix in fixes:
+        result, made = plan(copy, fix)
+        assert result.outcome is Outcome.APPLIES, result
+        write(made)
+    assert [plan(copy, fix)[0].outcome for fix in fixes] == [Outcome.ALREADY_THERE] * len(fixes)
+    return b"".join(path.read_bytes() for path in sorted(copy.rglob("*.py")))

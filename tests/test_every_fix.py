@@ -162,6 +162,7 @@ IN_PARTS = {
     "universal_fragment_rebind": "0.16.2 0.19.2",
     "optimizer_state_links": "0.16.2 0.19.8",
     "universal_empty_group": "0.16.2 0.19.8",
+    "universal_all_moments": "0.14.0",
 }
 
 

@@ -1,6 +1,6 @@
 """universal_empty_group: the real DeepSpeed loads a param group of one element on two ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,18 +125,6 @@ BOTH_APPLY = releases("deepspeed", oldest="0.14.1", newest="0.15.4") or ["0.15.4
 @pytest.mark.parametrize("version", BOTH_APPLY)
 def test_before_or_after_torch_load_weights_only(version: str, tmp_path: Path) -> None:
     """Both edit this file; what they make of it does not depend on which was first."""
-    orders = [(FIX, "torch_load_weights_only"), ("torch_load_weights_only", FIX)]
-    made = {applied(version, names, tmp_path / names[0]) for names in orders}
+    root, other = tree("deepspeed", version), "torch_load_weights_only"
+    made = {edits.applied_in_turn(root, names, tmp_path / names[0]) for names in ((FIX, other), (other, FIX))}
     assert len(made) == 1
-
-
-def applied(version: str, names: Sequence[str], copy: Path) -> str:
-    """The file as it is when these fixes have been applied one by one, which then have nothing more to do."""
-    for name in names:
-        edits.copy_of(tree("deepspeed", version), name, copy)
-    for name in names:
-        result, plan = edits.plan(copy, name)
-        assert result.outcome is Outcome.APPLIES
-        edits.write(plan)
-    assert [edits.plan(copy, name)[0].outcome for name in names] == [Outcome.ALREADY_THERE] * len(names)
-    return edits.text(copy, BASE_OPTIMIZER)

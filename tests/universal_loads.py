@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,14 @@ def checkpoints(version: str, delivery: str = "none", *, small: bool = False) ->
 
 
 def resumed(
-    version: str, delivery: str, *options: str, small: bool = False, writer: str = ""
+    version: str, delivery: str, *options: str, small: bool = False, writer: str = "", fixes: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """What came of a run that loads what the unedited release (or another one) has written, by kind."""
     folder = checkpoints(writer or version, small=small)
     small_option = ["--small"] if small else []
-    return _run("resume", folder, *kinds(version), *small_option, *options, version=version, delivery=delivery)
+    return _run(
+        "resume", folder, *kinds(version), *small_option, *options, version=version, delivery=delivery, fixes=fixes
+    )
 
 
 def error_of_resume(version: str, *options: str, small: bool = False, writer: str = "") -> str:
@@ -65,10 +68,11 @@ def error_of_resume(version: str, *options: str, small: bool = False, writer: st
     return done.stderr
 
 
-def _run(*arguments: str | Path, version: str, delivery: str) -> dict[str, dict[str, Any]]:
+def _run(*arguments: str | Path, version: str, delivery: str, fixes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Without the fixes torch is told to load as it used to, so that the bug is reached."""
     env = PERMISSIVE if delivery == "none" else {}
-    found = run_json(PROGRAM, *arguments, tree=tree("deepspeed", version), delivery=delivery, env=env)
+    root = tree("deepspeed", version)
+    found = run_json(PROGRAM, *arguments, tree=root, delivery=delivery, fixes=fixes, env=env)
     assert isinstance(found, dict)
     return found
 

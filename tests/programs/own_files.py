@@ -60,7 +60,7 @@ def resumed(rank: int, folder: Path, tag: str, kind: str) -> str:
     run = engine(kind, RANKS, universal=tag != TAG)
     if tag != TAG:
         run.optimizer.mpu = OneTensorParallelRank
-        train(run, rank, RANKS, first=100)  # 0.13 loads into an optimizer that has stepped; into none else
+        train(run, rank, RANKS, first=100)  # up to 0.12.2 the step is not loaded: it is that of as many steps
     run.load_checkpoint(str(folder), tag=tag)
     at_load = state(run)
     losses = train(run, rank, RANKS, first=STEPS)
