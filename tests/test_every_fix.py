@@ -163,6 +163,7 @@ IN_PARTS = {
     "optimizer_state_links": "0.16.2 0.19.8",
     "universal_empty_group": "0.16.2 0.19.8",
     "universal_all_moments": "0.14.0",
+    "rank_order": "0.12.6 0.14.0",
 }
 
 

@@ -50,6 +50,18 @@ def dp768() -> dict[str, Path]:
     return {kind: out / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
 
 
+@functools.cache
+def of_ranks(count: int) -> Path:
+    """A crafted stage-1 checkpoint of so many ranks: three parameters over all of them, and no padding."""
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        run("write_dp768_checkpoint", out, str(count), tree=tree("deepspeed", "0.19.8"))
+        with_layers(out / str(count) / "global_step10")
+
+    return shared.once(f"checkpoint-of-{count}-ranks", write) / str(count) / "global_step10"
+
+
 def with_layers(folder: Path) -> Path:
     """Up to 0.13 the converter takes pipeline checkpoints only, known by their files of layers."""
     if list(folder.glob("mp_rank_*")):  # not ZeRO-3
@@ -78,7 +90,10 @@ def converted(output: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def differences(found: dict[str, dict[str, torch.Tensor]], source: Path, *, in_order: bool = True) -> list[str]:
-    """Names of the states that are not, bit for bit and element for element, those of the training run."""
+    """Names of the states that are not, bit for bit and element for element, those of the training run.
+
+    With `in_order` false the elements may lie in another order.
+    """
     truth = torch.load(source.parent / "truth.pt")
     assert found.keys() == truth.keys()
     different = []

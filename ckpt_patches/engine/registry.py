@@ -71,6 +71,7 @@ FIXES = {
         "deepspeed.runtime.bf16_optimizer",
         "deepspeed.runtime.engine",
     ),
+    "rank_order": ("deepspeed.checkpoint.reshape_utils", "deepspeed.checkpoint.ds_to_universal"),
 }
 
 # Upstream module: its package. What the import hook looks every name up in.

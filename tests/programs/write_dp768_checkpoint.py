@@ -1,6 +1,9 @@
 """Write the DP=768 checkpoint of the report, in the layouts of BF16_Optimizer and of ZeRO-3, with small matrices.
 
-    write_dp768_checkpoint.py OUT      OUT/dp768/global_step10, OUT/dp768_stage3/global_step10, truth.pt beside each
+    write_dp768_checkpoint.py OUT              OUT/dp768/global_step10, OUT/dp768_stage3/global_step10
+    write_dp768_checkpoint.py OUT RANKS...     OUT/RANKS/global_step10: of so many ranks, without padding
+
+`truth.pt` lies beside each.
 
 Stage 1: 65 vectors of 4096 elements are 266,240, padded to 267,264: partitions of 348, and 1024 of padding, recorded
 on the last rank alone. Stage 3: 4096 elements are 6 a rank, on 683 ranks.
@@ -35,11 +38,11 @@ def save(data: Any, folder: Path, name: str) -> None:
     torch.save(data, folder / name)
 
 
-def model_states(groups: list[Shapes]) -> dict[str, Any]:
+def model_states(groups: list[Shapes], ranks: int) -> dict[str, Any]:
     return {
         "module": {},
         "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in groups],
-        "dp_world_size": DP,
+        "dp_world_size": ranks,
         "mp_world_size": 1,
         "iteration": 10,
         "ds_config": {},
@@ -53,13 +56,13 @@ def adam(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, Any]:
 
 
 class FlatGroup:
-    """One parameter group of stage 1: flattened, padded to a multiple of 2 * DP, cut in DP equal partitions."""
+    """One parameter group of stage 1: flattened, padded to two elements a rank or more, cut in equal partitions."""
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, truth: Truth, ranks: int) -> None:
         self.sizes = {name: states["fp32"].numel() for name, states in truth.items()}
         numel = sum(self.sizes.values())
-        padded = math.ceil(numel / (2 * DP)) * 2 * DP
-        self.partition, self.padding = padded // DP, padded - numel
+        padded = math.ceil(numel / (2 * ranks)) * 2 * ranks
+        self.partition, self.padding = padded // ranks, padded - numel
         padding = torch.zeros(self.padding)
         self.flat = [torch.cat([*(states[key].flatten() for states in truth.values()), padding]) for key in KEYS]
 
@@ -77,11 +80,10 @@ class FlatGroup:
         return found
 
 
-def write_stage1(out: Path) -> None:
-    truths = [values(shapes) for shapes in STAGE1_GROUPS]
-    groups = [FlatGroup(truth) for truth in truths]
-    assert [(group.partition, group.padding) for group in groups] == [(348, 1024), (2, 1532)]
-    for rank in range(DP):
+def write_stage1(out: Path, shapes_of_groups: list[Shapes], ranks: int) -> list[FlatGroup]:
+    truths = [values(shapes) for shapes in shapes_of_groups]
+    groups = [FlatGroup(truth, ranks) for truth in truths]
+    for rank in range(ranks):
         parts = [group.parts(rank) for group in groups]
         optimizer = {
             "base_optimizer_state": {
@@ -90,14 +92,15 @@ def write_stage1(out: Path) -> None:
             },
             "single_partition_of_fp32_groups": [master for master, *_ in parts],
             "zero_stage": 1,
-            "group_paddings": [group.padding if rank == DP - 1 else 0 for group in groups],
-            "partition_count": [DP] * len(groups),
+            "group_paddings": [group.padding if rank == ranks - 1 else 0 for group in groups],
+            "partition_count": [ranks] * len(groups),
             "param_slice_mappings": [group.fragments(rank) for group in groups],
         }
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         save({"optimizer_state_dict": optimizer, "ds_version": "0.16.2"}, out / TAG, name)
-    save(model_states(STAGE1_GROUPS), out / TAG, "mp_rank_00_model_states.pt")
+    save(model_states(shapes_of_groups, ranks), out / TAG, "mp_rank_00_model_states.pt")
     save({name: states for truth in truths for name, states in truth.items()}, out, "truth.pt")
+    return groups
 
 
 def write_stage3(out: Path) -> None:
@@ -117,14 +120,19 @@ def write_stage3(out: Path) -> None:
             "fp32_flat_groups": [master],
         }
         save({"optimizer_state_dict": optimizer}, out / TAG, f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        save(model_states([STAGE3_GROUP]), out / TAG, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        save(model_states([STAGE3_GROUP], DP), out / TAG, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     save(truth, out, "truth.pt")
 
 
 def main() -> None:
     torch.manual_seed(0)
-    write_stage1(Path(sys.argv[1], "dp768"))
-    write_stage3(Path(sys.argv[1], "dp768_stage3"))
+    out, *counts = sys.argv[1:]
+    for ranks in map(int, counts):
+        write_stage1(Path(out, str(ranks)), [{"weight": (20 * ranks - 100,), "bias": (37,), "scale": (63,)}], ranks)
+    if not counts:
+        groups = write_stage1(Path(out, "dp768"), STAGE1_GROUPS, DP)
+        assert [(group.partition, group.padding) for group in groups] == [(348, 1024), (2, 1532)]
+        write_stage3(Path(out, "dp768_stage3"))
 
 
 if __name__ == "__main__":
