@@ -22,14 +22,21 @@ NEWEST = "0.14.0"
 AFFECTED = releases("deepspeed", oldest="0.13.2", newest=NEWEST) if all_releases() else [NEWEST]
 
 AFTER_A_STEP = ("--steps", "1")
+# This one dies in a training step at stages 1 and 2 where a rank owns nothing of a group, upstream's own trouble.
+TWO_GROUPS = "0.13.2"
 OTHER_GROUPS = {"w1.bias", "ln.weight", "ln.bias", "w2.bias", "scale"}
+
+
+def small(version: str) -> bool:
+    """Three groups, and of one a rank owns nothing; else two."""
+    return version != TWO_GROUPS
 
 
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", ["none"])
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_dies_before_a_step(version: str, delivery: str) -> None:
-    error = error_of_resume(version, small=True)
+    error = error_of_resume(version, small=small(version))
     assert "in get_optim_state_keys" in error
     assert "AttributeError: 'NoneType' object has no attribute 'keys'" in error
 
@@ -39,11 +46,13 @@ def test_upstream_dies_before_a_step(version: str, delivery: str) -> None:
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, delivery: str) -> None:
     """And is one step ahead of the run that saved; silently."""
-    for kind, found in resumed(version, delivery, *AFTER_A_STEP, small=True).items():
+    for kind, found in resumed(version, delivery, *AFTER_A_STEP, small=small(version)).items():
         moments = {name for name in found["loaded"] if ".exp_avg" in name}
         expected = set() if kind == "bf16_optimizer" else OTHER_GROUPS  # that steps all groups at once
         assert {name.rpartition(".")[0] for name in moments} == expected
-        assert set(found["loaded"]) - moments == {f"group {number}.steps" for number in range(3)}
+        assert set(found["loaded"]) - moments == {
+            f"group {number}.steps" for number in range(3 if small(version) else 2)
+        }
         assert found["losses"] != found["expected"]
 
 
@@ -53,7 +62,7 @@ def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, deli
 @pytest.mark.parametrize("options", [(), AFTER_A_STEP], ids=["before a step", "after a step"])
 def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
     """Bit for bit, the steps of all ranks as well; and the next two losses are those of the uninterrupted run."""
-    for found in resumed(version, delivery, *options, small=True).values():
+    for found in resumed(version, delivery, *options, small=small(version)).values():
         assert found["loaded"] == found["loaded again"] == []
         assert found["masters are"] == ["fp32"]
         assert found["unlinked"] == found["unlinked after a step"] == {}
@@ -62,7 +71,7 @@ def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence
 
 def test_without_the_other_fixes() -> None:
     """It makes its own links, as far as the load needs them."""
-    found = resumed(NEWEST, "hook", *AFTER_A_STEP, small=True, fixes=[FIX, "torch_load_weights_only"])
+    found = resumed(NEWEST, "hook", *AFTER_A_STEP, small=small(NEWEST), fixes=[FIX, "torch_load_weights_only"])
     assert all(result["loaded"] == result["loaded again"] == [] for result in found.values())
     assert all(result["losses"] == result["expected"] for result in found.values())
 
