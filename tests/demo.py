@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt_patches.engine.registry import FIXES
 from upstream import run, run_json, tree
-from zero_checkpoints import convert, converted, differences, dp768, element_counts
+from zero_checkpoints import PERMISSIVE, convert, converted, differences, dp768, element_counts, of_ranks
 
 NUMPY = "2.2.6"
 BRIDGE = "0.3.1"
@@ -190,6 +190,51 @@ def own_files(bug: Bug, delivery: str, out: Path) -> Found:
     return Found(False, "all load; they resume bit for bit")
 
 
+def universal(
+    wrong: Callable[[dict[str, Any], dict[str, Any]], str], *options: str
+) -> Callable[[Bug, str, Path], Found]:
+    """Two ranks train param groups at ZeRO-1, and another run loads them, twice, from a universal checkpoint.
+
+    `wrong` says what is wrong with what came of both programs, "" if nothing.
+    """
+
+    def show(bug: Bug, delivery: str, out: Path) -> Found:
+        on: dict[str, Any] = {"tree": bug.tree, "delivery": delivery, "env": PERMISSIVE if delivery == "none" else {}}
+        trained: tuple[str | Path, ...] = (out / "run", "stage1", *options)
+        written = run_json("universal_loading", "write", *trained, **on)["stage1"]
+        done = run("universal_loading", "resume", *trained, check=False, **on)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith(("AttributeError", "IndexError"))]
+            return Found(True, errors[0])
+        words = wrong(written, json.loads(done.stdout.splitlines()[-1])["stage1"])
+        return Found(bool(words), words or "all that was saved, bit for bit")
+
+    return show
+
+
+def other_states(written: dict[str, Any], resumed: dict[str, Any]) -> str:
+    different = resumed["loaded again"]
+    return f"{len(different)} states differ, and no error" if different else ""
+
+
+def master_of_a_moment(written: dict[str, Any], resumed: dict[str, Any]) -> str:
+    return "" if resumed["masters are"] == ["fp32"] else f"the fp32 parameter is said to be {resumed['masters are'][0]}"
+
+
+def no_links(written: dict[str, Any], resumed: dict[str, Any]) -> str:
+    errors = written["unlinked"]
+    return f"ValueError for {len(errors)} of 7 parameters" if errors else ""
+
+
+def order(bug: Bug, delivery: str, out: Path) -> Found:
+    """One more than a hundred ranks."""
+    source = of_ranks(101)
+    error = convert(out, source, version=bug.version, delivery=delivery)["101"]
+    different = error or differences(converted(out / "101"), source)
+    words = error or f"{len(different)} states in another order, and no error"
+    return Found(bool(different), words if different else "converted bit for bit")
+
+
 BUGS = (
     Bug("zarr_create_synchronizer", "zarr save, 4 ranks", "megatron-core", "0.14.0", zarr),
     Bug("zarr_range_write", "zarr saves, locks that lock nothing", "megatron-core", "0.15.3", zarr_without_locks),
@@ -259,6 +304,17 @@ BUGS = (
     Bug("universal_tensor_paddings", "convert ZeRO-1, 768 ranks", "deepspeed", "0.19.8", paddings),
     Bug("zero3_fragment_bounds", "convert ZeRO-3, 768 ranks", "deepspeed", "0.19.2", bounds),
     Bug("torch_load_weights_only", "load under torch 2.6 or later", "deepspeed", "0.14.5", own_files),
+    Bug("universal_fragment_rebind", "universal load", "deepspeed", "0.19.6", universal(master_of_a_moment)),
+    Bug("optimizer_state_links", "ask for moments", "deepspeed", "0.19.8", universal(no_links)),
+    Bug(
+        "universal_empty_group",
+        "universal load, small group",
+        "deepspeed",
+        "0.19.8",
+        universal(other_states, "--small"),
+    ),
+    Bug("universal_all_moments", "universal load, fresh run", "deepspeed", "0.14.0", universal(other_states)),
+    Bug("rank_order", "convert ZeRO-1, 101 ranks", "deepspeed", "0.12.6", order),
 )
 
 
