@@ -59,6 +59,7 @@ def check_in_any_order(root: Path, names: Sequence[str], to: Path) -> None:
             result, made = plan(copy, name)
             assert result.outcome is Outcome.APPLIES, (order, result)
             write(made)
+        assert [plan(copy, name)[0].outcome for name in names] == [Outcome.ALREADY_THERE] * len(names)
         texts.append({module: text(copy, module) for name in names for module in FIXES[name] if has(copy, module)})
     assert all(other == texts[0] for other in texts[1:])
 
@@ -111,15 +112,3 @@ def text(tree: Path, module: str) -> str:
 
 def has(tree: Path, module: str) -> bool:
     return Path(module_path(str(tree), module)).exists()
-
-
-def applied_in_turn(tree: Path, fixes: Sequence[str], copy: Path) -> bytes:
-    """All files that fixes make of a tree's, applied one by one to a copy; check that they have nothing more to do."""
-    for fix in fixes:
-        copy_of(tree, fix, copy)
-    for fix in fixes:
-        result, made = plan(copy, fix)
-        assert result.outcome is Outcome.APPLIES, result
-        write(made)
-    assert [plan(copy, fix)[0].outcome for fix in fixes] == [Outcome.ALREADY_THERE] * len(fixes)
-    return b"".join(path.read_bytes() for path in sorted(copy.rglob("*.py")))
