@@ -105,7 +105,7 @@ def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
 def test_the_copied_script_needs_no_patched_deepspeed(reader: str, tmp_path: Path) -> None:
     """DeepSpeed copies it into the folder, which outlives the install: there it works with upstream's package."""
     folder = written(WITH_SCRIPT, "in place") / "stage2"
-    run(folder / SCRIPT, folder, tmp_path / "fp32", tree=tree("deepspeed", reader))
+    run(folder / SCRIPT, folder, tmp_path / "fp32", tree=tree("deepspeed", reader), imports=DEEPSPEED_MODULES)
     check_fp32(tmp_path / "fp32", folder)
 
 
@@ -113,7 +113,8 @@ def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
     """With the hook it is upstream's: DeepSpeed copies the file on the disk, where nothing is changed."""
     folder = written(WITH_SCRIPT) / "stage2"
     root = tree("deepspeed", WITH_SCRIPT)
-    done = run(folder / SCRIPT, folder, tmp_path / "fp32", tree=root, delivery="hook", check=False)
+    on: dict[str, Any] = {"tree": root, "delivery": "hook", "imports": DEEPSPEED_MODULES}
+    done = run(folder / SCRIPT, folder, tmp_path / "fp32", **on, check=False)
     assert "GLOBAL deepspeed." in done.stderr
 
 

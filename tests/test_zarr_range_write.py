@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import edits
+import zygotes
 from upstream import DELIVERIES, all_releases, releases, run, run_json, tree
 
 FIX = "zarr_range_write"
@@ -155,7 +156,7 @@ def test_a_rank_that_dies_leaves_a_hole_and_no_short_file(tmp_path: Path) -> Non
 def test_what_cannot_be_written_as_bytes_takes_the_locks_and_leaves_none(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(FALLBACK)
-    done = run(program, tmp_path / "out", tree=tree("megatron-core", "0.14.0"), delivery="hook")
+    done = run(program, tmp_path / "out", tree=tree("megatron-core", "0.14.0"), delivery="hook", imports=zygotes.ZARR)
     assert json.loads(done.stdout.splitlines()[-1]) == {"equal": True, "left": ["even", "uneven"]}
     assert (
         "uneven: written under locks, which is slow: its shape (10,) is no multiple of its chunks (3,)" in done.stderr
