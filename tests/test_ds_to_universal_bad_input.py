@@ -145,7 +145,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another layout": (model(lambda s: s.update(param_shapes=3)), "is not laid out as DeepSpeed does"),
     "files of experts": (
         copied(MODEL, "layer_0_expert_3_mp_rank_00_model_states.pt"),
-        "files of experts (layer_0_expert_3_mp_rank_00_model_states.pt), which are not converted here; convert it with",
+        "has files of experts (layer_0_expert_3_mp_rank_00_model_states.pt), each of which several ranks have",
+    ),
+    "experts without ZeRO": (
+        lambda f: [shutil.move(path, f / f"expp_rank_{i}.pt") for i, path in enumerate(f.glob("*_optim_states.pt"))],
+        "has files of experts (expp_rank_0.pt) and none of a ZeRO optimizer",
     ),
     "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "has layers of experts (ds_autoep_layers)"),
     "a foreign class": (

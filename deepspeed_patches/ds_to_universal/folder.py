@@ -20,8 +20,11 @@ def look(path: Path) -> Folder:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; name the one with the files of the ranks, like OUT/global_step10")
     folder = zero.look(path)
-    if folder.experts:
-        raise UserError(f"{path} has files of experts ({folder.experts[0]}), which are not converted here; {UPSTREAM}")
+    if not folder.optimizer and folder.experts:
+        raise UserError(
+            f"{path} has files of experts ({folder.experts[0]}) and none of a ZeRO optimizer, which a universal "
+            "checkpoint is made of"
+        )
     if not folder.optimizer:
         raise UserError(f"{path} has no file like bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt: no ZeRO checkpoint")
     if len(folder.prefixes) > 1:

@@ -13,6 +13,7 @@ from deepspeed_patches.ds_to_universal.headers import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.traits import Traits
 
 INFO = "universal_checkpoint_info"
+AUTOEP = ("ds_autoep_layers", "autoep_layers")  # what a model's file says of layers that AutoEP has made, new and old
 WORTH_A_PROCESS = 128  # files; to start one and to take over what it found takes as long as to read some of these
 # What the common state leaves out at stage 1 and 2.
 SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
@@ -98,6 +99,11 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
     check_complete(folder, folder.optimizer, dp_degree, mp_degree, next(iter(folder.optimizer.values())))
     for index, value in read:
         _check_model(reader.files[index].path, value, dp_degree, reader.files[0].path, read[0][1])
+    if folder.experts:
+        raise UserError(
+            f"{folder.path} has files of experts ({folder.experts[0]}), each of which several ranks have by one name; "
+            "they are not converted here, and DeepSpeed's own converter dies of them: resume on the same ranks"
+        )
 
     ranks = _ranks(reader, _partitions, pp_degree, tp_degree, dp_degree)
     copied = tuple(index for index, _ in read) + tuple(
@@ -245,15 +251,14 @@ def _ranks(
 
 
 def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
-    path = reader.files[file].path
-    for key in ("ds_autoep_layers", "autoep_layers"):
-        if value.get(key) is not None:
-            raise UserError(f"{path} has layers of experts ({key}), which are not converted here; {UPSTREAM}")
-    return zero.read_model(path, file, value)
+    return zero.read_model(reader.files[file].path, file, value)
 
 
 def _check_model(path: Path, value: dict[str, Any], dp_degree: int, first_path: Path, first: dict[str, Any]) -> None:
-    """A file of another training, or of another step of this one."""
+    """A file of another training, or of another step of this one, or with layers that are not converted."""
+    for key in AUTOEP:
+        if value.get(key) is not None:
+            raise UserError(f"{path} has layers of experts ({key}), which are not converted here; {UPSTREAM}")
     said = value.get("dp_world_size", dp_degree)
     if said != dp_degree:
         raise UserError(f"{path} is of {said} data-parallel ranks, the folder has files of {dp_degree}")
