@@ -61,7 +61,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("damaged_zero", "load_distcp"), NO_PACKAGE),
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
-    **dict.fromkeys(("autoep_training", "experts", "universal_loading", "zero_training"), DEEPSPEED),
+    **dict.fromkeys(("autoep_training", "experts", "universal_loading"), DEEPSPEED),
+    **dict.fromkeys(("zero_resuming", "zero_training"), DEEPSPEED),
     **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint"), DEEPSPEED),
 }
 

@@ -72,6 +72,7 @@ FIXES = {
         "deepspeed.runtime.engine",
     ),
     "rank_order": ("deepspeed.checkpoint.reshape_utils", "deepspeed.checkpoint.ds_to_universal"),
+    "bf16_stage0_state": ("deepspeed.runtime.engine",),
 }
 
 # Upstream module: its package. What the import hook looks every name up in.

@@ -223,11 +223,15 @@ def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
     os._exit(0)  # Gloo and DeepSpeed leave threads behind
 
 
-def on_ranks(args: argparse.Namespace) -> None:
-    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for them."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def on_ranks(args: argparse.Namespace) -> None:
+    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for them."""
+    port = free_port()
     prepare()
     # Forked, so that torch and DeepSpeed are imported once and not by every rank.
     context = multiprocessing.get_context("fork")

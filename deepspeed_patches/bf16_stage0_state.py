@@ -1,0 +1,129 @@
+"""Save and load the optimizer's state in bf16 without ZeRO, and clear the gradients after each step.
+
+https://github.com/deepspeedai/DeepSpeed/pull/7786
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import logging
+    from typing import Any
+
+    logger = logging.getLogger()
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/pull/7786",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7839",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7586",
+        "https://github.com/deepspeedai/DeepSpeed/issues/7571",
+    ),
+    affected="DeepSpeed 0.17.6 to 0.18.5 in bf16 without ZeRO; 0.18.5 to 0.19.8 there with pipeline parallelism",
+    test="tests/unit/checkpoint/test_bf16_stage0_state.py",
+)
+
+ZERO = "self.zero_optimization()"
+# It has a file of each rank, as ZeRO has, at stage 0 too; in bf16 it was the only one up to 0.17.5.
+BY_OPTIMIZER = f"{ZERO} or isinstance(self.optimizer, BF16_Optimizer)"
+# Without an optimizer, as for inference, it holds nothing that could be loaded.
+BY_REAL_OPTIMIZER = f"""(
+    {ZERO}
+    or (isinstance(self.optimizer, BF16_Optimizer) and self.optimizer.using_real_optimizer))"""
+# Method, the beginning of the statement that decides there, and what is to decide.
+DECIDED = (
+    ("_save_checkpoint", "zero_optimizer_state = ", BY_OPTIMIZER),
+    ("_load_checkpoint", "has_zero_optimizer_state = ", BY_OPTIMIZER),
+    ("load_checkpoint", "load_zero_checkpoint = load_path is not None and ", BY_REAL_OPTIMIZER),
+)
+OLD = (ZERO, f"({ZERO} or self.bfloat16_enabled())")
+
+STATE = "load_optimizer_states and self.optimizer is not None and not has_zero_optimizer_state"
+LACKS = "lacks_optimizer_state = not has_zero_optimizer_state and self._lacks_optimizer_state(checkpoint)"
+WITHOUT_STATE = f"""{LACKS}
+if lacks_optimizer_state:
+    self._make_masters_of_weights(load_path)
+"""
+STATE_UNLESS_LACKING = f"""({STATE}
+        and not lacks_optimizer_state)"""
+
+CLEARS_WITH_ZERO = f'{ZERO} and hasattr(self.optimizer, "zero_grad")'
+CLEARS = 'hasattr(self.optimizer, "zero_grad")'
+
+
+class DeepSpeedEngine:
+    """What its class gets."""
+
+    bfloat16_enabled: "Any"
+    has_moe_layers: bool
+    global_rank: int
+    optimizer: "Any"
+
+    def _lacks_optimizer_state(self, checkpoint: "dict[str, object]") -> bool:
+        """Whether it is one of those that DeepSpeed 0.17.6 to 0.18.4 saved in bf16 without ZeRO."""
+        has_one = self.optimizer is not None and not self.has_moe_layers  # with experts it is in another file
+        return has_one and self.bfloat16_enabled() and checkpoint.get("optimizer") is None
+
+    def _make_masters_of_weights(self, load_path: str) -> None:
+        """For a checkpoint without the optimizer's state: else the first step would undo the weights loaded."""
+        self.optimizer.refresh_fp32_params()
+        if self.global_rank == 0:
+            logger.warning(
+                f"expected the optimizer's state in {load_path}, found none, as DeepSpeed 0.17.6 to 0.18.4 saved it in "
+                "bf16 without ZeRO: the fp32 parameters are made of the bf16 weights; moments and steps stay those of "
+                "this run"
+            )
+
+
+@fix.edit(ENGINE, independent=True)
+def ask_the_optimizer_where_its_state_is(source: Source) -> None:
+    """Upstream asks for bf16, or for a stage of ZeRO; whether there are files of the ranks, the optimizer decides."""
+    check_has_bf16_without_zero(source)
+    methods = {name: source.function(f"DeepSpeedEngine.{name}") for name, _, _ in DECIDED}
+    source.check_parts(
+        {start + "...": source.has(start + wanted, within=methods[name]) for name, start, wanted in DECIDED}
+    )
+    for name, start, wanted in DECIDED:
+        found = [statement for value in OLD for statement in source.all(start + value, within=methods[name])]
+        statement = found[0] if len(found) == 1 else source.one(start + ZERO, within=methods[name])
+        source.replace(statement, start + wanted)
+
+
+@fix.edit(ENGINE, independent=True)
+def make_masters_of_weights_where_there_is_no_state(source: Source) -> None:
+    """A load of such a checkpoint dies, or the masters stay those of the new run, which the next step makes weights."""
+    check_has_bf16_without_zero(source)
+    load = source.function("DeepSpeedEngine._load_checkpoint")
+    methods = (DeepSpeedEngine._lacks_optimizer_state, DeepSpeedEngine._make_masters_of_weights)
+    source.check_parts(
+        {
+            **source.functions_there("DeepSpeedEngine.", *methods),
+            LACKS: source.has(LACKS, within=load),
+            STATE: source.has(STATE_UNLESS_LACKING, within=load),
+        }
+    )
+    branch = source.branch(STATE, within=load)
+    source.insert_before(branch, WITHOUT_STATE)
+    source.replace(branch.test, STATE_UNLESS_LACKING)
+    for method in methods:
+        source.insert_method_before(load, method)
+
+
+@fix.edit(ENGINE, independent=True)
+def clear_gradients_without_zero_too(source: Source) -> None:
+    """Else each step has the gradients of all steps since the start of the run, which no checkpoint holds."""
+    check_has_bf16_without_zero(source)
+    step = source.function("DeepSpeedEngine._take_model_step")
+    if not source.has(CLEARS_WITH_ZERO, within=step) and source.has(CLEARS, within=step):
+        raise AlreadyThere
+    source.replace(source.one(CLEARS_WITH_ZERO, within=step), CLEARS)
+
+
+def check_has_bf16_without_zero(source: Source) -> None:
+    """By the text alone, as the engine takes long to parse. Up to 0.17.5 BF16_Optimizer does it."""
+    if b"DDP_BFLOAT16" not in source.data:
+        raise NotConcerned

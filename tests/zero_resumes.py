@@ -1,0 +1,60 @@
+"""Trainings and resumes at every ZeRO stage, for the tests of what goes wrong there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import shared
+from upstream import run, tree
+from zero_checkpoints import PERMISSIVE
+
+PROGRAM = "zero_resuming"
+Found = dict[str, dict[str, Any]]
+
+
+def trained(version: str, delivery: str, *cases: str, ranks: int = 2) -> Path:
+    """The folder with the checkpoints of trainings, by case; made once a session."""
+    name = f"zero-{version}-{delivery.replace(' ', '-')}-{ranks}-{'-'.join(cases)}"
+
+    def train(folder: Path) -> None:
+        found = _json(_run("train", folder, *cases, version=version, delivery=delivery, ranks=ranks))
+        (folder / "trained.json").write_text(json.dumps(found))
+
+    return shared.once(name, train)
+
+
+def optimizers(folder: Path) -> dict[str, str]:
+    """By case, the optimizer that a training has had; or the error of which it died."""
+    found = json.loads((folder / "trained.json").read_text())
+    return {case: one.get("optimizer") or one["error"] for case, one in found.items()}
+
+
+def resumed(version: str, delivery: str, *folders: Path, ranks: int = 2, tag: str = "") -> list[dict[str, Any]]:
+    """What came of a resume from each of those checkpoints."""
+    found = _json(output_of_resume(version, delivery, *folders, ranks=ranks, tag=tag))
+    return [found[str(folder)] for folder in folders]
+
+
+def output_of_resume(version: str, delivery: str, *folders: Path, ranks: int = 2, tag: str = "") -> str:
+    """All that such a program prints, the last line of which has the results."""
+    options = ("--tag", tag) if tag else ()
+    return _run("resume", *folders, *options, version=version, delivery=delivery, ranks=ranks)
+
+
+def exact(found: dict[str, Any]) -> bool:
+    """Whether a resume gave every bit of what was saved, and goes on as the run that was not interrupted."""
+    if "error" in found:
+        return False
+    return bool(found["different"] == found["different_end"] == [] and found["losses"] == found["expected"])
+
+
+def _run(*arguments: str | Path, version: str, delivery: str, ranks: int) -> str:
+    """Without the fixes torch is told to load as it used to, so that the bug is reached."""
+    env = PERMISSIVE if delivery == "none" else {}
+    options = ("--ranks", str(ranks))
+    return run(PROGRAM, *arguments, *options, tree=tree("deepspeed", version), delivery=delivery, env=env).stdout
+
+
+def _json(output: str) -> Found:
+    found: Found = json.loads(output.strip().splitlines()[-1])
+    return found
