@@ -12,7 +12,7 @@ BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5104",),
-    affected="DeepSpeed 0.13.2 to 0.19.8, at ZeRO stages 1 and 2; after a load in BF16_Optimizer as well",
+    affected="DeepSpeed 0.13.2 to 0.19.8 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2",
     test="tests/unit/runtime/zero/test_optimizer_state_links.py",
 )
 

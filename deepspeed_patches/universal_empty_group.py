@@ -17,7 +17,7 @@ BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5289",),
-    affected="DeepSpeed 0.14.1 to 0.19.8, at ZeRO stages 1 and 2 and in BF16_Optimizer, with small groups",
+    affected="DeepSpeed 0.14.1 to 0.19.8 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2",
     concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_empty_group.py",
 )

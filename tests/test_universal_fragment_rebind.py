@@ -17,7 +17,7 @@ from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 FIX = "universal_fragment_rebind"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
 
-AFFECTED = [*releases("deepspeed", oldest="0.14.1", newest="0.19.6"), *ON_MAIN]  # main as of 2026-08-22
+AFFECTED = [*releases("deepspeed", oldest="0.14.1", newest="0.19.6"), *ON_MAIN]  # main at edaa722126, of before 0.19.7
 
 
 @functools.cache
