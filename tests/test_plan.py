@@ -1,5 +1,6 @@
 """What a fix does in a tree: all of its edits or none, decided by structure, for all of its modules at once."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,30 @@ def outcome(root: Path, monkeypatch: pytest.MonkeyPatch, fix: Fix) -> tuple[Outc
 
 def test_both_modules_are_edited(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(tree, monkeypatch, make()) == (Outcome.APPLIES, "", [FIRST, SECOND])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_looked_for_meanwhile_and_after_it_as_before(
+    enabled: bool, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an edit raises what nobody has foreseen."""
+    during: list[bool] = []
+
+    def look(source: Source) -> None:
+        during.append(gc.isenabled())
+        raise KeyboardInterrupt
+
+    fix = Fix("looks", upstream=(), affected="", test="")
+    fix.edit(FIRST)(look)
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            planned(tree, monkeypatch, fix)
+        planned(tree, monkeypatch, make())
+        assert (during, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_one_unknown_module_leaves_both_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
