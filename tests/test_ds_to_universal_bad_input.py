@@ -151,7 +151,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: [shutil.move(path, f / f"expp_rank_{i}.pt") for i, path in enumerate(f.glob("*_optim_states.pt"))],
         "has files of experts (expp_rank_0.pt) and none of a ZeRO optimizer",
     ),
-    "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "has layers of experts (ds_autoep_layers)"),
+    "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "expected 'expert_key_prefix' in it"),
     "a foreign class": (
         optimizer(lambda s: s.update(extra=pickle.Pickler)),
         "Pickler, which is not on the list",

@@ -1,24 +1,34 @@
 """Checkpoints of mixtures of experts: DeepSpeed's AutoEP, and its classic `deepspeed.moe` layers."""
 
 import functools
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shared
 from test_audit_coverage import experts
-from universal import ours
-from upstream import run, tree
+from universal import both, ours
+from upstream import all_releases, run, tree
 
 NEWEST = "0.19.8"
+NEIGHBOURS = "neighbours"  # ranks 0 and 1 share experts, and not 0 and 2
+TRAINED_AT: dict[int, tuple[Any, ...]] = {1: (1, NEIGHBOURS), 3: (3,)}
+TRAINED = list(TRAINED_AT.values())
+if all_releases():
+    TRAINED += [(1,), (2,), (2, NEIGHBOURS), (3, NEIGHBOURS)]
 
 
 @functools.cache
-def autoep(stage: int) -> Path:
+def autoep(stage: int, *options: str) -> Path:
     """Of a real training: two layers of four experts, on two expert-parallel ranks of four."""
-    release = tree("deepspeed", NEWEST)
-    out = shared.once(f"autoep-{stage}", lambda out: run("autoep_training", out, str(stage), tree=release))
-    return out / "global_step3"
+    release, name = tree("deepspeed", NEWEST), "-".join(("autoep", str(stage), *options))
+    return (
+        shared.once(name, lambda out: run("autoep_training", out, str(stage), *options, tree=release)) / "global_step3"
+    )
 
 
 def check_refused(folder: Path, out: Path, *expected: str, version: str = NEWEST) -> None:
@@ -35,8 +45,127 @@ def test_the_classic_kind_is_refused_and_no_converter_named_that_dies_of_it(stag
     check_refused(experts(stage), tmp_path / "out", "layer_0_expert_0_mp_rank_00", "DeepSpeed's own converter dies")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_autoep_is_refused(stage: int, tmp_path: Path) -> None:
-    check_refused(
-        autoep(stage), tmp_path / "out", "(ds_autoep_layers)", "python -m deepspeed.checkpoint.ds_to_universal"
-    )
+def test_of_autoep_every_entry_is_what_upstream_writes(tmp_path: Path) -> None:
+    """At each stage, where neighbouring ranks share experts, and where ranks have not the next experts each."""
+    sources = [*(autoep(*arguments) for arguments in TRAINED), placed_elsewhere(autoep(3), tmp_path)]
+    found = both(tmp_path, *sources, version=NEWEST)
+    assert found == {source.parent.name: [] for source in sources}
+    assert len(found) == len(sources)
+
+
+@pytest.mark.parametrize("arguments", [arguments for arguments in TRAINED if arguments[0] < 3], ids=str)
+def test_the_masters_of_an_expert_are_those_of_its_number(arguments: tuple[Any, ...], tmp_path: Path) -> None:
+    """In bf16 they are the weights, which lie in files by the expert's number."""
+    source = autoep(*arguments)
+    ours(source, tmp_path / "universal")
+    for path in source.glob("layer_*_expert_*"):
+        for key, weight in load(path).items():
+            name, _, number = key.rpartition(".")
+            master = load(tmp_path / "universal/zero" / name / "fp32.pt")["param"]
+            assert master[int(number)].bfloat16().equal(weight)
+
+
+def test_the_experts_placement_decides_where_they_come(tmp_path: Path) -> None:
+    name = "universal/zero/model.layers.0.mlp.experts.w1/exp_avg.pt"
+    for kind, source in {"plain": autoep(3), "placed": placed_elsewhere(autoep(3), tmp_path)}.items():
+        ours(source, tmp_path / kind / "universal")
+    plain, placed = (load(tmp_path / kind / name)["param"] for kind in ("plain", "placed"))
+    assert placed.equal(plain[[0, 2, 3, 1]])
+    assert not placed.equal(plain)
+
+
+def placed_elsewhere(source: Path, to: Path) -> Path:
+    """Experts 0 and 3 on the first expert-parallel rank, 1 and 2 on the second."""
+    folder = shutil.copytree(source, to / "placed" / source.name)
+    for path in folder.glob("*_model_states.pt"):
+        state = load(path)
+        for layer in state["ds_autoep_layers"]:
+            del layer["affine_maps"]
+            for ranks, held in zip(layer["expert_placement"]["ranks"], ([0, 3], [1, 2]), strict=True):
+                ranks["experts"] = held
+        save(state, path)
+    return folder
+
+
+def load(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=False)
+
+
+def save(state: Any, path: Path) -> None:
+    import torch
+
+    torch.save(state, path)
+
+
+def layers(change: Callable[[dict[str, Any]], Any], name: str = "mp_rank_00_model_states.pt") -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        state = load(folder / name)
+        for layer in state["ds_autoep_layers"]:
+            change(layer)
+        save(state, folder / name)
+
+    return changed
+
+
+def with_a_tensor_parallel_rank(folder: Path) -> None:
+    for path in list(folder.glob("*mp_rank_00*")):
+        shutil.copy(path, folder / path.name.replace("mp_rank_00", "mp_rank_01"))
+
+
+def missing(name: str) -> Callable[[Path], object]:
+    return lambda folder: os.remove(folder / name)
+
+
+SECOND = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
+    "an expert without a file": (
+        1,
+        missing("layer_1_expert_2_mp_rank_00_model_states.pt"),
+        "expected one file layer_1_expert_2_mp_rank_*, found none",
+    ),
+    "an expert that nobody holds": (
+        1,
+        layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[2, 2])),
+        "expected 4 experts on the 2 expert-parallel ranks",
+    ),
+    "a map of another placement": (
+        1,
+        layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[3, 2])),
+        "the affine map that is recorded of it is not that of its experts' placement",
+    ),
+    "ranks that do not divide": (1, layers(lambda layer: layer.update(ep_size=3)), "4 data-parallel ranks cannot be 3"),
+    "other experts": (
+        1,
+        layers(lambda layer: layer.update(expert_key_prefix="mlp")),
+        "something else of the experts mlp",
+    ),
+    "a missing rank": (1, missing("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), "is of 4 data-parallel ranks"),
+    "a rank of other experts": (3, layers(lambda layer: layer.update(ep_rank=0), SECOND), "expected each rank on one"),
+    "a rank with another placement": (
+        3,
+        layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[3, 2]), SECOND),
+        "says something else of the experts",
+    ),
+    "tensor-parallel ranks": (3, with_a_tensor_parallel_rank, "AutoEP's experts on 2 tensor-parallel ranks"),
+    "a rank in another format": (
+        3,
+        layers(lambda layer: layer.update(checkpoint_format="per_expert_files"), SECOND),
+        "expected experts in format zero3_partitioned",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_autoep_checkpoint_is_one_clear_line(damage: str, tmp_path: Path) -> None:
+    stage, damaging, expected = DAMAGES[damage]
+    folder = shutil.copytree(autoep(*TRAINED_AT[stage]), tmp_path / "in" / "global_step3")
+    damaging(folder)
+    check_refused(folder, tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_where_another_converter_is_installed_autoep_is_left_to_it(stage: int, tmp_path: Path) -> None:
+    expected = "(ds_autoep_layers), which are converted as DeepSpeed 0.19.8 does it alone"
+    check_refused(autoep(*TRAINED_AT[stage]), tmp_path / "out", expected, version="0.16.2")

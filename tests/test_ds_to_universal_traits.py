@@ -76,7 +76,7 @@ def test_a_name_in_a_comment_or_an_import_is_not_what_it_does(tmp_path: Path) ->
     found, warning = traits.of_file(path)
     assert not any(vars(found).values())
     assert warning.startswith(f"{path} is none of the converters of DeepSpeed 0.12.0 to 0.19.8")
-    assert "but for: affine_maps, module_weights" in warning
+    assert "but for: affine_maps, autoep, module_weights" in warning
 
 
 def test_a_converter_that_does_not_parse(tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
 from deepspeed_patches.ds_to_universal import layout
+from deepspeed_patches.ds_to_universal.experts import Experts
 from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
-from deepspeed_patches.ds_to_universal.headers import Checkpoint
-from deepspeed_patches.ds_to_universal.merge import Merge
+from deepspeed_patches.ds_to_universal.headers import Checkpoint, Rank
+from deepspeed_patches.ds_to_universal.merge import Merge, expert_outputs
 from deepspeed_patches.ds_to_universal.output_files import (
     CopiedOutput,
     EqualPieces,
     Link,
     Output,
+    Pieces,
     Plan,
     Slice,
     TorchOutput,
@@ -44,6 +46,7 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
         _check_name(output.name)
     links = tuple(output for output in found if isinstance(output, Link))
     outputs = [output for output in found if not isinstance(output, Link)]
+    outputs += [saved(checkpoint.files[index].path.name, value, index) for index, value in checkpoint.rewritten]
     for index in checkpoint.copied:
         file = checkpoint.files[index]
         outputs.append(CopiedOutput(file.path.name, index, file.size))
@@ -74,7 +77,7 @@ class _Stage3:
         groups = [self._groups(tp) for tp in range(self.checkpoint.tp_degree)]
         names = list(groups[0])
         if self.checkpoint.tp_degree == 1:
-            outputs: list[Output | Link] = []
+            outputs: list[Output | Link] = list(self._experts())
             for name in names:
                 for key in STATES:
                     numel, kind, slice_ = groups[0][name](key)
@@ -82,11 +85,41 @@ class _Stage3:
             return outputs, []
         return self._merged(names, groups)
 
+    def _experts(self) -> Iterator[Output]:
+        """Of those that AutoEP has spread: each expert-parallel rank's experts, in equal parts on the ranks of it."""
+        known = self.checkpoint.experts
+        by_ep = []
+        for ep, model in enumerate(self.checkpoint.expert_models):
+            own = {dp for experts in known.values() for dp in experts.ranks[ep]}
+            groups = [shapes if known.keys() & shapes.keys() else {} for shapes in model.shapes]
+            found = self._parts(groups, [rank for rank in self.checkpoint.ranks if rank.dp in own])
+            shapes = {name: shape for group in groups for name, shape in group.items()}
+            by_ep.append((found, shapes))
+        for name, experts in known.items():
+            held = [(found[name], shapes[name]) if name in found else (None, None) for found, shapes in by_ep]
+            like = next((shape for _, shape in held if shape), None)
+            if like is None:
+                raise UserError(f"{name}: expected its shape, as a parameter of experts, found none")
+            shapes_of = [shape or (0, *like[1:]) for _, shape in held]
+            states = {}
+            for key in STATES:
+                slices = [part(key) if part else None for part, _ in held]
+                kinds = [slice_[1] for slice_ in slices if slice_]
+                states[key] = (_common_kind(name, kinds), [slice_[2] if slice_ else Pieces.of([]) for slice_ in slices])
+            yield from expert_outputs(name, experts, shapes_of, states)
+
     def _groups(self, tp: int) -> dict[str, Any]:
-        """By parameter: a function from a state's key to its elements, type and slice."""
-        ranks = [rank for rank in self.checkpoint.ranks if rank.tp == tp]
+        """By parameter that is not of experts: a function from a state's key to its elements, type and slice."""
+        known = self.checkpoint.experts
+        groups = [{} if known.keys() & shapes.keys() else shapes for shapes in self.checkpoint.models[tp].shapes]
+        return self._parts(groups, [rank for rank in self.checkpoint.ranks if rank.tp == tp])
+
+    def _parts(self, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> dict[str, Any]:
+        """By parameter of these groups, which these ranks share; an empty group is left out."""
         found: dict[str, Any] = {}
-        for group, shapes in enumerate(self.checkpoint.models[tp].shapes):
+        for group, shapes in enumerate(groups):
+            if not shapes:
+                continue
             partitions = [_group_of(self.checkpoint, rank.file, rank.partitions, group) for rank in ranks]
             bases = {key: self._bases(partitions, key) for key in STATES}
             end = 0
@@ -135,6 +168,9 @@ class _Stage1And2:
     def outputs(self) -> tuple[list[Output | Link], list[str]]:
         outputs: list[Output | Link] = []
         for name, shapes in _shapes(self.checkpoint, self.traits).items():
+            if name in self.checkpoint.experts:
+                outputs += self._experts(name, shapes[0], self.checkpoint.experts[name])
+                continue
             by_tp = [self.fragments.get((name, tp), ()) for tp in range(self.checkpoint.tp_degree)]
             if any(by_tp) or not self.traits.module_weights:
                 outputs += self._parameter(name, shapes, by_tp)
@@ -146,16 +182,34 @@ class _Stage1And2:
         self, name: str, shapes: Sequence[Shape], by_tp: Sequence[Sequence[Fragment]]
     ) -> Iterator[Output | Link]:
         for tp, fragments in enumerate(by_tp):
-            check_fragments(self.checkpoint, name, tp, shapes[tp], fragments, self.strict)
-        step = next((f.partition.step for fragments in by_tp for f in fragments if f.partition.step), None)
+            where = f"{name}, tensor-parallel rank {tp}" if self.checkpoint.tp_degree > 1 else name
+            check_fragments(self.checkpoint, where, shapes[tp], fragments, self.strict)
+        yield from self._steps_of(name, by_tp)
+        yield from self.merge.outputs(name, shapes, self._states(by_tp))
+
+    def _experts(self, name: str, shape: Shape, experts: Experts) -> Iterator[Output | Link]:
+        """A parameter that AutoEP has spread: of each expert-parallel rank its experts, `shape` those of the first."""
+        fragments = self.fragments.get((name, 0), ())
+        by_ep = [[fragment for fragment in fragments if fragment.dp in ranks] for ranks in experts.ranks]
+        shapes = [shape, *((len(held), *shape[1:]) for held in experts.held[1:])]
+        for ep, (own, ranks) in enumerate(zip(by_ep, experts.ranks, strict=True)):
+            check_fragments(self.checkpoint, f"{name}, expert-parallel rank {ep}", shapes[ep], own, self.strict, ranks)
+        yield from self._steps_of(name, by_ep)
+        yield from expert_outputs(name, experts, shapes, self._states(by_ep))
+
+    def _steps_of(self, name: str, by_slice: Sequence[Sequence[Fragment]]) -> Iterator[Output | Link]:
+        step = next((f.partition.step for fragments in by_slice for f in fragments if f.partition.step), None)
         if step and self.traits.steps:
             yield self._step_file(state_file(name, "step"), step)
-        states = {}
+
+    def _states(self, by_slice: Sequence[Sequence[Fragment]]) -> dict[str, tuple[ElementType, Sequence[Slice]]]:
+        """By state its type and its slices."""
+        states: dict[str, tuple[ElementType, Sequence[Slice]]] = {}
         for key in STATES:
-            flats = [fragment.partition.states[key] for fragments in by_tp for fragment in fragments]
+            flats = [fragment.partition.states[key] for fragments in by_slice for fragment in fragments]
             kind = one_kind(self.checkpoint, flats) if flats else ElementType("float32")
-            states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_tp])
-        yield from self.merge.outputs(name, shapes, states)
+            states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_slice])
+        return states
 
     def _step_file(self, name: str, step: Step) -> Output | Link:
         """A file with a step; where the group has the same one already, only another name of that.
@@ -189,6 +243,15 @@ def _check_name(name: str) -> None:
     """A parameter's name is a folder's; no checkpoint writes elsewhere."""
     if not is_within(name):
         raise UserError(f"{name!r} is no name of a file in the output folder")
+
+
+def _common_kind(name: str, kinds: Sequence[ElementType]) -> ElementType:
+    """Of slices; as torch.cat, what is put together requires a gradient if one of them does."""
+    if len({kind.dtype for kind in kinds}) != 1:
+        raise UserError(
+            f"{name}: expected one type on all expert-parallel ranks, found {[kind.dtype for kind in kinds]}"
+        )
+    return ElementType(kinds[0].dtype, any(kind.requires_grad for kind in kinds))
 
 
 def _equal_pieces(share: Shares, bases: Mapping[str, Any]) -> Any:

@@ -43,32 +43,45 @@ def fragments_of(checkpoint: Checkpoint, known: Rules) -> dict[tuple[str, int], 
 
 
 def check_fragments(
-    checkpoint: Checkpoint, name: str, tp: int, shape: Shape, fragments: Sequence[Fragment], strict: bool
+    checkpoint: Checkpoint,
+    where: str,
+    shape: Shape,
+    fragments: Sequence[Fragment],
+    strict: bool,
+    ranks: Sequence[int] | None = None,
 ) -> None:
-    """They are all of the parameter, each within its partition, and follow on one another from rank to rank."""
+    """They are all of the parameter, each within its partition, and follow on one another from rank to rank.
+
+    The parameter is shared by `ranks`, or else by all.
+    """
     for fragment in fragments:
         for key, flat in fragment.partition.states.items():
             if fragment.start + fragment.numel > flat.numel:
                 raise UserError(
-                    f"{checkpoint.files[flat.file].path}: the fragment of {name} ends at element "
+                    f"{checkpoint.files[flat.file].path}: the fragment of {where} ends at element "
                     f"{fragment.start + fragment.numel} of {key}, which has {flat.numel}"
                 )
     numel = sum(fragment.numel for fragment in fragments)
-    where = f"{name}, tensor-parallel rank {tp}" if checkpoint.tp_degree > 1 else name
     if numel != math.prod(shape):
-        ranks = f"{fragments[0].dp} to {fragments[-1].dp}" if fragments else "none"
+        found = f"{fragments[0].dp} to {fragments[-1].dp}" if fragments else "none"
         raise UserError(
             f"{where}: expected {math.prod(shape)} elements, found {numel} in the fragments of data-parallel ranks "
-            f"{ranks}: {'a fragment is missing' if numel < math.prod(shape) else 'fragments overlap'}"
+            f"{found}: {'a fragment is missing' if numel < math.prod(shape) else 'fragments overlap'}"
         )
     held = [fragment for fragment in fragments if fragment.numel]
     for one, other in itertools.pairwise(held):
-        gap = other.dp != one.dp + 1 or other.start or one.start + one.numel != one.partition.states["fp32"].numel
+        ends = one.start + one.numel == one.partition.states["fp32"].numel
+        gap = other.start or not ends or other.dp != _next(one.dp, ranks)
         if gap and strict:
             raise UserError(
                 f"{where}: the fragments of data-parallel ranks {one.dp} and {other.dp} do not follow on one another "
                 "(--no_strict converts nevertheless)"
             )
+
+
+def _next(dp: int, ranks: Sequence[int] | None) -> int:
+    """The rank after one of some ranks, or of all."""
+    return dp + 1 if ranks is None else next((rank for rank in ranks if rank > dp), -1)
 
 
 def pieces(fragments: Sequence[Fragment], key: str, kind: ElementType) -> Pieces:

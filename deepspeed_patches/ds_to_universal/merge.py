@@ -9,6 +9,7 @@ from ckpt_patches.formats.torch_file import Global, Instance, TensorHeader, stan
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
 from deepspeed_patches.ds_to_universal import layout, rules
+from deepspeed_patches.ds_to_universal.experts import Experts, stacked
 from deepspeed_patches.ds_to_universal.headers import Checkpoint
 from deepspeed_patches.ds_to_universal.layout import Layout
 from deepspeed_patches.ds_to_universal.output_files import Content, Output, Slice, TorchOutput, tensor
@@ -63,6 +64,21 @@ class Merge:
         if self.strict:
             raise UserError(f"{text} of the checkpoint's universal_checkpoint_info; --no_strict converts nevertheless")
         return [text]
+
+
+def expert_outputs(
+    name: str,
+    experts: Experts,
+    shapes: Sequence[Shape],
+    states: Mapping[str, tuple[ElementType, Sequence[Slice]]],
+) -> Iterator[Output]:
+    """The files of a parameter of AutoEP's experts, of which `states` has the slices by expert-parallel rank."""
+    placed = stacked(name, experts, shapes)
+    layout.check(name, placed, shapes)
+    for key, (kind, slices) in states.items():
+        value = {"param": tensor("0", kind, placed.shape), "cat_dim": 0}
+        marks = {"is_expert_param": True, "ep_num_experts": experts.count}
+        yield TorchOutput(state_file(name, key), {**value, **marks}, {"0": Content(kind.dtype, placed, tuple(slices))})
 
 
 def _without_padding(name: str, placed: Layout, rule: Rule) -> Layout:

@@ -1,6 +1,7 @@
 """Read the headers of a checkpoint into records. The only data that is read is `step`, four bytes a parameter group."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,12 +9,14 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file, zero
 from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
 from ckpt_patches.processes import mapped
+from deepspeed_patches.ds_to_universal import experts
+from deepspeed_patches.ds_to_universal.experts import INFO, Experts
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM, check_complete, look
 from deepspeed_patches.ds_to_universal.headers import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.traits import Traits
 
-INFO = "universal_checkpoint_info"
-AUTOEP = ("ds_autoep_layers", "autoep_layers")  # what a model's file says of layers that AutoEP has made, new and old
+# Of the parameters of experts; upstream writes another one at stage 3.
+PATTERN, PATTERN_3 = r"\.experts\.w[123]$", r".*\.experts\.w[123]$"
 WORTH_A_PROCESS = 128  # files; to start one and to take over what it found takes as long as to read some of these
 # What the common state leaves out at stage 1 and 2.
 SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
@@ -99,14 +102,17 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
     check_complete(folder, folder.optimizer, dp_degree, mp_degree, next(iter(folder.optimizer.values())))
     for index, value in read:
         _check_model(reader.files[index].path, value, dp_degree, reader.files[0].path, read[0][1])
-    if folder.experts:
+    models = [(reader.files[index].path, value) for index, value in read]
+    layers = experts.joined_layers(models)
+    known = _autoep(reader, models, layers, tp_degree) if layers else {}
+    if folder.experts and not layers:
         raise UserError(
             f"{folder.path} has files of experts ({folder.experts[0]}), each of which several ranks have by one name; "
             "they are not converted here, and DeepSpeed's own converter dies of them: resume on the same ranks"
         )
 
-    ranks = _ranks(reader, _partitions, pp_degree, tp_degree, dp_degree)
-    copied = tuple(index for index, _ in read) + tuple(
+    ranks = _ranks(reader, partial(_partitions, known), pp_degree, tp_degree, dp_degree)
+    copied = tuple(index for index, _ in read if not layers) + tuple(
         reader.read(name)[0] for name in folder.starting_with("mp") if name not in names
     )
     return Checkpoint(
@@ -121,7 +127,37 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         copied,
         _info(reader, read[0][1], inject_missing_state),
         _common(first, dp_degree, reader.traits),
+        known,
+        rewritten=tuple(
+            (index, experts.with_layers(value, experts.shortened(layers), PATTERN)) for index, value in read if layers
+        ),
     )
+
+
+def _autoep(
+    reader: _Reader, models: Sequence[tuple[Path, dict[str, Any]]], layers: list[dict[str, Any]], tp_degree: int
+) -> dict[str, Experts]:
+    """The parameters of AutoEP's layers, by name."""
+    path = models[0][0]
+    _check_known(path, reader.traits)
+    if tp_degree > 1:
+        raise UserError(f"{path} has AutoEP's experts on {tp_degree} tensor-parallel ranks, which no converter takes")
+    experts.check_files(reader.folder, layers)
+    degree = required(layers[0], "ep_size", path)
+    ranks = experts.ranks_of(reader.folder.dp_degree, degree, experts.data_first(models))
+    found = experts.parameters(path, layers, ranks)
+    missing = found.keys() - {name for _, model in models for group in model["param_shapes"] for name in group}
+    if missing:
+        raise UserError(f"{path}: expected the shapes of the experts {', '.join(sorted(missing))}, found none")
+    return found
+
+
+def _check_known(path: Path, traits: Traits) -> None:
+    if not traits.autoep:
+        raise UserError(
+            f"{path} has layers of experts ({experts.KEY}), which are converted as DeepSpeed 0.19.8 does it alone, and "
+            f"another one is installed; {UPSTREAM}"
+        )
 
 
 def _degrees(reader: _Reader, models: list[dict[str, Any]]) -> tuple[int, int]:
@@ -133,11 +169,16 @@ def _degrees(reader: _Reader, models: list[dict[str, Any]]) -> tuple[int, int]:
     return max(1, len(models) // tp_degree), tp_degree
 
 
-def _partitions(path: Path, file: int, optimizer: dict[str, Any], _dp: int, dp_degree: int) -> tuple[Partition, ...]:
+def _partitions(
+    known: Mapping[str, Experts], path: Path, file: int, optimizer: dict[str, Any], _dp: int, dp_degree: int
+) -> tuple[Partition, ...]:
     found = zero.read_rank(path, file, optimizer)
-    if any(count != dp_degree for count in found.data_parallel):
-        ranks = found.data_parallel[0]
-        raise UserError(f"{path} is of {ranks} data-parallel ranks, the folder has files of {dp_degree}")
+    for count, partition in zip(found.data_parallel, found.partitions, strict=False):
+        # A rank that has nothing of a group does not tell whether it is of experts.
+        sharing = {known[name].sharing if name in known else dp_degree for name in partition.fragments}
+        for expected in sharing or ({dp_degree} if not known else ()):
+            if count != expected:
+                raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {expected}")
     return _with_moments(path, found.partitions[: found.states])
 
 
@@ -173,7 +214,7 @@ def _info(reader: _Reader, model: dict[str, Any], inject_missing_state: bool) ->
     return info
 
 
-# Stage 3
+# Stage 3, where files of all ranks say which experts they have
 
 
 def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Checkpoint:
@@ -195,15 +236,20 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
     read = [reader.read(models[0, tp]) for tp in range(tp_degree)]
     first_path, first = reader.files[read[0][0]].path, read[0][1]
 
-    def checked(file: int, path: Path, value: dict[str, Any]) -> int:
-        _check_model(path, value, dp_degree, first_path, first)
-        return file
+    autoep = experts.layers_of(first_path, first) is not None
 
-    copied = [checked(file, reader.files[file].path, value) for file, value in read]
-    copied += reader.read_all([models[dp, tp] for tp in range(tp_degree) for dp in range(1, dp_degree)], checked)
-    ranks = _ranks(reader, _partitions_3, 1, tp_degree, dp_degree)
+    def checked(file: int, path: Path, value: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        _check_model(path, value, dp_degree, first_path, first)
+        if not autoep and experts.layers_of(path, value) is not None:
+            raise UserError(f"{path} has layers of experts ({experts.KEY}), {first_path} has none")
+        return file, value if autoep else {}
+
+    found = [checked(file, reader.files[file].path, value) for file, value in read]
+    found += reader.read_all([models[dp, tp] for tp in range(tp_degree) for dp in range(1, dp_degree)], checked)
+    known, of_experts = _autoep_3(reader, found, tp_degree) if autoep else ({}, ())
+    ranks = _ranks(reader, partial(_partitions_3, known, of_experts), 1, tp_degree, dp_degree)
     others = [name for name in folder.names if name.endswith("model_states.pt") and name not in models.values()]
-    copied += [reader.read(name)[0] for name in others]
+    found += [reader.read(name) for name in others]
     return Checkpoint(
         folder.path,
         stage,
@@ -213,20 +259,97 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
         tuple(reader.files),
         ranks,
         tuple(_model(file, value, reader) for file, value in read),
-        tuple(copied),
+        tuple(file for file, _ in found if not autoep),
         first.get(INFO) or {},
         {**optimizer, "param_groups": optimizer["optimizer_state_dict"]["param_groups"]},  # all of it, tensors too
+        known,
+        of_experts,
+        tuple(
+            (file, experts.with_layers(value, experts.layers_of(reader.files[file].path, value), PATTERN_3))
+            for file, value in found
+            if autoep
+        ),
     )
 
 
-def _partitions_3(path: Path, file: int, optimizer: dict[str, Any], dp: int, dp_degree: int) -> tuple[Partition, ...]:
+def _autoep_3(
+    reader: _Reader, found: Sequence[tuple[int, dict[str, Any]]], tp_degree: int
+) -> tuple[dict[str, Experts], tuple[ModelFile, ...]]:
+    """The parameters of AutoEP's layers by name, and of each expert-parallel rank a model-states file."""
+    models = [(reader.files[file].path, value) for file, value in found]
+    path = models[0][0]
+    _check_known(path, reader.traits)
+    if tp_degree > 1:
+        raise UserError(f"{path} has AutoEP's experts on {tp_degree} tensor-parallel ranks, which no converter takes")
+    layers = [experts.layers_of_stage_3(*model) for model in models]
+    ranks = experts.ranks_by_layers(path, layers)
+    known = experts.parameters(path, layers[0], ranks)
+    for (other, value), of_rank in zip(models, layers, strict=True):
+        if experts.parameters(other, of_rank, ranks) != known:
+            raise UserError(f"{other} says something else of the experts than {path}")
+        frozen = sorted(known.keys() & (value.get("frozen_param_shapes") or {}).keys())
+        if frozen:
+            raise UserError(f"{other}: the experts {', '.join(frozen)} are frozen, and in no file of ZeRO's")
+    read = [zero.read_model(reader.files[file].path, file, value) for file, value in found]
+    for of_one in ranks:
+        for rank in of_one:
+            _check_shapes(reader, known, read[rank], read[of_one[0]], read[0])
+    return known, tuple(read[of_one[0]] for of_one in ranks)
+
+
+def _check_shapes(
+    reader: _Reader, known: Mapping[str, Experts], model: ModelFile, of_experts: ModelFile, of_all: ModelFile
+) -> None:
+    """A rank has the experts of its expert-parallel rank, and the rest of all; no group has both."""
+    path = reader.files[model.file].path
+    if model.shapes != of_experts.shapes:
+        raise UserError(f"{path} has other shapes than {reader.files[of_experts.file].path}, of the same experts")
+    for group, shapes in enumerate(model.shapes):
+        held = shapes.keys() & known.keys()
+        if held and held != shapes.keys():
+            raise UserError(f"{path}: parameter group {group} has parameters of experts and others, {sorted(shapes)}")
+        if not held and (group >= len(of_all.shapes) or shapes != of_all.shapes[group]):
+            raise UserError(f"{path} has other shapes in group {group} than {reader.files[of_all.file].path}")
+    if (
+        {name for shapes in of_all.shapes for name in shapes}
+        - {name for shapes in model.shapes for name in shapes}
+        - known.keys()
+    ):
+        raise UserError(f"{path} has not all parameters of {reader.files[of_all.file].path}")
+
+
+def _partitions_3(
+    known: Mapping[str, Experts],
+    of_experts: Sequence[ModelFile],
+    path: Path,
+    file: int,
+    optimizer: dict[str, Any],
+    dp: int,
+    dp_degree: int,
+) -> tuple[Partition, ...]:
     count = optimizer.get("partition_count", dp_degree)
     if count != dp_degree:
         raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {dp_degree}")
-    for group in optimizer.get("ds_zero_partition_groups") or []:
-        if (group.get("partition_count", dp_degree), group.get("partition_rank", dp)) != (dp_degree, dp):
+    groups = optimizer.get("ds_zero_partition_groups") or []
+    expected = _sharing(known, of_experts, dp)
+    if len(groups) < len(expected):
+        raise UserError(f"{path}: expected which ranks share each of {len(expected)} groups, found {len(groups)}")
+    for index, group in enumerate(groups):
+        said = (group.get("partition_count", dp_degree), group.get("partition_rank", dp))
+        if said != expected.get(index, (dp_degree, dp)):
             raise UserError(f"{path} has groups that are partitioned over a part of the ranks only; {UPSTREAM}")
     return _with_moments(path, zero.read_rank(path, file, optimizer).partitions)
+
+
+def _sharing(known: Mapping[str, Experts], of_experts: Sequence[ModelFile], dp: int) -> dict[int, tuple[int, int]]:
+    """By group of experts: how many ranks share it, and which of them this one is."""
+    found = {}
+    for ep, model in enumerate(of_experts):
+        for group, shapes in enumerate(model.shapes):
+            sharing = next((known[name].ranks[ep] for name in shapes if name in known), ())
+            if dp in sharing:
+                found[group] = (len(sharing), sharing.index(dp))
+    return found
 
 
 # Both
@@ -255,10 +378,7 @@ def _model(file: int, value: dict[str, Any], reader: _Reader) -> ModelFile:
 
 
 def _check_model(path: Path, value: dict[str, Any], dp_degree: int, first_path: Path, first: dict[str, Any]) -> None:
-    """A file of another training, or of another step of this one, or with layers that are not converted."""
-    for key in AUTOEP:
-        if value.get(key) is not None:
-            raise UserError(f"{path} has layers of experts ({key}), which are not converted here; {UPSTREAM}")
+    """A file of another training, or of another step of this one."""
     said = value.get("dp_world_size", dp_degree)
     if said != dp_degree:
         raise UserError(f"{path} is of {said} data-parallel ranks, the folder has files of {dp_degree}")

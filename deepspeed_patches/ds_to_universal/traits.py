@@ -25,6 +25,7 @@ class Traits:
     parallel_dimensions: bool = True  # the degrees by what the checkpoint says, and not by counting files
     zero3_tensor_parallel: bool = True
     affine_maps: bool = True
+    autoep: bool = True  # experts by their placement, as the latest does
     two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`
     vocab_tensor: bool = True  # a vocabulary without its padding, and all patterns have to be used
 
@@ -41,6 +42,7 @@ SINCE = {
     "shard_widths": "0.19.6",
     "affine_maps": "0.19.7",
     "module_weights": "0.19.8",
+    "autoep": "0.19.8",
 }
 
 
@@ -94,6 +96,7 @@ def of_syntax(module: Facts) -> Traits:
         parallel_dimensions="model_state_metadata" in module.used,
         zero3_tensor_parallel="_build_zero3_rank_grid" in module.functions,
         affine_maps="AFFINE_MAP" in module.used,
+        autoep="_rebuild_zero3_autoep_rank_tensors" in module.functions,
         two_sub_params="PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0" in module.used,
         vocab_tensor="VOCAB_TENSOR" in module.used,
     )

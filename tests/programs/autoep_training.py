@@ -1,6 +1,6 @@
 """Train a mixture of experts that DeepSpeed's AutoEP spreads, two expert-parallel ranks of four, and save it.
 
-autoep_training.py OUT STAGE
+autoep_training.py OUT STAGE [neighbours]      neighbours: ranks 0 and 1 share experts, and not 0 and 2
 """
 
 import argparse
@@ -70,6 +70,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
             "preset_model": "mixtral",
             "use_grouped_mm": False,
         },
+        "use_data_before_expert_parallelism": args.neighbours,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1000},
     }
@@ -82,5 +83,9 @@ def train(rank: int, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    zero_training.on_ranks(argparse.Namespace(work=train, ranks=RANKS, out=sys.argv[1], stage=int(sys.argv[2])))
+    out, stage, *options = sys.argv[1:]
+    neighbours = options == ["neighbours"]
+    zero_training.on_ranks(
+        argparse.Namespace(work=train, ranks=RANKS, out=out, stage=int(stage), neighbours=neighbours)
+    )
     print("{}")
