@@ -145,7 +145,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another layout": (model(lambda s: s.update(param_shapes=3)), "is not laid out as DeepSpeed does"),
     "files of experts": (
         copied(MODEL, "layer_0_expert_3_mp_rank_00_model_states.pt"),
-        "has files of experts (layer_0_expert_3_mp_rank_00_model_states.pt), each of which several ranks have",
+        "has experts on 2 tensor- or pipeline-parallel ranks, which no converter takes",
     ),
     "experts without ZeRO": (
         lambda f: [shutil.move(path, f / f"expp_rank_{i}.pt") for i, path in enumerate(f.glob("*_optim_states.pt"))],

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +41,69 @@ def check_refused(folder: Path, out: Path, *expected: str, version: str = NEWEST
     assert not out.exists()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_classic_kind_is_refused_and_no_converter_named_that_dies_of_it(stage: int, tmp_path: Path) -> None:
-    check_refused(experts(stage), tmp_path / "out", "layer_0_expert_0_mp_rank_00", "DeepSpeed's own converter dies")
+CLASSIC = [1] + ([2] if all_releases() else [])
+
+
+@pytest.mark.parametrize("stage", CLASSIC)
+def test_the_classic_kind_has_a_folder_for_each_expert_by_its_number(stage: int, tmp_path: Path) -> None:
+    """With the masters, the moments and the steps of the training, of the dense part as well."""
+    source = experts(stage)
+    done = ours(source, tmp_path / "universal", "--inject_missing_state")
+    assert "which no release of DeepSpeed loads" in done.stderr
+    truth = states(source.parent)
+    numbers = {int(match[1]) for match in (re.search(r"experts\.(\d+)\.", name) for name in truth) if match}
+    assert numbers == {0, 1, 2, 3}
+    folders = {name: re.sub(r"(deepspeed_experts\.)", r"\1global_", name) for name in truth}
+    found = {path.name for path in (tmp_path / "universal/zero").iterdir() if path.is_dir()}
+    assert found == set(folders.values())
+    for name, expected in truth.items():
+        for key, tensor in expected.items():
+            value = load(tmp_path / "universal/zero" / folders[name] / f"{key}.pt")
+            assert (value["param"] if isinstance(value, dict) else value).equal(tensor), (name, key)
+    for path in source.glob("layer_*"):
+        assert (tmp_path / "universal" / path.name).read_bytes() == path.read_bytes()
+
+
+def states(folder: Path) -> dict[str, dict[str, Any]]:
+    """What ranks had of each parameter when they saved; those that share one have the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in folder.glob("state-*.pt"):
+        for name, state in load(path).items():
+            known = found.setdefault(name, state)
+            assert all(known[key].equal(state[key]) for key in state)
+    return found
+
+
+def other_number(folder: Path) -> None:
+    path = folder / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    save({name.replace("experts.3", "experts.4"): tensor for name, tensor in load(path).items()}, path)
+
+
+def without_files(folder: Path) -> None:
+    for path in folder.glob("layer_*"):
+        path.unlink()
+
+
+CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an expert without a file": (
+        lambda folder: os.remove(folder / "layer_0_expert_3_mp_rank_00_model_states.pt"),
+        "expected experts.deepspeed_moe.experts.deepspeed_experts.3.0.weight of the shape (6, 6) in a file",
+    ),
+    "an expert of another number": (other_number, "deepspeed_experts.3.0.weight of the shape (6, 6) in a file"),
+    "no files of experts": (without_files, "has 0 files layer_*_expert_* and 4 parameters of experts"),
+    "another number of ranks": (
+        lambda folder: os.remove(folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"),
+        "is of 4 data-parallel ranks, the folder has files of 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", CLASSIC_DAMAGES)
+def test_a_damaged_classic_checkpoint_is_one_clear_line(damage: str, tmp_path: Path) -> None:
+    damaging, expected = CLASSIC_DAMAGES[damage]
+    folder = shutil.copytree(experts(1), tmp_path / "in" / "global_step8")
+    damaging(folder)
+    check_refused(folder, tmp_path / "out", expected)
 
 
 def test_of_autoep_every_entry_is_what_upstream_writes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
 from deepspeed_patches.ds_to_universal import layout
-from deepspeed_patches.ds_to_universal.experts import Experts
+from deepspeed_patches.ds_to_universal.experts import Experts, LocalExpert
 from deepspeed_patches.ds_to_universal.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
 from deepspeed_patches.ds_to_universal.headers import Checkpoint, Rank
 from deepspeed_patches.ds_to_universal.merge import Merge, expert_outputs
@@ -32,6 +32,11 @@ from deepspeed_patches.ds_to_universal.output_files import (
 )
 from deepspeed_patches.ds_to_universal.traits import Traits
 
+NOT_LOADED = (
+    "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which no release of DeepSpeed "
+    "loads: it stops at them"
+)
+
 
 def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:
     """The plan for a checkpoint. `strict` refuses what upstream's converter would do although it looks wrong.
@@ -42,6 +47,8 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     _check_steps(checkpoint)
     found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
     found.append(_common_state(checkpoint))
+    if any(len(expert.ranks) > 1 for expert in checkpoint.local_experts.values()):
+        warnings = [*warnings, NOT_LOADED]
     for output in found:
         _check_name(output.name)
     links = tuple(output for output in found if isinstance(output, Link))
@@ -171,6 +178,9 @@ class _Stage1And2:
             if name in self.checkpoint.experts:
                 outputs += self._experts(name, shapes[0], self.checkpoint.experts[name])
                 continue
+            if name in self.checkpoint.local_experts:
+                outputs += self._local_experts(name, shapes[0], self.checkpoint.local_experts[name])
+                continue
             by_tp = [self.fragments.get((name, tp), ()) for tp in range(self.checkpoint.tp_degree)]
             if any(by_tp) or not self.traits.module_weights:
                 outputs += self._parameter(name, shapes, by_tp)
@@ -196,6 +206,15 @@ class _Stage1And2:
             check_fragments(self.checkpoint, f"{name}, expert-parallel rank {ep}", shapes[ep], own, self.strict, ranks)
         yield from self._steps_of(name, by_ep)
         yield from expert_outputs(name, experts, shapes, self._states(by_ep))
+
+    def _local_experts(self, name: str, shape: Shape, expert: LocalExpert) -> Iterator[Output | Link]:
+        """What is another expert's on each expert-parallel rank: a folder each, by the experts' numbers."""
+        fragments = self.fragments.get((name, 0), ())
+        for own_name, ranks in zip(expert.folders, expert.ranks, strict=True):
+            own = [fragment for fragment in fragments if fragment.dp in ranks]
+            check_fragments(self.checkpoint, own_name, shape, own, self.strict, ranks)
+            yield from self._steps_of(own_name, [own])
+            yield from self.merge.outputs(own_name, [shape], self._states([own]))
 
     def _steps_of(self, name: str, by_slice: Sequence[Sequence[Fragment]]) -> Iterator[Output | Link]:
         step = next((f.partition.step for fragments in by_slice for f in fragments if f.partition.step), None)

@@ -1,10 +1,12 @@
 """Mixtures of experts: which expert-parallel rank holds which experts, as a checkpoint's model-states files say.
 
 AutoEP stacks the experts of a layer in three parameters, w1, w2 and w3: a rank has those of its own experts, and a
-universal checkpoint all of them. https://www.deepspeed.ai/tutorials/mixture-of-experts/
+universal checkpoint all of them. In layers of `deepspeed.moe` each expert is a module; a rank counts its own from 0, so
+that ranks have different experts by one name. https://www.deepspeed.ai/tutorials/mixture-of-experts/
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ WEIGHTS = ("w1", "w2", "w3")
 PATTERNS = "expert_parameter_patterns"
 PARTITIONED = "zero3_partitioned"  # the format of stage 3
 VERSION = 1  # of it, of placements and of maps; the latest that is known
+LOCAL = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+# In the names of folders. A rank that counts its own experts from 0 finds none of its names, and not other experts.
+GLOBAL = "global_"
 DATA_FIRST = "use_data_before_expert_parallelism"
 
 
@@ -38,6 +43,67 @@ class Experts:
     def sharing(self) -> int:
         """How many data-parallel ranks share an expert-parallel one's."""
         return len(self.ranks[0])
+
+
+@dataclass(frozen=True)
+class LocalExpert:
+    """A parameter by whose name each expert-parallel rank has another expert's."""
+
+    names: tuple[str, ...]  # by expert-parallel rank, with the expert's number among all
+    folders: tuple[str, ...]  # of the output
+    ranks: tuple[tuple[int, ...], ...]  # as above
+
+    @property
+    def sharing(self) -> int:
+        """How many data-parallel ranks share an expert-parallel one's."""
+        return len(self.ranks[0])
+
+
+def local_experts(
+    path: Path, groups: Sequence[Iterable[str]], sharing: Sequence[int], dp_degree: int, neighbours: bool
+) -> dict[str, LocalExpert]:
+    """Of layers of `deepspeed.moe`, by the names in the optimizer's groups; so many ranks share each group.
+
+    Raises:
+        UserError: a group has parameters of experts and others, or its ranks do not divide.
+    """
+    matches = [{name: LOCAL.fullmatch(name) for name in names} for names in groups]
+    found = {}
+    for group, of_group in enumerate(matches):
+        if not any(of_group.values()):
+            continue
+        if not all(of_group.values()) or group >= len(sharing) or sharing[group] < 1 or dp_degree % sharing[group]:
+            raise UserError(f"{path}: expected the ranks that share group {group}, of experts alone, found {sharing}")
+        ranks = ranks_of(dp_degree, dp_degree // sharing[group], neighbours)
+        for name, match in of_group.items():
+            if match:
+                held = len({m[2] for m in of_group.values() if m and m[1] == match[1]})
+                numbers = [ep * held + int(match[2]) for ep in range(len(ranks))]
+                names = tuple(f"{match[1]}{number}{match[3]}" for number in numbers)
+                folders = tuple(f"{match[1]}{GLOBAL}{number}{match[3]}" for number in numbers)
+                found[name] = LocalExpert(names, folders if len(ranks) > 1 else names, ranks)
+    return found
+
+
+def check_local(
+    path: Path, known: Mapping[str, LocalExpert], shapes: Mapping[str, Shape], files: Mapping[str, Shape]
+) -> None:
+    """That the experts which the optimizer has are those that have files, `files` by the names in these.
+
+    Raises:
+        UserError: one has no file, or no state, or other shapes.
+    """
+    own = {name: shapes[local] for local, expert in known.items() for name in expert.names}
+    for name, shape in own.items():
+        if files.get(name) != shape:
+            raise UserError(
+                f"{path}: expected {name} of the shape {shape} in a file layer_*_expert_*, found {files.get(name)}"
+            )
+    numbered = {match[1] + match[2] for match in map(LOCAL.fullmatch, own) if match}
+    for name in files:
+        match = LOCAL.fullmatch(name)
+        if match and match[1] + match[2] not in numbered:
+            raise UserError(f"{path}: expected the optimizer's state of the expert {match[1]}{match[2]}, found none")
 
 
 def layers_of(path: Path, model: Mapping[str, Any]) -> list[dict[str, Any]] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats.zero import ModelFile, Partition
-from deepspeed_patches.ds_to_universal.experts import Experts
+from deepspeed_patches.ds_to_universal.experts import Experts, LocalExpert
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Checkpoint:
     copied: tuple[int, ...]  # files that are copied as they are
     info: dict[str, Any]  # `universal_checkpoint_info`
     optimizer_state: dict[str, Any] = field(default_factory=dict)  # of the first rank, as upstream keeps it
-    experts: dict[str, Experts] = field(default_factory=dict)  # by parameter
+    experts: dict[str, Experts] = field(default_factory=dict)  # of AutoEP, by parameter
+    local_experts: dict[str, LocalExpert] = field(default_factory=dict)  # of `deepspeed.moe`, by parameter
     expert_models: tuple[ModelFile, ...] = ()  # stage 3: by expert-parallel rank, of its first data-parallel rank
     rewritten: tuple[tuple[int, dict[str, Any]], ...] = ()  # files that are not copied, and what they become

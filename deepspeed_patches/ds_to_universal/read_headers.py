@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file, zero
+from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
 from ckpt_patches.processes import mapped
 from deepspeed_patches.ds_to_universal import experts
-from deepspeed_patches.ds_to_universal.experts import INFO, Experts
+from deepspeed_patches.ds_to_universal.experts import INFO, Experts, LocalExpert
 from deepspeed_patches.ds_to_universal.folder import UPSTREAM, check_complete, look
 from deepspeed_patches.ds_to_universal.headers import Checkpoint, File, Rank
 from deepspeed_patches.ds_to_universal.traits import Traits
@@ -105,16 +106,18 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
     models = [(reader.files[index].path, value) for index, value in read]
     layers = experts.joined_layers(models)
     known = _autoep(reader, models, layers, tp_degree) if layers else {}
-    if folder.experts and not layers:
-        raise UserError(
-            f"{folder.path} has files of experts ({folder.experts[0]}), each of which several ranks have by one name; "
-            "they are not converted here, and DeepSpeed's own converter dies of them: resume on the same ranks"
-        )
+    local = {} if layers else _local_experts(reader, first, models)
+    of_experts = [] if layers else reader.read_all(folder.experts, _shapes_of)
+    if of_experts:
+        shapes = {name: tuple(shape) for group in read[0][1]["param_shapes"] for name, shape in group.items()}
+        by_name = {name: shape for _, found in of_experts for name, shape in found.items()}
+        experts.check_local(folder.path, local, shapes, by_name)
 
-    ranks = _ranks(reader, partial(_partitions, known), pp_degree, tp_degree, dp_degree)
+    ranks = _ranks(reader, partial(_partitions, {**known, **local}), pp_degree, tp_degree, dp_degree)
     copied = tuple(index for index, _ in read if not layers) + tuple(
         reader.read(name)[0] for name in folder.starting_with("mp") if name not in names
     )
+    copied += tuple(index for index, _ in of_experts)
     return Checkpoint(
         folder.path,
         stage,
@@ -128,6 +131,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         _info(reader, read[0][1], inject_missing_state),
         _common(first, dp_degree, reader.traits),
         known,
+        local,
         rewritten=tuple(
             (index, experts.with_layers(value, experts.shortened(layers), PATTERN)) for index, value in read if layers
         ),
@@ -152,6 +156,33 @@ def _autoep(
     return found
 
 
+def _local_experts(
+    reader: _Reader, first: Mapping[str, Any], models: Sequence[tuple[Path, dict[str, Any]]]
+) -> dict[str, LocalExpert]:
+    """The parameters of the experts of `deepspeed.moe`'s layers, by their names in the ranks' files."""
+    folder = reader.folder
+    path, model = models[0]
+    found = experts.local_experts(
+        path, model["param_shapes"], first.get("partition_count") or (), folder.dp_degree, experts.data_first(models)
+    )
+    if len(models) > 1 and (found or folder.experts):
+        raise UserError(
+            f"{folder.path} has experts on {len(models)} tensor- or pipeline-parallel ranks, which no converter takes: "
+            "resume on the same ranks"
+        )
+    if bool(found) != bool(folder.experts):
+        raise UserError(
+            f"{folder.path} has {len(folder.experts)} files layer_*_expert_* and {len(found)} parameters of experts in "
+            f"{path.name}: expected both, or none"
+        )
+    return found
+
+
+def _shapes_of(file: int, path: Path, value: dict[str, Any]) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Of what a file of an expert holds."""
+    return file, {name: tensor.shape for name, tensor in value.items() if isinstance(tensor, TensorHeader)}
+
+
 def _check_known(path: Path, traits: Traits) -> None:
     if not traits.autoep:
         raise UserError(
@@ -170,7 +201,12 @@ def _degrees(reader: _Reader, models: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def _partitions(
-    known: Mapping[str, Experts], path: Path, file: int, optimizer: dict[str, Any], _dp: int, dp_degree: int
+    known: Mapping[str, Experts | LocalExpert],
+    path: Path,
+    file: int,
+    optimizer: dict[str, Any],
+    _dp: int,
+    dp_degree: int,
 ) -> tuple[Partition, ...]:
     found = zero.read_rank(path, file, optimizer)
     for count, partition in zip(found.data_parallel, found.partitions, strict=False):
@@ -263,8 +299,8 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
         first.get(INFO) or {},
         {**optimizer, "param_groups": optimizer["optimizer_state_dict"]["param_groups"]},  # all of it, tensors too
         known,
-        of_experts,
-        tuple(
+        expert_models=of_experts,
+        rewritten=tuple(
             (file, experts.with_layers(value, experts.layers_of(reader.files[file].path, value), PATTERN_3))
             for file, value in found
             if autoep
