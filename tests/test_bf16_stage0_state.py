@@ -114,6 +114,8 @@ def test_a_checkpoint_without_the_state_keeps_its_weights(version: str, delivery
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
     before = "2 failed, 2 passed" if numbers(version) >= (0, 18, 6) else "3 failed, 1 passed"
+    if version in ("0.17.6", "0.18.5"):  # the load without an optimizer as well
+        before = "4 failed"
     on: dict[str, Any] = {"tree": tree("deepspeed", version), "rootdir": tmp_path, "imports": DEEPSPEED_MODULES}
     assert before in run_pytest(UPSTREAM_TEST, **on)
     assert "4 passed" in run_pytest(UPSTREAM_TEST, delivery="hook", **on)

@@ -165,6 +165,7 @@ IN_PARTS = {
     "universal_all_moments": "0.14.0",
     "rank_order": "0.12.6 0.14.0",
     "bf16_stage0_state": "0.18.4 0.19.8",
+    "bf16_wrapper_name": "0.18.4",
 }
 
 

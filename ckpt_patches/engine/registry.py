@@ -73,6 +73,11 @@ FIXES = {
     ),
     "rank_order": ("deepspeed.checkpoint.reshape_utils", "deepspeed.checkpoint.ds_to_universal"),
     "bf16_stage0_state": ("deepspeed.runtime.engine",),
+    "bf16_wrapper_name": (
+        "deepspeed.runtime.constants",
+        "deepspeed.runtime.bf16_optimizer",
+        "deepspeed.runtime.base_optimizer",
+    ),
 }
 
 # Upstream module: its package. What the import hook looks every name up in.

@@ -1,0 +1,60 @@
+"""Choose BF16_Optimizer for bf16 with fp32 gradient accumulation, which two equal names kept from being chosen.
+
+https://github.com/deepspeedai/DeepSpeed/pull/7788
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/pull/7788",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7515",
+    ),
+    affected="DeepSpeed 0.17.6 to 0.18.4, with fp32 gradient accumulation or pipeline parallelism; fixed in 0.18.5",
+    test="tests/unit/runtime/test_bf16_wrapper_name.py",
+)
+
+NAME = "DDP_BFLOAT16"
+UNSCALED = """
+# Read by the scaling of losses, which bf16 does without.
+self.custom_loss_scaler = False
+self.external_loss_scale = None
+self.torch_autocast_gradscaler = None
+"""
+SCALED = "self.loss_scaler.scale_loss(value)"
+HAS_SCALER = "hasattr(self, 'loss_scaler')"
+
+
+@fix.edit("deepspeed.runtime.constants")
+def tell_the_two_wrappers_apart(source: Source) -> None:
+    """Upstream tests for the one without ZeRO first, and both are "bf16"."""
+    if NAME.encode() not in source.data:
+        raise NotConcerned
+    if source.has(f'{NAME} = "ddp_bf16"'):
+        raise AlreadyThere
+    source.replace(source.one(f'{NAME} = "bf16"').value, '"ddp_bf16"')
+
+
+@fix.edit("deepspeed.runtime.bf16_optimizer")
+def give_it_what_the_scaling_of_losses_reads(source: Source) -> None:
+    """Since 0.18.3 the engine asks each optimizer of ZeRO to scale; no BF16_Optimizer was chosen then to be asked."""
+    if b"def backward_epilogue(" not in source.data:
+        raise NotConcerned  # up to 0.18.2 it has a backward of its own
+    init = source.function("BF16_Optimizer.__init__")
+    if source.has("self.custom_loss_scaler = ...", within=init):
+        raise AlreadyThere
+    source.insert_after(source.one("self.grad_acc_dtype = grad_acc_dtype", within=init), UNSCALED)
+
+
+@fix.edit("deepspeed.runtime.base_optimizer")
+def do_not_scale_without_a_scaler(source: Source) -> None:
+    """BF16_Optimizer has none."""
+    if b"def scale_if_loss(" not in source.data:
+        raise NotConcerned
+    scale = source.function("ZeROOptimizer.scale_if_loss")
+    if source.has(HAS_SCALER, within=scale):
+        raise AlreadyThere
+    scaled = source.one(f"return {SCALED}", within=scale)
+    source.replace(scaled.value, f"{SCALED} if {HAS_SCALER} else value")
