@@ -1,4 +1,4 @@
-"""Whether a checkpoint folder is one to convert: of one training, without experts, with the files of all ranks."""
+"""Whether a checkpoint folder is one to convert: of one training, with the files of all ranks."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ def look(path: Path) -> Folder:
     """What lies in the folder.
 
     Raises:
-        UserError: it is no ZeRO checkpoint, or one of experts.
+        UserError: it is no ZeRO checkpoint, or its experts are without a ZeRO optimizer.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; name the one with the files of the ranks, like OUT/global_step10")
