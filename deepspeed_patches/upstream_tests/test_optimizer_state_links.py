@@ -27,7 +27,7 @@ def _optimizer(cls):
     ]
     flat_groups = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3))]
     optimizer.optimizer = torch.optim.Adam([{"params": [flat]} for flat in flat_groups])
-    optimizer.real_dp_process_group = [None, None]
+    optimizer.dp_process_group, optimizer.real_dp_process_group = None, [None, None]
     optimizer.bit16_groups = optimizer.bf16_groups = lp_groups
     optimizer.bit16_groups_flat = optimizer.bf16_groups_flat = flat_groups
     optimizer.single_partition_of_fp32_groups = optimizer.fp32_groups_flat_partition = flat_groups
