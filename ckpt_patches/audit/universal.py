@@ -1,6 +1,7 @@
 """DeepSpeed's universal checkpoints, judged: each parameter's arrays against the model's shapes and weights."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from ckpt_patches.formats import universal
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
 
+# The experts of `deepspeed.moe`: a rank counts its own from 0, the converter's folders all.
+LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
 STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
@@ -34,6 +38,8 @@ def read(path: Path) -> Checkpoint:
             Finding(damages.INTERRUPTED, "tmp", detail="the converter's temporary folder is still there")
         )
     parameters = universal.parameters(path)
+    if any(EXPERT.fullmatch(name) for name in parameters):
+        shapes = _of_every_expert(shapes, models)
     for name in sorted(shapes.keys() - set(parameters)):
         found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
     frozen = {name for name in parameters if shapes and _is_frozen(found, name, shapes)}
@@ -56,6 +62,25 @@ def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]
             for name, shape in group.items():
                 found.setdefault(name, {})[match[2] if match else ""] = tuple(shape)
     return {name: list(by_rank.values()) for name, by_rank in found.items()}
+
+
+def _of_every_expert(
+    shapes: dict[str, list[Shape]], models: list[tuple[Path, dict[str, Any]]]
+) -> dict[str, list[Shape]]:
+    """With the parameters of every expert by its number, where the model has those of one rank, numbered from 0."""
+    matches = {name: LOCAL_EXPERT.fullmatch(name) for name in shapes}
+    layers = list(dict.fromkeys(match[1] for match in matches.values() if match))
+    counts = models[0][1].get("num_experts") if models else None
+    if not isinstance(counts, list) or len(counts) != len(layers):
+        counts = [0] * len(layers)  # then it cannot be told whether all are there
+    found: dict[str, list[Shape]] = {}
+    for name, of_one in shapes.items():
+        match = matches[name]
+        if match is None:
+            found[name] = of_one
+        for number in range(counts[layers.index(match[1])] if match else 0):
+            found.setdefault(f"{match[1]}global_{number}{match[3]}" if match else name, of_one)
+    return found
 
 
 def _is_frozen(found: Checkpoint, name: str, shapes: dict[str, list[Shape]]) -> bool:
@@ -144,6 +169,8 @@ def _fits(found: TensorHeader, shapes: list[Shape], value: Any, *, has_maps: boo
 
     A tied one is on several pipeline stages. What DeepSpeed has a map of, parts of it can be on several ranks.
     """
+    if isinstance(value, dict) and value.get("is_expert_param"):  # here of all expert-parallel ranks
+        return any(found.shape == (value.get("ep_num_experts"), *shape[1:]) for shape in shapes)
     sizes = [math.prod(shape) for shape in shapes]
     together = [sum(sizes) // stages for stages in range(1, len(sizes) + 1) if len(sizes) % stages == 0]
     if found.numel in (*sizes, *together):

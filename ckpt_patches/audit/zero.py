@@ -101,7 +101,7 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
-    parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes)
+    parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes, _neighbours(info))
     found.padded += _partitions(files, parameters)
     for (name, of_experts), parameter in parameters.items():
         numel = sum(part.numel for part in parameter.ranks)
@@ -262,7 +262,15 @@ def _numel(partition: Partition) -> int:
     return max(flat.numel for flat in partition.states.values())
 
 
-def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[Key, Parameter]:
+def _neighbours(info: dict[str, Any]) -> bool:
+    """Whether neighbouring ranks share experts."""
+    config = info.get("ds_config")
+    return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+
+
+def _stage12(
+    found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]], neighbours: bool
+) -> dict[Key, Parameter]:
     whole = {name: shape for group in shapes for name, shape in group.items()}
     parameters: dict[Key, Parameter] = {}
     for file in sorted(files, key=lambda file: file.rank):
@@ -270,7 +278,7 @@ def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sh
             continue
         for group, partition in enumerate(file.state.partitions):
             _check_fragments(found, file, partition)
-            of_experts = _expert_parallel_rank(found, file, group)
+            of_experts = _expert_parallel_rank(found, file, group, neighbours)
             for name, (start, numel) in partition.fragments.items():
                 parameter = parameters.setdefault((name, of_experts), Parameter(whole.get(name, (0,))))
                 parameter.ranks.append(OnRank(file, partition, start, numel))
@@ -281,15 +289,17 @@ def _stage12(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sh
     return parameters
 
 
-def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int) -> str:
+def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int, neighbours: bool) -> str:
     """Of a group of experts, which fewer ranks share than there are; empty for others.
 
-    Neighbouring ranks have different experts: of 4 ranks, 2 of them to an expert, ranks 0 and 2 share one.
+    Neighbouring ranks have different experts, if the run was not told otherwise: of 4 ranks, 2 of them to an expert,
+    ranks 0 and 2 share one.
     """
     ranks, counts = found.data_parallel or 1, file.state.data_parallel
     if group >= len(counts) or counts[group] == ranks or ranks % counts[group]:
         return ""
-    return f"expert-parallel rank {file.rank % (ranks // counts[group])}"
+    rank = file.rank // counts[group] if neighbours else file.rank % (ranks // counts[group])
+    return f"expert-parallel rank {rank}"
 
 
 def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:
@@ -308,7 +318,8 @@ def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) ->
 def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[Key, Parameter]:
     """Every group of every rank."""
     ranks = found.data_parallel or len(files)
-    parameters = {(name, ""): Parameter(shape) for group in shapes for name, shape in group.items()}
+    every = tuple(range(ranks))
+    parameters: dict[Key, Parameter] = {}
     for file in sorted(files, key=lambda file: file.rank):
         partitions = file.state.partitions
         if len(partitions) != len(shapes):
@@ -316,13 +327,20 @@ def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sha
             found.findings.append(Finding(damages.FRAGMENTS, "all parameters", detail=detail))
             return {}
         for number, (partition, group) in enumerate(zip(partitions, shapes, strict=True)):
-            expected = sum(share.each for _, share in zero.shares(group, ranks))
+            own = next(iter(file.state.sharing[number : number + 1]), ()) or every
+            if file.rank not in own:
+                detail = f"{file.path.name}: of group {number}, which ranks {', '.join(map(str, own))} share"
+                found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
+                return {}
+            expected = sum(share.each for _, share in zero.shares(group, len(own)))
             if _numel(partition) != expected:
                 detail = f"{file.path.name}: {_numel(partition)} elements, {expected} by the model's shapes"
                 found.findings.append(Finding(damages.FRAGMENTS, f"all parameters of group {number}", detail=detail))
                 return {}
-            for name, share in zero.shares(group, ranks):
-                parameters[name, ""].ranks.append(OnRank(file, partition, share.start, share.of(file.rank)))
+            of_experts = "" if own == every else f"experts of ranks {', '.join(map(str, own))}"
+            for name, share in zero.shares(group, len(own)):
+                parameter = parameters.setdefault((name, of_experts), Parameter(group[name]))
+                parameter.ranks.append(OnRank(file, partition, share.start, share.of(own.index(file.rank))))
     return parameters
 
 

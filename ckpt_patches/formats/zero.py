@@ -129,6 +129,7 @@ class RankState:
     paddings: tuple[int, ...] = ()  # by group, elements at the end of the last partition
     settings: tuple[dict[str, Any], ...] = ()  # of the parameter groups: rates, betas, and in some releases the step
     states: int = 0  # groups that have moments
+    sharing: tuple[tuple[int, ...], ...] = ()  # stage 3: by group the ranks that share it, where the file tells
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
         tuple(optimizer.get("group_paddings") or ()),
         tuple(base.get("param_groups") or ()),
         len(states),
+        tuple(tuple(group.get("partition_ranks") or ()) for group in optimizer.get("ds_zero_partition_groups") or ()),
     )
 
 

@@ -1,0 +1,101 @@
+"""Checkpoints of experts are audited with the experts of each expert-parallel rank, at every stage, and converted."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shared
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MIXED_RANKS
+from test_audit import copied, names
+from test_audit_coverage import experts
+from test_ds_to_universal_experts import NEIGHBOURS, autoep, load, save
+from universal import ours
+
+SHARED = {
+    (1, NEIGHBOURS): {"expert-parallel rank 0", "expert-parallel rank 1"},
+    (3,): {"experts of ranks 0, 2", "experts of ranks 1, 3"},
+}
+
+
+INJECT = "--inject_missing_state"
+
+
+@functools.cache
+def universal(kind: str) -> Path:
+    source = {"AutoEP": lambda: autoep(3), "classic": lambda: experts(1)}[kind]()
+    return shared.once(f"universal-experts-{kind}", lambda out: ours(source, out / "universal", INJECT)) / "universal"
+
+
+@pytest.mark.parametrize("arguments", SHARED, ids=str)
+def test_autoep_is_judged_by_the_ranks_that_share_experts(arguments: tuple[Any, ...]) -> None:
+    report = audit(autoep(*arguments))
+    assert (report.verdict, names(report)) == (WHOLE, set())
+    by_expert = [shard for shard in report.checkpoint.shards if "expert" in shard.label]
+    assert {shard.label for shard in by_expert} == SHARED[arguments]
+    assert len(by_expert) == 2 * 2 * 3  # layers, expert-parallel ranks, w1 to w3
+    assert all({"master", "exp_avg", "exp_avg_sq"} <= shard.streams.keys() for shard in by_expert)
+
+
+@pytest.mark.parametrize("arguments", SHARED, ids=str)
+def test_damage_in_each_part_of_autoeps_experts_is_found(arguments: tuple[Any, ...], tmp_path: Path) -> None:
+    path = copied(autoep(*arguments), tmp_path)
+    shards = [shard for shard in audit(path).checkpoint.shards if "expert" in shard.label]
+    for shard in (shards[0], shards[-1]):
+        for extent in shard.streams["exp_avg_sq"].extents:
+            whole = Path(extent.path).read_bytes()
+            with open(extent.path, "r+b") as file:
+                file.seek(extent.offset)
+                file.write(b"\0\0\xc0\x7f")  # NaN
+            report = audit(path)
+            assert report.verdict == DAMAGED
+            assert (shard.parameter, shard.label) in {(f.array.rpartition(".")[0], f.shard) for f in report.findings}
+            Path(extent.path).write_bytes(whole)
+
+
+def test_a_rank_in_a_group_of_others_is_damage(tmp_path: Path) -> None:
+    """The files of ranks 0 and 1 for each other: their parts are as long, and of other experts."""
+    path = copied(autoep(3), tmp_path)
+    one, other = (path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    one.rename(path / "kept")
+    other.rename(one)
+    (path / "kept").rename(other)
+    report = audit(path)
+    assert report.verdict == DAMAGED
+    assert MIXED_RANKS.name in names(report)
+
+
+@pytest.mark.parametrize("kind", ["AutoEP", "classic"])
+def test_the_conversion_is_whole(kind: str) -> None:
+    report = audit(universal(kind))
+    assert (report.verdict, names(report)) == (WHOLE, set())
+
+
+def without_an_expert(path: Path) -> None:
+    (folder,) = path.glob("zero/*experts.global_3.0.weight")
+    shutil.rmtree(folder)
+
+
+def without_experts(path: Path) -> None:
+    """Of all expert-parallel ranks but the first, as if nothing had put them together."""
+    file = path / "zero/model.layers.1.mlp.experts.w2/exp_avg.pt"
+    value = load(file)
+    save({**value, "param": value["param"][:2].clone()}, file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "expected"),
+    [("classic", without_an_expert, INTERRUPTED), ("AutoEP", without_experts, ELEMENT_COUNT)],
+    ids=["classic", "AutoEP"],
+)
+def test_a_conversion_that_lacks_experts_is_damaged(
+    kind: str, damage: Callable[[Path], None], expected: Any, tmp_path: Path
+) -> None:
+    path = copied(universal(kind), tmp_path)
+    damage(path)
+    report = audit(path)
+    assert (report.verdict, names(report)) == (DAMAGED, {expected.name})
