@@ -49,7 +49,7 @@ def test_the_classic_kind_has_a_folder_for_each_expert_by_its_number(stage: int,
     """With the masters, the moments and the steps of the training, of the dense part as well."""
     source = experts(stage)
     done = ours(source, tmp_path / "universal", "--inject_missing_state")
-    assert "which no release of DeepSpeed loads" in done.stderr
+    assert "which DeepSpeed does not load" in done.stderr
     truth = states(source.parent)
     numbers = {int(match[1]) for match in (re.search(r"experts\.(\d+)\.", name) for name in truth) if match}
     assert numbers == {0, 1, 2, 3}
@@ -62,6 +62,15 @@ def test_the_classic_kind_has_a_folder_for_each_expert_by_its_number(stage: int,
             assert (value["param"] if isinstance(value, dict) else value).equal(tensor), (name, key)
     for path in source.glob("layer_*"):
         assert (tmp_path / "universal" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.skipif(not all_releases(), reason="a training more: with CKPT_PATCHES_TEST_ALL=1")
+def test_deepspeed_stops_at_it_and_loads_no_other_experts(tmp_path: Path) -> None:
+    ours(experts(1), tmp_path / "universal", "--inject_missing_state")
+    arguments = (tmp_path / "resumed", "1", "--universal", tmp_path / "universal")
+    with pytest.raises(AssertionError, match=r"FileNotFoundError.*deepspeed_experts\.[01]\.0\.weight"):
+        run("experts", *arguments, tree=tree("deepspeed", NEWEST))
+    assert not list(tmp_path.glob("resumed/state-*.pt"))
 
 
 def states(folder: Path) -> dict[str, dict[str, Any]]:

@@ -33,8 +33,8 @@ from deepspeed_patches.ds_to_universal.output_files import (
 from deepspeed_patches.ds_to_universal.traits import Traits
 
 NOT_LOADED = (
-    "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which no release of DeepSpeed "
-    "loads: it stops at them"
+    "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed does not "
+    "load: it stops at them"
 )
 
 
