@@ -17,7 +17,7 @@ quick: $(VENV)/ready
 
 # The tests on every upstream release, and the pages that are made from their results.
 test-all: lint
-	rm -f tests/recorded/compatibility.json tests/recorded/resume.json tests/recorded/resume_across.json
+	rm -f tests/recorded/compatibility.json tests/recorded/resume.json tests/recorded/resume_across.json tests/recorded/resume_zero.json
 	CKPT_PATCHES_TEST_ALL=1 $(PYTEST); status=$$?; \
 	  $(PY) tests/compatibility.py && $(PY) tests/resume_table.py && exit $$status
 

@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CELLS] = {}
     config.stash[_RESUMES] = {}
     config.stash[_ACROSS] = {}
+    config.stash[_ZERO] = {}
 
 
 # Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
@@ -55,6 +56,7 @@ QUICK = """
 _CELLS = pytest.StashKey[dict[str, dict[str, Any]]]()
 _RESUMES = pytest.StashKey[dict[str, Any]]()
 _ACROSS = pytest.StashKey[dict[str, Any]]()
+_ZERO = pytest.StashKey[dict[str, Any]]()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -118,13 +120,15 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words.
 
-    The record properties "resume" and "across" are noted as they are, for docs/resume.md, whose rows are releases.
+    The record properties "resume", "across" and "zero" are noted as they are, for docs/resume.md.
     """
     report = yield
     if report.when == "call" and "resume" in dict(report.user_properties) and not _on_main(item):
         item.config.stash[_RESUMES][item.nodeid] = dict(report.user_properties)["resume"]
     if report.when == "call" and "across" in dict(report.user_properties):
         item.config.stash[_ACROSS][item.nodeid] = dict(report.user_properties)["across"]
+    if report.when == "call" and "zero" in dict(report.user_properties):
+        item.config.stash[_ZERO][item.nodeid] = dict(report.user_properties)["zero"]
     marker = item.get_closest_marker("compat")
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
@@ -182,6 +186,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         _record(RECORDED / "compatibility.json", {test: cell for test, cell in cells.items() if "commit" not in cell})
         _record(RECORDED / "resume.json", session.config.stash[_RESUMES])
         _record(RECORDED / "resume_across.json", session.config.stash[_ACROSS])
+        _record(RECORDED / "resume_zero.json", session.config.stash[_ZERO])
 
 
 def _record(path: Path, found: dict[str, Any]) -> None:

@@ -232,7 +232,7 @@ def on_ranks(args: argparse.Namespace) -> dict[str, Any]:
     if not errors and any(process.exitcode for process in ranks):
         errors = [{"error": f"exit statuses {[process.exitcode for process in ranks]}"}]
     # A rank that has lost another one says so; the cause is what is said of anything else.
-    causes = [one for one in errors if "Connection closed by peer" not in one["error"]]
+    causes = [one for one in errors if "gloo/transport" not in one["error"]]
     return dict([*causes, *errors, *found][0])
 
 
