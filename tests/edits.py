@@ -75,9 +75,25 @@ def check_not_needed(tree: Path, fix: str) -> str:
 
 def check_not_present(version: str, fix: str, record_property: Callable[[str, object], None]) -> None:
     """Check that a release has nothing for a fix to edit, and record it for the compatibility page."""
+    _check_words(version, fix, NOT_PRESENT, record_property)
+
+
+def check_fixed_upstream(version: str, fix: str, record_property: Callable[[str, object], None]) -> None:
+    """Check that a release has what a fix brings, and record it for the compatibility page."""
+    _check_words(version, fix, FIXED_UPSTREAM, record_property)
+
+
+def _check_words(version: str, fix: str, expected: str, record_property: Callable[[str, object], None]) -> None:
     words = check_not_needed(tree(DISTRIBUTIONS[package_of(fix)], version), fix)
-    assert words == "not present"
+    assert words == expected
     record_property("compat", words)
+
+
+def check_added(version: str, fix: str, expected: dict[str, list[str]]) -> None:
+    """Check that a fix applies to a release, and which lines it adds, by the file's name."""
+    result, made = plan(tree(DISTRIBUTIONS[package_of(fix)], version), fix)
+    assert result.outcome is Outcome.APPLIES
+    assert added_lines(made) == expected
 
 
 def added_lines(made: TreePlan) -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import edits
-from ckpt_patches.engine.plan import Outcome
 from upstream import DELIVERIES, newest_by_default, releases, run, run_pytest, tree
 from zero3_resumes import continued, kept
 from zero_checkpoints import PERMISSIVE, convert
@@ -89,18 +88,14 @@ ADDED = ["if mp_placeholder is not None and self.load_universal_checkpoint():"]
 
 @pytest.mark.parametrize("version", AFFECTED)
 def test_what_is_added(version: str) -> None:
-    result, plan = edits.plan(tree("deepspeed", version), FIX)
-    assert result.outcome is Outcome.APPLIES
-    assert edits.added_lines(plan) == {"engine": ADDED}
+    edits.check_added(version, FIX, {"engine": ADDED})
 
 
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("version", releases("deepspeed", oldest="0.18.0"))
 def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
-    words = edits.check_not_needed(tree("deepspeed", version), FIX)
-    assert words == "fixed upstream"
-    record_property("compat", words)
+    edits.check_fixed_upstream(version, FIX, record_property)
 
 
 @pytest.mark.compat(fix=FIX)
