@@ -367,6 +367,19 @@ def run_pytest(*files: Path, rootdir: Path, options: Sequence[str] = (), **keywo
     return run(program, *files, *PLAIN, "--rootdir", rootdir, *options, check=False, **keywords).stdout
 
 
+def check_upstream_test(
+    file: Path, version: str, rootdir: Path, before: str, after: str, env: Mapping[str, str] | None = None
+) -> None:
+    """Check how many tests of a file for DeepSpeed's suite fail without the fixes, and pass with them.
+
+    `before` and `after` are in pytest's words ("2 failed, 1 passed"); `env` is for the run without the fixes.
+    """
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "rootdir": rootdir, "imports": zygotes.DEEPSPEED}
+    for expected, keywords in ((before, {"env": env}), (after, {"delivery": "hook"})):
+        found = run_pytest(file, **on, **keywords)
+        assert expected in found, f"expected {expected!r} of {file.name} on {version}, found:\n{_tail(found)}"
+
+
 # What a launcher or a developer may have set, and must not reach a program under test.
 _NOT_INHERITED = ("PYTHONDONTWRITEBYTECODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
