@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import edits
 from ckpt_patches import PREFIXES
 from ckpt_patches.engine import fix as fixes
-from ckpt_patches.engine import plan
+from ckpt_patches.engine import kept, plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.kept import plan_or_kept
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, TARGETS
 from ckpt_patches.engine.source import function_text
@@ -66,6 +68,21 @@ def test_no_fix_is_without_a_match_on_a_megatron_core_release(version: str) -> N
 @pytest.mark.parametrize("version", releases("deepspeed"))
 def test_no_fix_is_without_a_match_on_a_deepspeed_release(version: str) -> None:
     assert plan_tree(str(tree("deepspeed", version)), DEEPSPEED).named(Outcome.NO_MATCH) == []
+
+
+@pytest.mark.parametrize(
+    ("distribution", "package", "version"), [("megatron-core", CORE, "0.19.2"), ("deepspeed", DEEPSPEED, "0.19.8")]
+)
+def test_the_plan_of_a_release_is_kept_as_it_was_made(
+    distribution: str, package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    root = str(tree(distribution, version))
+    made = plan_or_kept(root, package, fixes_for(package))
+    monkeypatch.delattr(kept, "plan_tree")
+    assert len(made.files) > 3
+    assert edits.as_bytes(plan_or_kept(root, package, fixes_for(package))) == edits.as_bytes(made)
 
 
 # A fix and the main branch of its package, where a checkout of that is named.

@@ -3,7 +3,7 @@
 A tree is the folder that holds the package: site-packages, a `--target` folder or a checkout.
 """
 
-import gc
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from types import CodeType
 
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.names import new_unbound_names
+from ckpt_patches.engine.pause import without_garbage_collection
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
 
@@ -57,7 +58,7 @@ class TreePlan:
     root: str
     results: tuple[FixResult, ...]
     files: dict[str, FilePlan]  # by module
-    texts: dict[str, int]  # by module, the hash of every text that was looked at
+    texts: dict[str, bytes]  # by module, the digest of every text that was looked at; empty where there is no file
 
     def named(self, outcome: Outcome) -> list[str]:
         return [result.name for result in self.results if result.outcome is outcome]
@@ -66,6 +67,11 @@ class TreePlan:
 def module_path(root: str, module: str) -> str:
     """Path of a module's source in a tree."""
     return os.path.join(root, *module.split(".")) + ".py"
+
+
+def text_digest(data: bytes) -> bytes:
+    """What two texts are compared by, also between processes."""
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def tree_root(path: str, module: str) -> str | None:
@@ -111,8 +117,8 @@ class _Tree:
         with open(path, "rb") as file:
             return file.read()
 
-    def texts(self) -> dict[str, int]:
-        return {module: hash(source.data) for module, source in self.sources.items() if source}
+    def texts(self) -> dict[str, bytes]:
+        return {module: text_digest(source.data) if source else b"" for module, source in self.sources.items()}
 
     def marks(self) -> dict[str, int]:
         """How much has been asked for so far, by module."""
@@ -147,25 +153,13 @@ def plan_tree(
     """
     tree = _Tree(root, originals or {}, unavailable or {})
     names = fixes_for(package) if names is None else list(names)
-    with _no_collections():
+    with without_garbage_collection():
         results = [_try(name, tree) for name in names]
         files, defect = _compile(tree, results)
         if defect:
             results = _one_by_one(names, tree)
             files, _ = _compile(tree, results)
     return TreePlan(package, root, tuple(results), files, tree.texts())
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Syntax trees are a hundred thousand objects without cycles: to look for garbage took half of a plan's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FilePlan], str]:

@@ -72,17 +72,16 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
 
 def make_plan(root: str, package: str, skip: frozenset[str]) -> "tuple[TreePlan, dict[tuple[str, str], str]]":
     """Plan a tree, without the fixes that would run by halves in this process; and why these would."""
+    from ckpt_patches.engine.kept import plan_or_kept
     from ckpt_patches.engine.plan import fixes_for, plan_tree
-    from ckpt_patches.hook.pause import without_garbage_collection
 
+    names = fixes_for(package, skip)
     unavailable: dict[tuple[str, str], str] = {}
-    with without_garbage_collection():
-        while True:
-            plan = plan_tree(root, package, fixes_for(package, skip), unavailable=unavailable)
-            found = _unavailable(plan)
-            if not found:
-                return plan, unavailable
-            unavailable.update(found)
+    plan = plan_or_kept(root, package, names)
+    while found := _unavailable(plan):
+        unavailable.update(found)
+        plan = plan_tree(root, package, names, unavailable=unavailable)
+    return plan, unavailable
 
 
 def not_examined() -> list[str]:
@@ -135,19 +134,21 @@ def _root(module: str, path: str) -> str:
     return root
 
 
-def _text(path: str) -> int | None:
-    """The hash of a file's text; None if it cannot be read (now: the plan that there is may be from a better time)."""
+def _text(path: str) -> bytes | None:
+    """A digest of a file's text; None if it cannot be read (now: the plan that there is may be from a better time)."""
+    from ckpt_patches.engine.plan import text_digest
+
     try:
         with open(path, "rb") as file:
-            return hash(file.read())
+            return text_digest(file.read())
     except OSError:
         return None
 
 
 def _current_plan(
-    root: str, package: str, switches: "Switches", module: str = "", text: int | None = None
+    root: str, package: str, switches: "Switches", module: str = "", text: bytes | None = None
 ) -> "TreePlan":
-    """The plan of a tree as it is now, given the text (its hash) of one of its modules."""
+    """The plan of a tree as it is now, given the text (its digest) of one of its modules."""
     key = (root, package, switches.skip)
     plan, unavailable = _plans.get(key, (None, {}))
     changed = plan is not None and text is not None and plan.texts.get(module, text) != text
