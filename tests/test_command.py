@@ -78,6 +78,15 @@ def test_status_shows_what_is_installed_and_where() -> None:
     assert all(name in done.stdout for name in FIXES)
 
 
+@pytest.mark.parametrize("left", ["megatron/core/optimizer", "deepspeed/ops"])
+def test_folders_that_an_uninstall_has_left_are_no_package(left: str, tmp_path: Path) -> None:
+    (tmp_path / left).mkdir(parents=True)
+    found = json.loads(command("status", "--json", on=tmp_path).stdout)
+    versions = {one["name"]: one["version"] for one in found["installed"]}
+    assert versions["megatron-core"] is versions["deepspeed"] is None
+    assert {fix["state"] for fix in found["fixes"]} == {"not present"}
+
+
 def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
     """The command finds what is installed; a training script what lies beside it."""
     checkout, installed = tree("megatron-core", "0.16.1"), tree("megatron-core", "0.14.0")

@@ -17,18 +17,30 @@ import pytest
 
 import shared
 import upstream
+from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import module_path
+from ckpt_patches.engine.registry import TARGETS
 from installs import Environment, wheel
 from small_tree import MODULE, make
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+NEWEST = {"megatron-core": "0.16.1", "deepspeed": "0.19.8"}
+OLDER = {"megatron-core": ["0.7.0", "0.14.0"], "deepspeed": ["0.12.6", "0.16.2"]}
 TREES = {
     f"{distribution}-{version}": (distribution, version)
-    for distribution, versions in (("megatron-core", "0.7.0 0.14.0 0.16.1"), ("deepspeed", "0.12.6 0.16.2 0.19.8"))
-    for version in versions.split()
+    for distribution, newest in NEWEST.items()
+    for version in [*(OLDER[distribution] if upstream.all_releases() else ()), newest]
 }
-MEGATRON, DEEPSPEED = "megatron-core-0.16.1", "deepspeed-0.19.8"
+TARGETS_OF = {
+    distribution: [module_path("", module) for module, package in TARGETS.items() if package == name]
+    for name, distribution in DISTRIBUTIONS.items()
+}
+READ = {
+    "megatron-core": ["megatron/core/__init__.py", "megatron/core/package_info.py", "*.dist-info/RECORD"],
+    "deepspeed": ["deepspeed/__init__.py", "deepspeed/git_version_info_installed.py", "*.dist-info/RECORD"],
+}
+MEGATRON, DEEPSPEED = (f"{distribution}-{version}" for distribution, version in NEWEST.items())
 
 
 def tree(name: str) -> Path:
@@ -87,9 +99,13 @@ def check_succeeded(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def copies(to: Path) -> list[str]:
-    """A copy of every tree."""
-    for name in TREES:
-        shutil.copytree(tree(name), to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of what the command reads of every tree: the targets, the release's number, the record of its files."""
+    for name, (distribution, _) in TREES.items():
+        for pattern in [*READ[distribution], *TARGETS_OF[distribution]]:
+            for path in tree(name).glob(pattern):
+                copy = to / name / path.relative_to(tree(name))
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
     return [str(to / name) for name in TREES]
 
 

@@ -55,12 +55,18 @@ def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
 
 
 def locate(package: str) -> Path | None:
-    """The tree that `import <package>` would load from in this environment; None if it is not installed."""
+    """The tree that `import <package>` would load from in this environment; None if it is not installed.
+
+    A folder without `__init__.py` is what an uninstall has left there; one above the package may be shared by several.
+    """
     path: Sequence[str] | None = None
     parts = package.split(".")
     for depth in range(1, len(parts) + 1):
-        spec = find_spec(".".join(parts[:depth]), path)
-        if spec is None or spec.submodule_search_locations is None:
+        try:
+            spec = find_spec(".".join(parts[:depth]), path)
+        except KeyError:  # of Python's: a folder alone, in one whose package is not imported
+            return None
+        if spec is None or spec.submodule_search_locations is None or (depth == len(parts) and spec.origin is None):
             return None
         path = list(spec.submodule_search_locations)
     folder = Path(os.path.abspath(path[0] if path else ""))
