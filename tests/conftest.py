@@ -30,6 +30,7 @@ hypothesis.settings.load_profile("tests")
 
 # Kept in the repository: the pages that are made from them take longer to run than any session.
 RECORDED = Path(__file__).parent / "recorded"
+MAIN = "main"  # as upstream.py has it, which needs what is set up here
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
+    config.addinivalue_line("markers", "slow: left out by `make test`; `make rest` and `make test-all` run it")
     config.addinivalue_line(
         "markers",
         "compat(fix): the outcome is a cell of docs/compatibility.md; takes parameters `version` and `delivery` "
@@ -81,8 +83,10 @@ def _hook_is_active() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is quick; skip what needs a GPU where there is none; refuse a `compat` test that is in no cell."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
-        for delivery in ("none", "in place"):
-            _leave_out_older_releases(config, items, delivery)
+        rest = left_to_the_rest(items)
+        wanted = rest if os.environ.get("CKPT_PATCHES_TEST_REST") == "1" else set(items) - rest
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = [item for item in items if item in wanted]
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
@@ -93,24 +97,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid}: marked compat, expected the parameters `version` and `delivery`")
 
 
-def _leave_out_older_releases(config: pytest.Config, items: list[pytest.Item], delivery: str) -> None:
-    """In the default run a bug is shown, and its fix written in place, on the newest release that has it alone.
+def left_to_the_rest(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What `make test` leaves to `make rest`: what is marked slow, all releases but a case's newest, fixes in place.
 
-    The text in place is that of the hook, which is run on the oldest as well.
+    The text in place is that of the hook, which another test compares.
     """
-    concerned = [item for item in items if _parameters(item).get("delivery") == delivery]
     newest: dict[str, tuple[int, ...]] = {}
-    for item in concerned:
-        test = item.nodeid.partition("[")[0]
-        newest[test] = max(newest.get(test, ()), _release(item))
-    left_out = [item for item in concerned if _release(item) < newest[item.nodeid.partition("[")[0]]]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        newest[_case(item)] = max(newest.get(_case(item), ()), _release(item))
+    return {
+        item
+        for item in items
+        if item.get_closest_marker("slow")
+        or _parameters(item).get("delivery") == "in place"
+        or _release(item) < newest[_case(item)]
+    }
+
+
+def _case(item: pytest.Item) -> str:
+    """The test and its parameters but for the release."""
+    return item.nodeid.replace(str(_parameters(item).get("version", "")), "")
 
 
 def _release(item: pytest.Item) -> tuple[int, ...]:
-    version = str(_parameters(item).get("version", "0"))
-    return (sys.maxsize,) if version == "main" else tuple(int(part) for part in version.split("."))
+    version = str(_parameters(item).get("version", ""))
+    if version == MAIN:
+        return (sys.maxsize,)
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def _no_gpu() -> str:
@@ -156,7 +169,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _on_main(item: pytest.Item) -> bool:
-    return bool(_parameters(item).get("version") == "main")
+    return bool(_parameters(item).get("version") == MAIN)
 
 
 def _commit(fix: str) -> dict[str, str]:

@@ -50,6 +50,7 @@ def test_a_save_writes_what_was_there_when_it_was_asked_for(version: str, delive
     assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saves", "loads"), [("hook", "none"), ("none", "hook")])
 @pytest.mark.parametrize("version", newest_by_default(releases("megatron-core", oldest="0.13.0")))
 def test_a_checkpoint_loads_whether_the_fix_was_there_or_not(
@@ -60,6 +61,7 @@ def test_a_checkpoint_loads_whether_the_fix_was_there_or_not(
     assert on(version, loads, "load", tmp_path / "checkpoint") == {"as saved": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["killed", "gone"])
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_the_end_of_a_worker_is_told(version: str, what: str, tmp_path: Path) -> None:

@@ -213,7 +213,10 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("size", [2, 5] if all_releases() else [3])
-@pytest.mark.parametrize("make", DAMAGED.values(), ids=DAMAGED.keys())
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=[pytest.mark.slow] if name != "zarr" else []) for name, make in DAMAGED.items()],
+)
 def test_several_say_what_one_says(make: Callable[[Path], Path], size: int, tmp_path: Path) -> None:
     path = make(tmp_path)
     status, out, errors = alone("audit", "--json", path)
@@ -404,7 +407,7 @@ def wait_until_they_read(beside: Path, size: int) -> None:
     time.sleep(1)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -426,6 +429,7 @@ def test_one_that_is_killed_ends_the_others_within_seconds(large: Path, killed: 
     assert found == expected
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(large: Path) -> None:
     running = [start(["audit", large], rank=rank, size=2) for rank in range(2)]
     wait_until_they_read(large.parent, 2)
@@ -441,6 +445,7 @@ def test_ctrl_c_ends_all(large: Path) -> None:
 # Repair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True])
 def test_a_repair_by_several_is_that_by_one(older: bool, tmp_path: Path) -> None:
     path = damaged_zarr(tmp_path)

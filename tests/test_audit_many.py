@@ -56,6 +56,7 @@ def with_dead_units(states: Arrays, pairs: int) -> None:
             states[state][:, 10 * pair : 10 * pair + 2] = 0
 
 
+@pytest.mark.slow
 def test_a_few_nan_among_many_dead_units_are_damage(tmp_path: Path) -> None:
     states = arrays(40_000, 64)
     with_dead_units(states, 3)

@@ -59,6 +59,7 @@ def test_an_empty_state_is_saved_and_resumed_bit_for_bit_in_every_format(
     assert found["torch"]["keys"] == ["exp_avg", "exp_avg_sq", "numel_unpadded", "param"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [("--inner", "torch"), ("--precision-aware",), ("--fp16",)], ids=" ".join)
 @pytest.mark.parametrize("version", releases("megatron-core", oldest="0.14.0"))
 def test_for_every_inner_optimizer(version: str, inner: tuple[str, ...], tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_for_every_inner_optimizer(version: str, inner: tuple[str, ...], tmp_pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision_aware", [(), ("--precision-aware",)], ids=["", "precision-aware"])
 def test_under_hybrid_cpu_offload(precision_aware: tuple[str, ...], tmp_path: Path) -> None:
     options = ("--inner", "torch", "--offload-fraction", "0.5", *precision_aware)
@@ -84,6 +86,7 @@ def test_skipped_fp16_steps_leave_an_empty_state_that_is_no_loss(tmp_path: Path)
     assert (found["torch"]["error"], found["torch"]["warnings"]) == ("", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", ["moment", "parameter", "all"])
 def test_a_lost_state_is_saved_and_said_aloud(lose: str, tmp_path: Path) -> None:
     only = ("torch", "dp_reshardable", "fully_reshardable")

@@ -41,6 +41,7 @@ def with_nccl(version: str) -> bool:
     return numbers(version) >= (0, 15)
 
 
+@pytest.mark.slow
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", ["none"])
 @pytest.mark.parametrize("version", ALL)
@@ -97,6 +98,7 @@ def check_memory(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0].get("nccl", 0) < 2 * shard + SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--inner", "torch", "--ranks", "2"), ("--precision-aware", "--ranks", "3")], ids=" ".join
 )

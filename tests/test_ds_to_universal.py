@@ -86,6 +86,7 @@ def copied_with_layers(source: Path, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_of_the_dp768_report(tmp_path: Path) -> None:
     """Partition 348, padding 1024, hundreds of ranks a parameter; and ZeRO-3 on 768 ranks."""
     checkpoints = dp768()

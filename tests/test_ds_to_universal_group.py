@@ -243,6 +243,7 @@ def test_one_that_never_comes_is_not_waited_for_for_ever(rank: int, source: Path
     assert ended(alone, 30) == told(1 - rank, 2, NEVER_CAME)
 
 
+@pytest.mark.slow
 def test_what_an_earlier_conversion_has_left_is_not_believed(source: Path, tmp_path: Path) -> None:
     """Of any state, of the first process and of others; and what is no marker at all."""
     folder = meeting_folder(tmp_path / "universal")

@@ -83,6 +83,7 @@ def test_killed_at_any_change_of_the_file_system(
     assert (tmp_path / LATEST).read_text() == "universal"
 
 
+@pytest.mark.slow
 def test_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
     """In the middle of a file as well: the parent is killed alone, and its workers end by themselves."""
     source, output = dp768()["dp768"], tmp_path / "universal"
@@ -105,6 +106,7 @@ def test_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
         process.communicate(timeout=60)  # until the last of its workers has ended as well
 
 
+@pytest.mark.slow
 def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     """Their temporary files could have the same names: processes of two containers have the same numbers."""
     source, output = dp768()["dp768"], tmp_path / "universal"

@@ -19,9 +19,12 @@ from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, TARGETS
 from ckpt_patches.engine.source import function_text
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
-from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, main_branch, releases, tree
+from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, in_place, main_branch, releases, tree
 
 NAMES = list(FIXES)
+NEWEST = pytest.mark.parametrize(
+    ("distribution", "package", "version"), [("megatron-core", CORE, "0.19.2"), ("deepspeed", DEEPSPEED, "0.19.8")]
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,9 +73,17 @@ def test_no_fix_is_without_a_match_on_a_deepspeed_release(version: str) -> None:
     assert plan_tree(str(tree("deepspeed", version)), DEEPSPEED).named(Outcome.NO_MATCH) == []
 
 
-@pytest.mark.parametrize(
-    ("distribution", "package", "version"), [("megatron-core", CORE, "0.19.2"), ("deepspeed", DEEPSPEED, "0.19.8")]
-)
+@NEWEST
+def test_what_is_written_in_place_is_what_the_hook_runs(distribution: str, package: str, version: str) -> None:
+    """Of every module: so that most tests of what a fix does need not be run on both."""
+    root = tree(distribution, version)
+    made, written = plan_tree(str(root), package), str(in_place(root))
+    assert {module: Path(plan.module_path(written, module)).read_bytes() for module in made.files} == {
+        module: file.patched for module, file in made.files.items()
+    }
+
+
+@NEWEST
 def test_the_plan_of_a_release_is_kept_as_it_was_made(
     distribution: str, package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_load_brings_back_every_element(
         record_property("compat", edits.check_not_needed(tree("megatron-core", version), FIX))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [("--ranks", "3"), ("--ranks", "3", "--gloo"), ("--ranks", "4", "--tp", "2")],
@@ -68,6 +69,7 @@ def test_on_more_ranks_gathered_in_both_ways(options: tuple[str, ...], tmp_path:
     assert wrong_elements(NEWEST, "hook", "hook", tmp_path, *options) == {}
 
 
+@pytest.mark.slow
 def test_the_load_of_a_shifted_checkpoint_is_as_before(tmp_path: Path) -> None:
     """The fix is in the save alone; `ckpt-patches repair` puts such a checkpoint right."""
     assert wrong_elements(NEWEST, "none", "hook", tmp_path) == wrong_elements(NEWEST, "none", "none", tmp_path / "none")

@@ -102,6 +102,7 @@ print("load_checkpoint_file" in vars(converter), "max(" in open(converter.__file
 """
 
 
+@pytest.mark.slow
 def test_a_late_install_breaks_no_program_that_ran_without_us(tmp_path: Path) -> None:
     """The converter would import a function from a module that was loaded without it."""
     (tmp_path / "late.py").write_text(LATE_DEEPSPEED)

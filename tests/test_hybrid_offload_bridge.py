@@ -46,6 +46,7 @@ def test_keeps_the_loaded_weights(version: str, delivery: str, tmp_path: Path) -
         assert case["lost"] == [], case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", BRIDGES)
 def test_the_work_around_alone_keeps_them(version: str, tmp_path: Path) -> None:
     """As the program does it, it is a real one: it has something to change."""
@@ -54,6 +55,7 @@ def test_the_work_around_alone_keeps_them(version: str, tmp_path: Path) -> None:
         assert (case["lost"], case["work_around_changes"]) == ([], [*clones, "fp32 shard"]), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", BRIDGES)
 def test_the_work_around_after_the_fix_changes_nothing(version: str, tmp_path: Path) -> None:
     for case in finetune(version, "hook", tmp_path, "--work-around"):

@@ -77,6 +77,7 @@ def leave_out_native_fp32(folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_them_out(tmp_path: Path) -> None:
     """They have no master, and offloaded a clone on the CPU, which is what is stepped."""
     copy = leave_out_native_fp32(tmp_path)

@@ -133,6 +133,7 @@ def test_killed_at_any_change_of_the_file_system(
     assert halves > (1 if links else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_a_run_that_ends_an_interrupted_one_can_be_killed_as_well(
     name: str, templates: dict[str, Path], tmp_path: Path
@@ -232,6 +233,7 @@ def test_a_disk_that_stays_full_changes_all_or_nothing(name: str, templates: dic
     assert outcomes == ["nothing"] * (len(outcomes) - 1) + ["all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "lasting", "step"),
     [(errno.EIO, False, 1), (errno.EIO, True, 1), (errno.EROFS, True, SOME)],

@@ -83,7 +83,11 @@ def as_git(environment: Environment, source: Path) -> list[str]:
     return [f"git+file://{source}"]
 
 
-KINDS = [as_folder, as_editable, as_wheel, as_source_distribution, as_git]
+KINDS = [
+    as_editable,
+    as_git,
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in (as_folder, as_wheel, as_source_distribution)),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +127,7 @@ def only_start_up_file(environment: Environment) -> list[str]:
     return (environment.site_packages / "training_checkpoint_patches.pth").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_reinstall_replaces(environment: Environment, source: Path, wheel: Path) -> None:
     """From editable to wheel and again the wheel: one start-up file, and nothing of the editable install."""
     before = environment.files()
@@ -202,6 +207,7 @@ def test_editable_install_runs_the_files_of_the_checkout(environment: Environmen
 OLDEST = "setuptools==65.0.0" if sys.version_info < (3, 12) else "setuptools==66.1.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setuptools", [OLDEST, "setuptools"], ids=["oldest", "newest"])
 def test_editable_install_by_other_releases_of_setuptools(
     setuptools: str, environment: Environment, source: Path

@@ -156,6 +156,7 @@ def test_where_no_second_process_can_be_made_the_first_is_stopped(monkeypatch: p
         pass
 
 
+@pytest.mark.slow
 def test_with_sigchld_ignored_as_some_parents_leave_it() -> None:
     """The system then takes away processes that have ended, and nobody is told how they did."""
     program = f"""

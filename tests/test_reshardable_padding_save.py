@@ -59,12 +59,14 @@ def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> N
     assert results(version, delivery, tmp_path, *names) == dict.fromkeys(names, "bit-equal")
 
 
+@pytest.mark.slow
 def test_on_another_number_of_ranks(tmp_path: Path) -> None:
     names = ("plain", *cases(NEWEST))
     results(NEWEST, "hook", tmp_path, *names, ranks=2)
     assert results(NEWEST, "hook", tmp_path, *names, load=tmp_path) == dict.fromkeys(names, "bit-equal")
 
 
+@pytest.mark.slow
 def test_a_load_without_the_fix_dies_where_a_rank_has_saved_nothing_of_a_bucket(tmp_path: Path) -> None:
     results(NEWEST, "hook", tmp_path, *cases(NEWEST))
     found = results(NEWEST, "none", tmp_path, *cases(NEWEST), load=tmp_path)
@@ -72,6 +74,7 @@ def test_a_load_without_the_fix_dies_where_a_rank_has_saved_nothing_of_a_bucket(
     assert {result.partition(": ")[0] for result in found.values()} == {"load died"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_saved_without_the_fix_loads(tmp_path: Path) -> None:
     results(NEWEST, "none", tmp_path, "plain")
     assert results(NEWEST, "hook", tmp_path, "plain", load=tmp_path) == {"plain": "bit-equal"}

@@ -32,7 +32,7 @@ def exact_resume(version: str, delivery: str, folder: Path, *options: str) -> li
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("inner", ["fused", "torch"])
+@pytest.mark.parametrize("inner", ["fused", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("delivery", ["none", "hook"])
 @pytest.mark.parametrize(("saved_by", "version"), PAIRS)
 def test_a_later_release_resumes_exactly_or_refuses(

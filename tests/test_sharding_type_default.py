@@ -38,12 +38,14 @@ def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> N
     assert resumed(version, delivery, tmp_path) == EXACT
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_dp_reshardable_to_a_run_without_the_fix(tmp_path: Path) -> None:
     resumed(NEWEST, "hook", tmp_path)
     assert resumed(NEWEST, "none", tmp_path, "dp_reshardable", load=tmp_path) == EXACT
     assert resumed(NEWEST, "none", tmp_path, load=tmp_path)["plain"].startswith("load died")
 
 
+@pytest.mark.slow
 def test_a_dp_reshardable_checkpoint_loads_by_default(tmp_path: Path) -> None:
     resumed(NEWEST, "none", tmp_path, "dp_reshardable")
     assert resumed(NEWEST, "hook", tmp_path, load=tmp_path) == EXACT

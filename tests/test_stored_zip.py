@@ -123,6 +123,7 @@ def test_a_file_of_torch_with_a_tensor_of_more_than_4_gib(tmp_path: Path) -> Non
     (tmp_path / "torch.pt").unlink()
 
 
+@pytest.mark.slow
 def test_more_than_65535_records(tmp_path: Path) -> None:
     same_as_zipfile(written({f"data/{number}".encode(): [b"x"] for number in range(70_000)}, tmp_path / "many.zip"))
 

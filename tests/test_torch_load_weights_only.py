@@ -103,6 +103,7 @@ def check_fp32(output: Path, folder: Path) -> None:
     assert all(found[name].equal(states["fp32"]) for name, states in expected.items())
 
 
+@pytest.mark.slow
 def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
     """`python -m` goes through the hook."""
     folder = written(WITH_SCRIPT) / "stage2"
@@ -266,6 +267,7 @@ def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[
     edits.check_fixed_upstream(version, FIX, record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", AFFECTED)
 def test_together_with_the_other_fixes_and_alone(version: str, tmp_path: Path) -> None:
     """Any of them skipped, the others apply as ever: they edit the same files at other places."""

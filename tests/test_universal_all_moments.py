@@ -67,6 +67,7 @@ def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence
         assert found["losses"] == found["expected"]
 
 
+@pytest.mark.slow
 def test_without_the_other_fixes() -> None:
     """It makes its own links, as far as the load needs them."""
     found = resumed(NEWEST, "hook", *AFTER_A_STEP, small=small(NEWEST), fixes=[FIX, "torch_load_weights_only"])

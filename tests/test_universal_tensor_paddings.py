@@ -86,6 +86,7 @@ def test_upstream_crashes_as_a_script(checkpoints: dict[str, Path], tmp_path: Pa
     assert CRASH in done.stderr
 
 
+@pytest.mark.slow
 def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """They start as new interpreters, and import the converter on their own."""
     options = ("--start-method", "spawn")

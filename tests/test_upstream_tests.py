@@ -57,6 +57,7 @@ def test_fail_before_and_pass_after(version: str) -> None:
     assert all(outcomes == {"PASSED"} for outcomes in after.values()), after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "version"), newest_by_default(CONTRIBUTIONS))
 def test_a_contribution(name: str, version: str, tmp_path: Path) -> None:
     """diff --with-test, git apply: the test passes in the checkout, and fails with the test alone."""

@@ -75,6 +75,7 @@ def test_converts_what_was_trained(version: str, delivery: str, checkpoint: Path
     assert element_counts(converted(tmp_path / "stage3")) == right(TRAINED)
 
 
+@pytest.mark.slow
 def test_dp768(tmp_path: Path) -> None:
     source, output = dp768()["dp768_stage3"], tmp_path / "dp768_stage3"
     assert convert(tmp_path, source, version="0.19.2", delivery="none") == {"dp768_stage3": ""}
@@ -84,6 +85,7 @@ def test_dp768(tmp_path: Path) -> None:
     assert differences(converted(output), source) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "delivery"), [("module", "hook"), ("script", "in place")])
 def test_as_a_program(how: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     """`python -m` goes through the hook. A bare script does not: for it, the edit has to stand in the file."""

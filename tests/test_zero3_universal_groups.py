@@ -47,6 +47,7 @@ def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     assert resumed(version, *RUN, delivery) == uninterrupted(version, *RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delivery", ["none", "hook"])
 def test_one_group_that_is_cut_in_several(delivery: str) -> None:
     """Has but one set of settings, and several steps."""
