@@ -33,6 +33,8 @@ PADDING = """if not steps and lp_groups[i]:
 
 def _step_and_state_keys(folder: str) -> "tuple[list[object], set[str]]":
     """The step of a parameter (None if it has none) and its states, but for fp32, in a universal checkpoint."""
+    if not os.path.isdir(folder):  # of an expert: all have taken the same steps, and are there by their global numbers
+        folder = folder.replace("deepspeed_experts.", "deepspeed_experts.global_")
     keys = {name for name, extension in map(os.path.splitext, os.listdir(folder)) if extension == ".pt"}
     step = torch.load(os.path.join(folder, "step.pt"), weights_only=True) if "step" in keys else None
     return [step], keys - {"fp32", "step"}

@@ -53,7 +53,8 @@ def parallel(case: str, *, default: bool = False) -> Kind:
 
 @functools.cache
 def _converted(source: Path, name: str) -> Path:
-    return shared.once(f"universal-{name}", lambda out: universal.ours(source, out))
+    options = ["--inject_missing_state"] if name in INJECTED else []
+    return shared.once(f"universal-{name}", lambda out: universal.ours(source, out, *options))
 
 
 def converted(kind: Kind, name: str, *, default: bool = False) -> Kind:
@@ -114,12 +115,9 @@ ZERO = {
     "stage 3, tensor parallel, uneven": parallel("zero3_uneven"),
     "stage 3, AutoTP's maps": parallel("zero3_affine"),
 }
-NOT_CONVERTED = ("experts, stage 1", "experts, stage 2")
-UNIVERSAL = {
-    f"universal of {name}": converted(kind, name, default=name == "stage 2")
-    for name, kind in ZERO.items()
-    if name not in NOT_CONVERTED
-}
+# Which the converter asks for, where a checkpoint says nothing of how to convert it.
+INJECTED = ("experts, stage 1", "experts, stage 2")
+UNIVERSAL = {f"universal of {name}": converted(kind, name, default=name == "stage 2") for name, kind in ZERO.items()}
 EVERY = {**MEGATRON, **ZERO, **UNIVERSAL}
 
 

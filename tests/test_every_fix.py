@@ -190,6 +190,7 @@ IN_PARTS = {
     "universal_fragment_rebind": "0.16.2 0.19.2",
     "optimizer_state_links": "0.16.2 0.19.8",
     "universal_empty_group": "0.16.2 0.19.8",
+    "universal_experts": "0.14.4 0.19.8",
     "universal_all_moments": "0.14.0",
     "rank_order": "0.12.6 0.14.0",
     "bf16_stage0_state": "0.18.4 0.19.8",

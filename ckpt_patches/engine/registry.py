@@ -66,6 +66,7 @@ FIXES = {
     "universal_fragment_rebind": ("deepspeed.utils.tensor_fragment",),
     "optimizer_state_links": ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.bf16_optimizer"),
     "universal_empty_group": ("deepspeed.runtime.base_optimizer",),
+    "universal_experts": ("deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.stage_1_and_2"),
     "universal_all_moments": (
         "deepspeed.runtime.zero.stage_1_and_2",
         "deepspeed.runtime.bf16_optimizer",

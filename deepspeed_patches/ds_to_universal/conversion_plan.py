@@ -32,9 +32,9 @@ from deepspeed_patches.ds_to_universal.output_files import (
 )
 from deepspeed_patches.ds_to_universal.traits import Traits
 
-NOT_LOADED = (
-    "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed does not "
-    "load: it stops at them"
+BY_NUMBERS = (
+    "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed since 0.14.1 "
+    "loads with the fix universal_experts, and at which it stops without"
 )
 
 
@@ -48,7 +48,7 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
     found.append(_common_state(checkpoint))
     if any(len(expert.ranks) > 1 for expert in checkpoint.local_experts.values()):
-        warnings = [*warnings, NOT_LOADED]
+        warnings = [*warnings, BY_NUMBERS]
     for output in found:
         _check_name(output.name)
     links = tuple(output for output in found if isinstance(output, Link))

@@ -68,6 +68,9 @@ def local_experts(
         UserError: a group has parameters of experts and others, or its ranks do not divide.
     """
     matches = [{name: LOCAL.fullmatch(name) for name in names} for names in groups]
+    held: dict[str, set[str]] = {}  # by layer; its experts may be in several groups
+    for match in (match for of_group in matches for match in of_group.values() if match):
+        held.setdefault(match[1], set()).add(match[2])
     found = {}
     for group, of_group in enumerate(matches):
         if not any(of_group.values()):
@@ -77,8 +80,7 @@ def local_experts(
         ranks = ranks_of(dp_degree, dp_degree // sharing[group], neighbours)
         for name, match in of_group.items():
             if match:
-                held = len({m[2] for m in of_group.values() if m and m[1] == match[1]})
-                numbers = [ep * held + int(match[2]) for ep in range(len(ranks))]
+                numbers = [ep * len(held[match[1]]) + int(match[2]) for ep in range(len(ranks))]
                 names = tuple(f"{match[1]}{number}{match[3]}" for number in numbers)
                 folders = tuple(f"{match[1]}{GLOBAL}{number}{match[3]}" for number in numbers)
                 found[name] = LocalExpert(names, folders if len(ranks) > 1 else names, ranks)

@@ -162,6 +162,12 @@ def _local_experts(
     """The parameters of the experts of `deepspeed.moe`'s layers, by their names in the ranks' files."""
     folder = reader.folder
     path, model = models[0]
+    if folder.experts and "param_shapes" not in model:
+        raise UserError(
+            f"{path} does not say which shapes the parameters have (param_shapes): before 0.19.3 DeepSpeed saved no "
+            "checkpoint of experts that can be converted; resume on the same ranks with a later one, and convert what "
+            "it saves"
+        )
     found = experts.local_experts(
         path, model["param_shapes"], first.get("partition_count") or (), folder.dp_degree, experts.data_first(models)
     )

@@ -67,3 +67,14 @@ def test_a_checkpoint_without_steps(optimizer, tmp_path):
     _write_checkpoint(tmp_path, None)
     optimizer.load_hp_checkpoint_state_from_checkpoint_dir("lp_groups", str(tmp_path))
     assert set(optimizer.optimizer.state[optimizer.partitions[1]]) == set(STATES)
+
+
+def test_experts_that_other_ranks_own(optimizer, tmp_path):
+    """They are there by their numbers among all ranks, where the rank counts its own."""
+    experts = "layer.deepspeed_moe.experts.deepspeed_experts."
+    _, (elsewhere,) = optimizer.lp_groups
+    optimizer.param_names[elsewhere] = f"{experts}1.weight"
+    _write_checkpoint(tmp_path, 3)
+    os.rename(tmp_path / "zero" / "elsewhere", tmp_path / "zero" / f"{experts}global_1.weight")
+    optimizer.load_hp_checkpoint_state_from_checkpoint_dir("lp_groups", str(tmp_path))
+    assert optimizer.optimizer.state[optimizer.partitions[1]]["step"] == 3

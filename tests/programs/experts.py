@@ -1,10 +1,15 @@
 """Train a mixture of experts with DeepSpeed on four ranks, and save it, or load a universal checkpoint of one.
 
-experts.py OUT STAGE [--ep 2]      OUT/global_step8, and beside it each rank's state-RANK.pt, by the experts' numbers
-experts.py OUT STAGE [--ep 4] --universal FOLDER      OUT/state-RANK.pt after the load; prints the losses from there
+experts.py OUT STAGE [--ep 2]      OUT/global_step8, and beside it each rank's state-RANK.pt, by the experts' numbers,
+                                   and losses.json, of the next steps
+experts.py OUT STAGE --resume FOLDER          the same, of a run that loads that checkpoint and does not train before
+experts.py OUT STAGE --ep 4 1 --universal FOLDER      OUT/ep4 with the same two after the load, and so on
+
+Stage 0 is ZeRO 1 by BF16_Optimizer. With --groups N a param group of experts has at most N elements.
 """
 
 import argparse
+import json
 import re
 import warnings
 from pathlib import Path
@@ -18,14 +23,21 @@ from deepspeed.utils import groups
 
 import zero_training
 
-RANKS, HIDDEN, EXPERTS, STEPS = 4, 6, 4, 8
+RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
+
+
+class Whole(torch.nn.Module):
+    """A rank with several experts cuts their tokens out of one tensor, of which torch rounds a layer differently."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous()
 
 
 class Model(torch.nn.Module):
     def __init__(self, ep: int) -> None:
         super().__init__()
         self.first = torch.nn.Linear(3, HIDDEN)
-        expert = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN))
+        expert = torch.nn.Sequential(Whole(), torch.nn.Linear(HIDDEN, HIDDEN))
         self.experts = MoE(HIDDEN, expert, num_experts=EXPERTS, ep_size=ep, k=2, min_capacity=0)
         self.last = torch.nn.Linear(HIDDEN, 1)
 
@@ -34,26 +46,27 @@ class Model(torch.nn.Module):
         return self.last(hidden)
 
 
-def engine(args: argparse.Namespace) -> Any:
+def engine(args: argparse.Namespace, ep: int) -> Any:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = Model(args.ep)
+    model = Model(ep)
     parameters = {"params": list(model.parameters()), "name": "all"}
-    by_group = split_params_into_different_moe_groups_for_optimizer(parameters)
+    by_group = split_params_into_different_moe_groups_for_optimizer(parameters, args.groups)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1000},
+        "zero_optimization": {"stage": args.stage or 1, "reduce_bucket_size": 1000},
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": bool(args.universal)},
+        **({} if args.stage else {"data_types": {"grad_accum_dtype": "fp32"}}),
     }
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(by_group, lr=1e-2), config=config)[0]
 
 
-def train(run: Any, rank: int, first: int) -> list[float]:
+def train(run: Any, rank: int, steps: range) -> list[float]:
     """The mean loss of every step."""
     losses = []
-    for step in range(first, first + STEPS):
+    for step in steps:
         samples = torch.randn(32, 3, generator=torch.Generator().manual_seed(RANKS * step + rank)).bfloat16()
         torch.manual_seed(RANKS * step + rank)  # of two experts the gate draws the second
         loss = (run(samples).float() - 1).pow(2).mean()
@@ -65,26 +78,28 @@ def train(run: Any, rank: int, first: int) -> list[float]:
 
 
 def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The live masters and moments of this rank's parameters, whole, from the running optimizer and from no file."""
+    """The weights, masters and moments of this rank's parameters, whole, as they are live, and from no file."""
     names = {parameter: name for name, parameter in run.module.named_parameters()}
     first = groups._get_expert_parallel_rank(f"ep_size_{ep}") * (EXPERTS // ep)
     optimizer = run.optimizer
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for index, (master, parameters) in enumerate(
-        zip(optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups, strict=True)
-    ):
+    found = {numbered(name, first): {"weight": parameter.detach().clone()} for parameter, name in names.items()}
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        masters, groups_of = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    else:
+        masters, groups_of = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+    for index, (master, parameters) in enumerate(zip(masters, groups_of, strict=True)):
         sharing = optimizer.real_dp_process_group[index]
         for key, own in {"fp32": master.detach(), **optimizer.optimizer.state[master]}.items():
             if key == "step":
                 for parameter in parameters:
-                    found.setdefault(numbered(names[parameter], first), {})[key] = torch.as_tensor(own)
+                    found[numbered(names[parameter], first)][key] = torch.as_tensor(own)
                 continue
             parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(sharing))]
             torch.distributed.all_gather(parts, own.contiguous(), group=sharing)
             flat = torch.cat(parts)
             for parameter in parameters:
                 part = flat[: parameter.numel()].view(parameter.shape).clone()
-                found.setdefault(numbered(names[parameter], first), {})[key] = part
+                found[numbered(names[parameter], first)][key] = part
                 flat = flat[parameter.numel() :]
     return found
 
@@ -95,25 +110,31 @@ def numbered(name: str, first: int) -> str:
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    run = engine(args)
-    if args.universal:
-        run.load_checkpoint(str(args.universal.parent), tag=args.universal.name)
-    else:
-        train(run, rank, 0)
-        run.save_checkpoint(str(args.out), tag="global_step8")
-    args.out.mkdir(exist_ok=True)
-    torch.save(state(run, args.ep), args.out / f"state-{rank}.pt")
-    losses = train(run, rank, STEPS)
-    if rank == 0:
-        (args.out / "losses.txt").write_text(repr(losses))
+    for ep in args.ep:
+        run, out = engine(args, ep), args.out
+        if args.universal:
+            run.load_checkpoint(str(args.universal.parent), tag=args.universal.name)
+            out = args.out / f"ep{ep}"
+        else:
+            if args.resume:
+                run.load_checkpoint(str(args.resume.parent), tag=args.resume.name)
+            else:
+                train(run, rank, range(STEPS))
+            run.save_checkpoint(str(out), tag=f"global_step{STEPS}")
+        out.mkdir(parents=True, exist_ok=True)
+        torch.save(state(run, ep), out / f"state-{rank}.pt")
+        losses = train(run, rank, range(STEPS, STEPS + MORE))
+        if rank == 0:
+            (out / "losses.json").write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("stage", type=int)
-    parser.add_argument("--ep", type=int, default=2)
+    parser.add_argument("--ep", type=int, nargs="+", default=[2])
+    parser.add_argument("--groups", type=int, default=10**6)
     parser.add_argument("--universal", type=Path)
+    parser.add_argument("--resume", type=Path)
     args = parser.parse_args(namespace=argparse.Namespace(work=work, ranks=RANKS))
     zero_training.on_ranks(args)
-    print((args.out / "losses.txt").read_text())

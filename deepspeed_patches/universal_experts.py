@@ -1,0 +1,119 @@
+"""Load a universal checkpoint of `deepspeed.moe` experts, on the same or another number of expert-parallel ranks.
+
+https://github.com/deepspeedai/DeepSpeed/issues/5716
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+    from typing import Any
+
+    import torch
+
+BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/issues/5716",
+        "https://github.com/deepspeedai/DeepSpeed/pull/5681",
+    ),
+    affected="DeepSpeed 0.14.4 to 0.19.8 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2",
+    concerns=BASE_OPTIMIZER,
+    test="tests/unit/checkpoint/test_universal_experts.py",
+)
+
+LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
+NAME, NAME_OF_FOLDER = "self.param_names[lp]", "folder_names[lp]"
+SAVED, SETTINGS = "optim_sd['param_groups']", "settings"
+PREPARED = (
+    "folder_names = _folder_names(self.param_names, checkpoint_dir)",
+    f"{SETTINGS} = _settings_to_load(self.optimizer.param_groups, {SAVED})",
+)
+GROUPS = "zip(self.optimizer.param_groups, {})"
+PARTITION_SIZE = "self.bit16_groups_flat[i].numel() // {}"
+OF_ALL, OF_GROUP = "dp_world_size", "dist.get_world_size(group=self.real_dp_process_group[i])"
+
+
+def _folder_names(param_names: "dict[torch.Tensor, str]", checkpoint_dir: str) -> "dict[torch.Tensor, str]":
+    """The names of the parameters' folders in a universal checkpoint.
+
+    A rank counts its own experts from 0. A folder has an expert's number among all: behind `global_` where several
+    expert-parallel ranks have saved, and plain where one has saved them all.
+    """
+    from deepspeed.utils import groups
+
+    experts = "deepspeed_moe.experts.deepspeed_experts."
+    numbers: dict[str, set[str]] = {}
+    for name in param_names.values():
+        layer, found, rest = name.rpartition(experts)
+        if found:
+            numbers.setdefault(layer, set()).add(rest.partition(".")[0])
+    names = dict(param_names)
+    for lp, name in param_names.items():
+        layer, found, rest = name.rpartition(experts)
+        if found and hasattr(lp, "group_name"):
+            number, _, of_expert = rest.partition(".")
+            first = groups._get_expert_parallel_rank(lp.group_name) * len(numbers[layer])
+            plain, marked = (f"{layer}{experts}{mark}{first + int(number)}.{of_expert}" for mark in ("", "global_"))
+            is_plain = not os.path.isdir(os.path.join(checkpoint_dir, marked)) and os.path.isdir(
+                os.path.join(checkpoint_dir, plain)
+            )
+            names[lp] = plain if is_plain else marked
+    return names
+
+
+def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[str, Any]]") -> "list[dict[str, Any]]":
+    """The saved settings for each param group.
+
+    A group of experts keeps its name, by which its ranks are found. Their number depends on how many experts a rank
+    has: where it is another one, all of them get the settings that all had.
+    """
+    of_experts = [
+        {key: value for key, value in group.items() if key not in ("name", "params")}
+        for group in saved
+        if group.get("moe")
+    ]
+    if not of_experts:
+        return saved
+    others = [group for group in saved if not group.get("moe")]
+    count = sum(bool(group.get("moe")) for group in param_groups)
+    if count != len(of_experts) and all(group == of_experts[0] for group in of_experts):
+        of_experts = of_experts[:1] * count
+    if (count, len(param_groups) - count) != (len(of_experts), len(others)):
+        raise ValueError(
+            f"expected {len(of_experts)} param groups of experts, of different settings, and {len(others)} others, as"
+            f" in the checkpoint, found {count} and {len(param_groups) - count}; make groups of another size, or resume"
+            f" on the number of expert-parallel ranks that has saved"
+        )
+    return [(of_experts if group.get("moe") else others).pop(0) for group in param_groups]
+
+
+@fix.edit(BASE_OPTIMIZER)
+def load_each_expert_by_its_number(source: Source) -> None:
+    """Upstream takes the rank's own number for it, and the group's ranks from the checkpoint."""
+    if LOAD.partition(".")[2].encode() not in source.data:
+        raise NotConcerned
+    load = source.function(LOAD)
+    groups = GROUPS.format(SETTINGS)
+    parts = {part: source.has(part, within=load) for part in (*PREPARED, NAME_OF_FOLDER, groups)}
+    source.check_parts({**source.functions_there("", _folder_names, _settings_to_load), **parts})
+    source.replace(source.one(NAME, within=load), NAME_OF_FOLDER)
+    source.replace(source.one(GROUPS.format(SAVED), within=load).args[1], SETTINGS)
+    source.insert_before(source.loop("i, (param_group, loaded_param_group)", within=load), "\n".join(PREPARED))
+    for function in (_folder_names, _settings_to_load):
+        source.insert_function_before(source.class_named("DeepSpeedOptimizer"), function)
+
+
+@fix.edit(STAGE_1_AND_2, independent=True)
+def link_experts_to_their_part(source: Source) -> None:
+    """Up to 0.14.4 a rank's part of a group of experts was taken to be as small as if all ranks had one."""
+    link = source.function("DeepSpeedZeroOptimizer._link_all_hp_params")
+    if source.has(PARTITION_SIZE.format(OF_GROUP), within=link):
+        raise AlreadyThere
+    size = source.one(PARTITION_SIZE.format(OF_ALL), within=link)
+    source.replace(size, PARTITION_SIZE.format(OF_GROUP))

@@ -1,0 +1,227 @@
+"""universal_experts: the real DeepSpeed loads experts on the number of ranks that has saved them, and on others."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edits
+import shared
+from ckpt_patches.engine.plan import Outcome
+from ckpt_patches.engine.source import function_text
+from deepspeed_patches.universal_experts import _folder_names, _settings_to_load
+from test_audit_coverage import experts
+from test_ds_to_universal_experts import states
+from universal import ours
+from upstream import (
+    DELIVERIES,
+    all_releases,
+    check_upstream_test,
+    newest_by_default,
+    numbers,
+    releases,
+    run,
+    tree,
+)
+from zero_checkpoints import PERMISSIVE
+
+FIX = "universal_experts"
+UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
+
+AFFECTED = newest_by_default(releases("deepspeed", oldest="0.14.1"))
+NEWEST = "0.19.8"
+# Since then such a training saves the shapes of its parameters, without which nothing can be converted. A release
+# before that loads what the newest has written, and its losses are its own.
+SAVES_SHAPES = "0.19.3"
+BF16_OPTIMIZER = 0  # in the place of a stage
+EXPERT_PARALLEL = (2, 4, 1)  # those that have saved are 2
+
+more = pytest.mark.skipif(not all_releases(), reason="trainings more: with CKPT_PATCHES_TEST_ALL=1")
+
+
+def trainer(version: str) -> str:
+    return version if numbers(version) >= numbers(SAVES_SHAPES) else NEWEST
+
+
+@functools.cache
+def trained(version: str, stage: int, *options: str) -> Path:
+    """What a training on two expert-parallel ranks has saved; beside it, what it was then and did next."""
+    if (version, stage, options) == (NEWEST, 1, ()):
+        return experts(1)
+    name = "-".join(("experts", version, str(stage), *options))
+    root = tree("deepspeed", version)
+    return shared.once(name, lambda out: run("experts", out, str(stage), *options, tree=root)) / "global_step8"
+
+
+@functools.cache
+def converted(version: str, stage: int, *options: str) -> Path:
+    source = trained(version, stage, *options)
+    name = "-".join(("universal-experts", version, str(stage), *options))
+    return shared.once(name, lambda out: ours(source, out / "universal", "--inject_missing_state")) / "universal"
+
+
+def resumed(out: Path, version: str, stage: int, *options: str, saved: tuple[str, ...] = (), **keywords: Any) -> None:
+    """Write what a run has after the load, and does next, on each number of expert-parallel ranks in `options`."""
+    folder = converted(trainer(version), stage, *saved)
+    run("experts", out, str(stage), *options, "--universal", folder, tree=tree("deepspeed", version), **keywords)
+
+
+def check_is_where_the_training_was(found: Path, training: Path, losses: bool = True) -> None:
+    """Weights, masters, moments and steps bit for bit, and the next two losses."""
+    expected, loaded = states(training), states(found)
+    assert loaded.keys() == expected.keys()
+    for name, state in expected.items():
+        assert state.keys() == loaded[name].keys()
+        assert {"weight", "fp32", "exp_avg", "exp_avg_sq", "step"} <= state.keys()
+        assert [key for key in state if not loaded[name][key].equal(state[key])] == [], name
+    if losses:
+        assert read(found / "losses.json") == read(training / "losses.json")
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_stops_at_them(version: str, delivery: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"FileNotFoundError.*deepspeed_experts\.[01]\.1\.weight"):
+        resumed(tmp_path, version, 1, "--ep", "2", env=PERMISSIVE)
+    assert not list(tmp_path.glob("ep*"))
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_they_are_where_the_training_was(version: str, delivery: str, tmp_path: Path) -> None:
+    """On the number of expert-parallel ranks that has saved, on more of them, and on one."""
+    resumed(tmp_path, version, 1, "--ep", *map(str, EXPERT_PARALLEL), delivery=delivery)
+    training = trained(trainer(version), 1).parent
+    for ep in EXPERT_PARALLEL:
+        check_is_where_the_training_was(tmp_path / f"ep{ep}", training, losses=trainer(version) == version)
+
+
+@more
+@pytest.mark.parametrize(
+    ("stage", "saved"),
+    [
+        (2, ()),
+        (BF16_OPTIMIZER, ()),
+        (1, ("--ep", "1")),
+        (1, ("--ep", "4")),
+        (1, ("--groups", "50")),  # on one rank four groups of experts, on two of them two, on four one
+    ],
+)
+def test_other_trainings(stage: int, saved: tuple[str, ...], tmp_path: Path) -> None:
+    options = [*saved[-2:]] if "--groups" in saved else []
+    resumed(tmp_path, NEWEST, stage, "--ep", "2", "4", "1", *options, saved=saved, delivery="hook", fixes=(FIX,))
+    for ep in EXPERT_PARALLEL:
+        check_is_where_the_training_was(tmp_path / f"ep{ep}", trained(NEWEST, stage, *saved).parent)
+
+
+@more
+def test_upstream_loads_other_experts_where_one_rank_has_saved(tmp_path: Path) -> None:
+    """Silently: each rank takes the first ones."""
+    resumed(tmp_path, NEWEST, 1, "--ep", "4", saved=("--ep", "1"))
+    expected = states(trained(NEWEST, 1, "--ep", "1").parent)
+    found = states(tmp_path / "ep4")
+    wrong = {name for name in expected if not found[name]["fp32"].equal(expected[name]["fp32"])}
+    experts_of = "experts.deepspeed_moe.experts.deepspeed_experts."
+    assert wrong == {name for name in expected if name.startswith(experts_of) and name[len(experts_of)] != "0"}
+    assert found[f"{experts_of}3.1.weight"]["fp32"].equal(expected[f"{experts_of}0.1.weight"]["fp32"])
+
+
+@more
+def test_what_an_old_release_has_saved_is_converted_after_a_resume(tmp_path: Path) -> None:
+    old = trained("0.16.2", 1)
+    refused = ours(old, tmp_path / "old", "--inject_missing_state", check=False)
+    assert refused.returncode == 2
+    assert "resume on the same ranks with a later one" in refused.stderr
+    run("experts", tmp_path / "new", "1", "--resume", old, tree=tree("deepspeed", NEWEST))
+    check_is_where_the_training_was(tmp_path / "new", old.parent, losses=False)
+    ours(tmp_path / "new/global_step8", tmp_path / "universal", "--inject_missing_state")
+
+
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_test(version: str, tmp_path: Path) -> None:
+    """The one for upstream's suite: fails before, passes after."""
+    check_upstream_test(UPSTREAM_TEST, version, tmp_path, "9 failed", "9 passed", env=PERMISSIVE)
+
+
+# The edit itself
+
+BASE_OPTIMIZER, STAGE_1_AND_2 = "deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
+EDITED = [
+    "folder_names = _folder_names(self.param_names, checkpoint_dir)",
+    "settings = _settings_to_load(self.optimizer.param_groups, optim_sd['param_groups'])",
+    "loaded_param_group) in enumerate(zip(self.optimizer.param_groups, settings)):",
+    "step = lp.load_hp_checkpoint_state(os.path.join(checkpoint_dir, folder_names[lp]),",
+]
+LINKED = (
+    "partition_size = self.bit16_groups_flat[i].numel() // dist.get_world_size(group=self.real_dp_process_group[i])"
+)
+LINKED_WRONG = "0.14.4"  # the last release in which experts' parts are linked as those of all ranks
+
+
+@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.14.1"))
+def test_what_is_edited(version: str) -> None:
+    result, plan = edits.plan(tree("deepspeed", version), FIX)
+    assert result.outcome is Outcome.APPLIES
+    linked_wrong = numbers(version) <= numbers(LINKED_WRONG)
+    assert set(plan.files) == {BASE_OPTIMIZER, *([STAGE_1_AND_2] if linked_wrong else [])}
+    added = edits.added_lines(plan)
+    functions = [function_text(function).splitlines() for function in (_folder_names, _settings_to_load)]
+    inserted = [line.strip() for lines in functions for line in lines if line.strip()]
+    base = [line.removesuffix(" tp_rank,") for line in added["base_optimizer"] if line]
+    assert base == [*inserted, *EDITED]
+    assert added.get("stage_1_and_2", [LINKED]) == [LINKED]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.0"))
+def test_a_release_that_loads_parameter_by_parameter_is_not_concerned(
+    version: str, delivery: str, record_property: Callable[[str, object], None]
+) -> None:
+    edits.check_not_present(version, FIX, record_property)
+
+
+@pytest.fixture(params=["0.14.4", "0.19.8"] if all_releases() else ["0.19.8"])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_twice_changes_nothing(copy: Path) -> None:
+    edits.check_twice_changes_nothing(copy, FIX)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (BASE_OPTIMIZER, "self.param_names[lp])", "self.name_of(lp))"),
+        (BASE_OPTIMIZER, "optim_sd['param_groups'])", "self.groups_of(optim_sd))"),
+        (BASE_OPTIMIZER, "class DeepSpeedOptimizer(", "class DeepspeedOptimizer("),
+        (STAGE_1_AND_2, "partition_size = self.bit16_groups_flat[i]", "partition_size = self.flat(i)"),
+    ],
+)
+def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str) -> None:
+    reason = edits.check_left_alone(copy, FIX, module, old, new)
+    assert f"{module.rpartition('.')[2]}.py: expected" in reason
+
+
+@pytest.mark.parametrize(
+    ("version", "others"),
+    [
+        ("0.14.4", ("universal_empty_group", "torch_load_weights_only")),
+        ("0.14.4", ("optimizer_state_links",)),
+        ("0.18.4", ("universal_empty_group", "bf16_wrapper_name")),
+        ("0.19.6", ("universal_empty_group", "universal_fragment_rebind")),
+    ],
+)
+def test_before_or_after_other_fixes_of_these_files(version: str, others: tuple[str, ...], tmp_path: Path) -> None:
+    """What they make of them together does not depend on which was first."""
+    edits.check_in_any_order(tree("deepspeed", version), (FIX, *others), tmp_path)
