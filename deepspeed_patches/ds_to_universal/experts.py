@@ -69,8 +69,8 @@ def local_experts(
     """
     matches = [{name: LOCAL.fullmatch(name) for name in names} for names in groups]
     held: dict[str, set[str]] = {}  # by layer; its experts may be in several groups
-    for match in (match for of_group in matches for match in of_group.values() if match):
-        held.setdefault(match[1], set()).add(match[2])
+    for known in (match for of_group in matches for match in of_group.values() if match):
+        held.setdefault(known[1], set()).add(known[2])
     found = {}
     for group, of_group in enumerate(matches):
         if not any(of_group.values()):

@@ -71,7 +71,8 @@ def train(run: Any, rank: int, steps: range) -> list[float]:
         torch.manual_seed(RANKS * step + rank)  # of two experts the gate draws the second
         loss = (run(samples).float() - 1).pow(2).mean()
         run.backward(loss)
-        run.step()
+        with torch.no_grad():  # 0.18.7 to 0.18.9 gather the parameters into views, outside of it
+            run.step()
         torch.distributed.all_reduce(total := loss.detach().clone())
         losses.append(total.item() / RANKS)
     return losses
