@@ -103,9 +103,9 @@ def without_shapes(folder: Path) -> None:
 CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an expert without a file": (
         lambda folder: os.remove(folder / "layer_0_expert_3_mp_rank_00_model_states.pt"),
-        "expected experts.deepspeed_moe.experts.deepspeed_experts.3.1.weight of the shape (6, 6) in a file",
+        "expected experts.deepspeed_moe.experts.deepspeed_experts.3.0.weight of the shape (6, 6) in a file",
     ),
-    "an expert of another number": (other_number, "deepspeed_experts.3.1.weight of the shape (6, 6) in a file"),
+    "an expert of another number": (other_number, "deepspeed_experts.3.0.weight of the shape (6, 6) in a file"),
     "no files of experts": (without_files, "has 0 files layer_*_expert_* and 4 parameters of experts"),
     "no shapes": (without_shapes, "before 0.19.3 DeepSpeed saved no checkpoint of experts that can be converted"),
     "another number of ranks": (
