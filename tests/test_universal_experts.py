@@ -219,7 +219,7 @@ def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str)
     assert f"{module.rpartition('.')[2]}.py: expected" in reason
 
 
-TOGETHER = [("0.19.8", ("universal_empty_group",))]
+TOGETHER: list[tuple[str, tuple[str, ...]]] = [("0.19.8", ("universal_empty_group",))]
 if all_releases():
     TOGETHER += [
         ("0.14.4", ("universal_empty_group", "torch_load_weights_only")),
