@@ -24,6 +24,7 @@ NEWEST = "0.19.2"
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
 SLACK = 0.7  # MiB; a shard of the memory tests has 0.5, a bucket 2
+PIECES = 8  # MiB
 
 
 def lean_gather(
@@ -74,28 +75,43 @@ def check_equal(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_collectives(ranks: list[dict[str, Any]]) -> None:
-    """Each rank calls the same ones in the same order: to rank 0 by Gloo, one for every state of a bucket."""
-    calls = [rank["calls"] for rank in ranks]
-    assert all(call == calls[0] for call in calls)
+    """To rank 0 by Gloo a message for each state of each shard; else one collective for a state of a bucket."""
     states = 3 * len(ranks[0]["buckets"])
-    assert calls[0]["gloo"] == [["all_to_all_single", states]]
-    assert calls[0]["load"] == [["scatter", states]]
-    for name in calls[0].keys() - {"gloo", "load", "empty"}:
-        assert {function for function, _ in calls[0][name]} == {"broadcast"}
+    sent = [3 * shards_of(rank, ranks) for rank in range(len(ranks))]
+    for rank, found in enumerate(ranks):
+        messages = ["irecv", sum(sent[1:])] if rank == 0 else ["isend", sent[rank]]
+        expected = {"gloo": [messages] if messages[1] else [], "load": [["scatter", states]]}
+        if "nccl" in found["calls"]:
+            on_all_ranks = [["all_gather_into_tensor", states]]
+            expected |= {"gloo, all ranks": on_all_ranks, "nccl, all ranks": on_all_ranks}
+            expected |= {"nccl": [["gather", states]], "empty": []}
+        assert found["calls"] == expected
+
+
+def shards_of(rank: int, ranks: list[dict[str, Any]]) -> int:
+    """In how many buckets a rank has more than padding."""
+    return sum(rank * padded // len(ranks) < unpadded for padded, unpadded in ranks[0]["buckets"])
 
 
 def check_memory(ranks: list[dict[str, Any]]) -> None:
     """What the process grew by, beyond the state that a rank returns."""
     bucket, shard = ranks[0]["bucket"], ranks[0]["shard"]
-    assert ranks[0]["gloo"] < shard + SLACK
+    pieces = min(bucket, PIECES)  # of all ranks, in one buffer; Gloo has another one
+    assert ranks[0]["gloo"] < SLACK
     for rank in ranks:
-        assert rank["gloo"] < bucket + SLACK
-        assert rank["load"] < bucket + SLACK  # its shard of all three states, which are set together
-        # The stand-in GPU is this process too. Gloo's thread may let go of a shard after the next one is there.
-        assert rank.get("nccl", 0) < bucket + shard + SLACK
-        assert rank.get("gloo, all ranks", 0) < shard + SLACK
-        assert rank.get("nccl, all ranks", 0) < 2 * shard + SLACK
-    assert ranks[0].get("nccl", 0) < 2 * shard + SLACK
+        assert rank["gloo"] < 3 * shard + SLACK  # of all three states
+        assert rank["load"] < max(bucket, 3 * shard) + SLACK  # of all three states, which are set together
+        for name in ("nccl", "gloo, all ranks", "nccl, all ranks"):  # the stand-in GPU is this process too
+            assert rank.get(name, 0) < 3 * shard + 2 * pieces + 2 * pieces / len(ranks) + SLACK, (name, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", releases("megatron-core", oldest=NEWEST))
+def test_what_goes_through_a_buffer_does_so_in_pieces(version: str) -> None:
+    """Of a bucket that is four times as large."""
+    found = lean_gather(version, "hook", "--parts", "memory", "--ranks", "2", "--elements", str(4 * PIECES * 2**18))
+    assert found["memory"][0]["bucket"] == 4 * PIECES
+    check_memory(found["memory"])
 
 
 @pytest.mark.slow
@@ -166,17 +182,22 @@ BUILD = [
     "world_tensors.get(key), shard_ranges[data_parallel_rank]",
     ")",
     "tensors[key].detach()",
-    "for key in list(local_shards):",
 ]
-ARGUMENTS = ["world_tensors.get(key),", "local_shards.pop(key),", "shard_ranges,"]
 SCATTER = ["send_tensors = self._padded_shards(", "world_tensor, gbuf_world_numel, gbuf_local_numel"]
 BROUGHT = {
-    "0.7.0": [*BUILD, "self._gather_shards(", *ARGUMENTS, *SCATTER],
+    "0.7.0": [
+        *BUILD,
+        *("self._gather_shards(", "world_tensors, local_shards, shard_ranges, data_parallel_group_gloo", ")"),
+        "del local_shards",
+        *SCATTER,
+    ],
     NEWEST: [
         *BUILD,
         "if use_gloo_comm and not return_on_all_ranks:",
-        *("self._gather_shards(", *ARGUMENTS, "data_parallel_group,"),
-        *("self._broadcast_shards(", *ARGUMENTS, "use_gloo_comm,"),
+        "self._gather_shards(world_tensors, local_shards, shard_ranges, data_parallel_group)",
+        "self._gather_shards_in_pieces(",
+        *("world_tensors,", "local_shards,", "shard_ranges,", "data_parallel_group,"),
+        *("use_gloo_comm,", "return_on_all_ranks,", ")", "del local_shards"),
         # The loops over the buckets and over the states, changed about.
         "offset_in_world_tensors = 0",
         "for bucket_idx, gbuf_range_map in enumerate(gbuf_range_map_for_all_buckets):",
@@ -200,6 +221,6 @@ def test_the_lines_that_it_brings(version: str) -> None:
     methods = vars(vars(importlib.import_module(f"megatron_patches.{FIX}"))["DistributedOptimizer"])
     texts = {name: function_text(method) for name, method in methods.items() if callable(method)}
     brought = [name for name, text in texts.items() if set(map(str.strip, text.splitlines())) <= set(added)]
-    assert brought == [name for name in texts if name != "_broadcast_shards" or with_nccl(version)]
+    assert brought == [name for name in texts if name != "_gather_shards_in_pieces" or with_nccl(version)]
     of_methods = {line.strip() for name in brought for line in texts[name].splitlines()}
     assert [line for line in added if line not in of_methods] == BROUGHT[version]

@@ -47,6 +47,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "async_saving",
             "empty_state",
             "exact_resume",
+            "gather_on_many_ranks",
             "hybrid_reload",
             "lean_gather",
             "megatron_saving",

@@ -65,33 +65,26 @@ for key, send_tensor in local_shards.items():
         end = ...
         world_tensors[key][start:end].copy_(...)
 """
-# A shard that has been sent is let go of before the next bucket's are built.
+# Shards that have been sent are let go of before the next bucket's are built.
 GATHER_IN_PLACE = """
-for key in list(local_shards):
-    self._gather_shards(
-        world_tensors.get(key),
-        local_shards.pop(key),
-        shard_ranges,
-        data_parallel_group_gloo,
-    )
+self._gather_shards(
+    world_tensors, local_shards, shard_ranges, data_parallel_group_gloo
+)
+del local_shards
 """
-GATHER_OR_BROADCAST_IN_PLACE = """
-for key in list(local_shards):
-    if use_gloo_comm and not return_on_all_ranks:
-        self._gather_shards(
-            world_tensors.get(key),
-            local_shards.pop(key),
-            shard_ranges,
-            data_parallel_group,
-        )
-    else:
-        self._broadcast_shards(
-            world_tensors.get(key),
-            local_shards.pop(key),
-            shard_ranges,
-            data_parallel_group,
-            use_gloo_comm,
-        )
+GATHER_IN_PLACE_OR_IN_PIECES = """
+if use_gloo_comm and not return_on_all_ranks:
+    self._gather_shards(world_tensors, local_shards, shard_ranges, data_parallel_group)
+else:
+    self._gather_shards_in_pieces(
+        world_tensors,
+        local_shards,
+        shard_ranges,
+        data_parallel_group,
+        use_gloo_comm,
+        return_on_all_ranks,
+    )
+del local_shards
 """
 ADVANCE = "offset_in_world_tensors += gbuf_world_numel_unpadded"
 # Since 0.11 a load sets all states of a parameter at once.
@@ -134,56 +127,64 @@ class DistributedOptimizer:
 
     def _gather_shards(
         self,
-        world_tensor: "torch.Tensor | None",
-        shard: "torch.Tensor",
+        world_tensors: "dict[str, torch.Tensor]",
+        local_shards: "dict[str, torch.Tensor]",
         shard_ranges: "list[range]",
         group: "torch.distributed.ProcessGroup",
     ) -> None:
-        """Receive the shards of a bucket on DP rank 0, straight into the world tensor (Gloo).
+        """Receive the shards of all states of a bucket on DP rank 0, in their final place (Gloo).
 
-        This is a gather, but Gloo's own one receives into a buffer of the whole bucket's size and
-        copies from there. Rank 0's own shard is in its place already.
+        A message for each shard. Gloo's own gather receives into a buffer of the whole bucket's
+        size and copies from there. Rank 0's own shard is in its place already.
         """
-        nothing, no_numels = shard[:0], [0] * len(shard_ranges)
-        if world_tensor is None:
-            send_numels = [shard.numel(), *no_numels[1:]]
-            torch.distributed.all_to_all_single(nothing, shard, no_numels, send_numels, group)
-            return
-        others = world_tensor[shard_ranges[0].stop : shard_ranges[-1].stop]
-        receive_numels = [0, *(len(shard_range) for shard_range in shard_ranges[1:])]
-        torch.distributed.all_to_all_single(others, nothing, receive_numels, no_numels, group)
+        requests = []
+        for tag, (key, shard) in enumerate(local_shards.items()):
+            if not world_tensors:
+                destination = torch.distributed.get_global_rank(group, 0)
+                if shard.numel() > 0:  # not padding alone
+                    requests.append(torch.distributed.isend(shard, destination, group, tag))
+                continue
+            for rank, shard_range in enumerate(shard_ranges[1:], start=1):
+                if len(shard_range) > 0:
+                    place = world_tensors[key][shard_range.start : shard_range.stop]
+                    source = torch.distributed.get_global_rank(group, rank)
+                    requests.append(torch.distributed.irecv(place, source, group, tag))
+        for request in requests:
+            request.wait()
 
-    def _broadcast_shards(
+    def _gather_shards_in_pieces(
         self,
-        world_tensor: "torch.Tensor | None",
-        shard: "torch.Tensor",
+        world_tensors: "dict[str, torch.Tensor]",
+        local_shards: "dict[str, torch.Tensor]",
         shard_ranges: "list[range]",
         group: "torch.distributed.ProcessGroup",
         use_gloo_comm: bool,
+        return_on_all_ranks: bool,
     ) -> None:
-        """Receive the shards of a bucket on all ranks, one after the other.
+        """Receive the shards of all states of a bucket on the ranks that have world tensors.
 
-        A rank copies them to its world tensor, if it has one; the GPU holds one shard at a time.
-        Gloo receives in the world tensor, which then every rank has.
+        By one collective for a piece of every rank's shard, which goes through a buffer that is as
+        large as all those pieces: 8 MiB, or with many ranks 64 KiB for each.
         """
-        for rank, shard_range in enumerate(shard_ranges):
-            if len(shard_range) == 0:
-                continue  # padding alone
-            place = None
-            if world_tensor is not None:
-                place = world_tensor[shard_range.start : shard_range.stop]
-            if use_gloo_comm:
-                received = place
-            elif rank == group.rank():
-                received = shard.cuda()
-            else:
-                device = torch.cuda.current_device()
-                received = torch.empty((len(shard_range),), dtype=torch.float32, device=device)
-            source = torch.distributed.get_global_rank(group, rank)
-            torch.distributed.broadcast(received, source, group)
-            if place is not None:
-                place.copy_(received)
-            del received  # before the next one is allocated
+        device = "cpu" if use_gloo_comm else torch.cuda.current_device()
+        piece_numel = max(2**21 // len(shard_ranges), 2**14)
+        shard_numel = max(len(shard_range) for shard_range in shard_ranges)
+        for key, shard in local_shards.items():
+            for start in range(0, shard_numel, piece_numel):
+                numel = min(piece_numel, shard_numel - start)
+                piece = shard[start : start + numel]  # shorter, or empty, where padding begins
+                piece = torch.nn.functional.pad(piece, (0, numel - piece.numel())).to(device)
+                pieces = (len(shard_ranges) if world_tensors else 0, numel)
+                received = torch.empty(pieces, dtype=torch.float32, device=device)
+                if return_on_all_ranks:
+                    torch.distributed.all_gather_into_tensor(received.view(-1), piece, group)
+                else:
+                    destination = torch.distributed.get_global_rank(group, 0)
+                    torch.distributed.gather(piece, list(received), destination, group)
+                for rank, row in enumerate(received):
+                    part = shard_ranges[rank][start : start + numel]
+                    world_tensors[key][part.start : part.stop].copy_(row[: len(part)])
+                del piece, received  # before the next ones are allocated
 
     def _padded_shards(
         self,
@@ -205,7 +206,7 @@ GATHERERS = (
     DistributedOptimizer._shard_ranges,
     DistributedOptimizer._local_shard,
     DistributedOptimizer._gather_shards,
-    DistributedOptimizer._broadcast_shards,
+    DistributedOptimizer._gather_shards_in_pieces,
 )
 
 
@@ -225,7 +226,7 @@ def gather_in_place(source: Source) -> None:
     )
     build_in_place(source, save)
     if with_nccl:
-        source.replace(source.one(GATHER_OR_ALL_GATHER, within=save), GATHER_OR_BROADCAST_IN_PLACE)
+        source.replace(source.one(GATHER_OR_ALL_GATHER, within=save), GATHER_IN_PLACE_OR_IN_PIECES)
     else:
         source.replace(source.one(GATHER, within=save), GATHER_IN_PLACE)
     source.remove(source.one("data_parallel_global_ranks = ...", within=save))

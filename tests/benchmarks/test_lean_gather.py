@@ -8,6 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from upstream import run, tree
 
 NEWEST = "0.19.2"
@@ -32,6 +34,26 @@ def test_save_in_the_torch_format(tmp_path: Path) -> None:
     )
     for part in ("gather", "save"):
         show_time(part, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 32, 96])
+def test_gather_to_rank_0_on_many_ranks(ranks: int) -> None:
+    """20,000 elements of each state on each rank, over Gloo."""
+    on = tree("megatron-core", NEWEST)
+    file = on / "megatron/core/optimizer/distrib_optimizer.py"
+    done = run("gather_on_many_ranks", file, str(ranks), "20000", tree=on, delivery="hook")
+    found = json.loads(done.stdout.splitlines()[-1])
+    times = {name: slowest([rank[name] for rank in found]) for name in SIDES}
+    ratio = statistics.median(a / b for a, b in zip(*(times[name] for name in SIDES), strict=True))
+    print(f"\n{ranks} ranks: {ratio:.2f}x upstream's time (figure to reach: 1.1x)")
+    for name in SIDES:
+        messages, sent = (sum(rank[f"{name}, {what}"] for rank in found) for what in ("messages", "bytes"))
+        peaks = [statistics.median(used for used, _ in rank[name]) / 1e6 for rank in (found[0], found[-1])]
+        milliseconds = 1000 * statistics.median(times[name])
+        print(f"  {name:8} {milliseconds:6.1f} ms, {messages} messages, {sent / 1e6:.1f} MB sent")
+        print(f"           peak of rank 0 {peaks[0]:.1f} MB, of the last {peaks[1]:.1f} MB")
+    assert ratio <= 1.1
+    assert sum(rank["ours, bytes"] for rank in found) <= sum(rank["upstream, bytes"] for rank in found)
 
 
 def show_time(part: str, ranks: list[dict[str, Any]]) -> None:
