@@ -136,7 +136,7 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 def _diff(options: argparse.Namespace) -> int:
     from ckpt_patches.engine.diffs import tree_diff
 
-    plans = [plan_tree(s.root, s.package, s.names) for s in select(options.fixes, options.tree)]
+    plans = [plan_tree(s.root, s.package, s.names, for_upstream=True) for s in select(options.fixes, options.tree)]
     _raise_unreadable(plans)
     for plan in plans:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))

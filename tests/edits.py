@@ -27,8 +27,8 @@ def copy_of(tree: Path, fix: str, to: Path) -> Path:
     return to
 
 
-def plan(tree: Path, fix: str) -> tuple[FixResult, TreePlan]:
-    made = plan_tree(str(tree), TARGETS[FIXES[fix][0]], [fix])
+def plan(tree: Path, fix: str, *, for_upstream: bool = False) -> tuple[FixResult, TreePlan]:
+    made = plan_tree(str(tree), TARGETS[FIXES[fix][0]], [fix], for_upstream=for_upstream)
     return made.results[0], made
 
 

@@ -215,8 +215,8 @@ BROUGHT = {
 
 @pytest.mark.parametrize("version", ["0.7.0", NEWEST])
 def test_the_lines_that_it_brings(version: str) -> None:
-    """Beside its methods."""
-    _, made = edits.plan(tree("megatron-core", version), FIX)
+    """To upstream, beside its methods."""
+    _, made = edits.plan(tree("megatron-core", version), FIX, for_upstream=True)
     added = edits.added_lines(made)["distrib_optimizer"]
     methods = vars(vars(importlib.import_module(f"megatron_patches.{FIX}"))["DistributedOptimizer"])
     texts = {name: function_text(method) for name, method in methods.items() if callable(method)}

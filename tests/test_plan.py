@@ -213,3 +213,17 @@ def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: p
     results = planned(tree, monkeypatch, make("one"), make("two", optional=True)).results
     assert [result.outcome for result in results] == [Outcome.NO_MATCH, Outcome.NO_MATCH]
     assert all("no source, only bytecode" in result.reason for result in results)
+
+
+def test_what_is_ours_alone_is_not_for_upstream(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is edited here, and left out of a diff for upstream."""
+
+    def log(source: Source) -> None:
+        source.insert_before(source.one("value = ..."), "print('ours')")
+
+    fix = make("one")
+    fix.edit(FIRST, independent=True, ours_alone=True)(log)
+    monkeypatch.setattr(plan, "load", {"one": fix}.__getitem__)
+    ours, theirs = (plan_tree(str(tree), CORE, ["one"], for_upstream=choice) for choice in (False, True))
+    assert [b"print" in made.files[FIRST].patched for made in (ours, theirs)] == [True, False]
+    assert [b"new(1)" in made.files[FIRST].patched for made in (ours, theirs)] == [True, True]

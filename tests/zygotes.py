@@ -53,6 +53,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "megatron_saving",
             "padded_saving",
             "param_groups",
+            "ranks_that_differ",
             "shifted_saving",
         ),
         MEGATRON,

@@ -22,6 +22,7 @@ class Edit:
     function: EditFunction
     optional: bool  # the module need not exist: releases moved the code between modules
     independent: bool  # right without the fix's other edits: some releases have it alone
+    ours_alone: bool  # left out of a diff for upstream
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,17 @@ class Fix:
         return TARGETS[FIXES[self.name][0]]
 
     def edit(
-        self, *modules: str, optional: bool = False, independent: bool = False
+        self, *modules: str, optional: bool = False, independent: bool = False, ours_alone: bool = False
     ) -> Callable[[EditFunction], EditFunction]:
         """Decorate a function that edits these modules, each on its own.
 
         Where some edits of a fix are there already, and others are not, it does not match: a part of it may be worse
-        than nothing. Those marked `independent` are right alone.
+        than nothing. Those marked `independent` are right alone. Those marked `ours_alone` are of use where fixes are
+        laid over a release, and no part of a diff for upstream.
         """
 
         def register(function: EditFunction) -> EditFunction:
-            self.edits.extend(Edit(module, function, optional, independent) for module in modules)
+            self.edits.extend(Edit(module, function, optional, independent, ours_alone) for module in modules)
             return function
 
         return register

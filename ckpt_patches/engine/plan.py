@@ -92,8 +92,16 @@ class _Tree:
     module.
     """
 
-    def __init__(self, root: str, originals: Mapping[str, bytes], unavailable: Mapping[tuple[str, str], str]) -> None:
+    def __init__(
+        self,
+        root: str,
+        originals: Mapping[str, bytes],
+        unavailable: Mapping[tuple[str, str], str],
+        *,
+        for_upstream: bool = False,
+    ) -> None:
         self.root = root
+        self.for_upstream = for_upstream
         self.originals = originals
         self.unavailable = unavailable
         self.sources: dict[str, Source | None] = {}
@@ -141,6 +149,8 @@ def plan_tree(
     names: Iterable[str] | None = None,
     originals: Mapping[str, bytes] | None = None,
     unavailable: Mapping[tuple[str, str], str] | None = None,
+    *,
+    for_upstream: bool = False,
 ) -> TreePlan:
     """Decide what these fixes (all of the package's, if None) do in a tree.
 
@@ -150,8 +160,9 @@ def plan_tree(
         names: the fixes, in their order.
         originals: by path, the text to start from, for files that are edited on disk already.
         unavailable: by fix and module, why this fix cannot edit it here; if it would, it does not match.
+        for_upstream: without the edits that are no part of a change for upstream.
     """
-    tree = _Tree(root, originals or {}, unavailable or {})
+    tree = _Tree(root, originals or {}, unavailable or {}, for_upstream=for_upstream)
     names = fixes_for(package) if names is None else list(names)
     with without_garbage_collection():
         results = [_try(name, tree) for name in names]
@@ -218,6 +229,8 @@ def _make(fix: Fix, tree: _Tree) -> Outcome:
     there: list[Edit] = []
     missing: list[str] = []
     for edit in fix.edits:
+        if edit.ours_alone and tree.for_upstream:
+            continue
         source = _source(tree, edit.module)
         if source is None:
             missing += [] if edit.optional else [module_path(tree.root, edit.module)]

@@ -5,6 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/5255
 
 import ast
 
+from ckpt_patches.engine.agreement import insert_agreement
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.source import Function, NoMatch, Source
 
@@ -332,3 +333,18 @@ def load_bucket_by_bucket(source: Source, load: Function) -> None:
     source.remove(source.one(ADVANCE, within=buckets))
     source.remove(set_states)
     source.insert_after(buckets, ADVANCE + SET_STATES_OF_BUCKET)
+
+
+@fix.edit(DISTRIB_OPTIMIZER, independent=True, ours_alone=True)
+def agree_first(source: Source) -> None:
+    """Upstream's gather and this one do not meet; nor do the loads, which take buckets and states in another order."""
+    save, load = source.function(SAVE), source.function(LOAD)
+    insert_agreement(
+        source,
+        fix.name,
+        by_upstream=source.has("self._gather_shards(...)", save),
+        announce=source.one("self.data_parallel_group = data_parallel_group"),
+        check=(save, load),
+        ranks="torch.distributed.get_process_group_ranks(self.data_parallel_group)",
+        before=source.class_named(CLASS),
+    )

@@ -5,6 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/834
 
 from collections.abc import Callable
 
+from ckpt_patches.engine.agreement import insert_agreement
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.source import AlreadyThere, Source
 
@@ -280,3 +281,19 @@ def import_modules(source: Source) -> None:
         source.insert_after(source.one("import os"), "import shutil")
     if not source.imports("replace"):
         source.insert_before(source.one("from functools import partial"), "from dataclasses import replace")
+
+
+@fix.edit("megatron.core.dist_checkpointing.strategies.zarr", independent=True, ours_alone=True)
+def agree_first(source: Source) -> None:
+    """`_raise_failures` and upstream's barrier do not meet."""
+    save = source.function("ZarrSaveShardedStrategy.save")
+    made = "ZarrSaveShardedStrategy.__init__"  # since 0.8 when a save asks for it, before ranks wait for each other
+    insert_agreement(
+        source,
+        fix.name,
+        by_upstream=source.has("_raise_failures(failures)", save),
+        announce=source.function(made).body[-1] if source.has_function(made) else None,
+        check=(save,),
+        ranks="list(range(torch.distributed.get_world_size()))",
+        before=source.class_named("ZarrSaveShardedStrategy"),
+    )

@@ -1,0 +1,58 @@
+"""One rank of a group whose other ranks may run with other fixes: gather or save, and print what came of it.
+
+Prints a line of JSON: the error (its first line), or nothing, and the seconds that it took.
+
+    ranks_that_differ.py OUT gather|zarr    by RANK, WORLD_SIZE and MASTER_PORT
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+import megatron_training as mt
+
+
+def main() -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mt._start(rank, worker, ranks, os.environ["MASTER_PORT"], (1, 1), Path(sys.argv[1]), sys.argv[2])
+
+
+def worker(rank: int, out: Path, what: str) -> None:
+    mt.use_inner_optimizer("fused")
+    model, optimizer = mt.build()
+    mt.step(model, optimizer, 0)
+    start, error = time.monotonic(), ""
+    try:
+        save(model, optimizer, out / "first", what)
+        fail_where_it_asks_again()
+        save(model, optimizer, out / "second", what)
+    except RuntimeError as raised:
+        error = str(raised).splitlines()[0]
+    print(json.dumps({"error": error, "seconds": time.monotonic() - start}), flush=True)
+    time.sleep(1)  # rank 0 holds the store, from which the others read at the same time
+    os._exit(0)  # as a job ends in which a rank has failed: no barrier, no end of the group
+
+
+def fail_where_it_asks_again() -> None:
+    store = dist.distributed_c10d._get_default_store
+
+    def checked() -> dist.Store:
+        if sys._getframe(1).f_code.co_name == "_check_all_ranks_have_fix":
+            raise RuntimeError("the other ranks are asked again")
+        return store()
+
+    dist.distributed_c10d._get_default_store = checked
+
+
+def save(model: mt.Model, optimizer: mt.Optimizer, out: Path, what: str) -> None:
+    if what == "zarr":
+        mt.write(mt.sharded_state_dict("fully_sharded_model_space", model, optimizer, is_loading=False), out, "zarr")
+    else:
+        mt.inner(optimizer).get_parameter_state_dp_zero()
+
+
+main()
