@@ -109,7 +109,7 @@ def left_to_the_rest(items: list[pytest.Item]) -> set[pytest.Item]:
         item
         for item in items
         if item.get_closest_marker("slow")
-        or _parameters(item).get("delivery") == "in place"
+        or (_parameters(item).get("delivery") == "in place" and not _on_main(item))
         or _release(item) < newest[_case(item)]
     }
 

@@ -157,7 +157,7 @@ def test_fix(version, delivery, record_property):
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    for variable in ("CKPT_PATCHES_TEST_ALL", *upstream.MAIN_VARIABLES.values()):
+    for variable in ("CKPT_PATCHES_TEST_ALL", "CKPT_PATCHES_TEST_REST", *upstream.MAIN_VARIABLES.values()):
         monkeypatch.delenv(variable, raising=False)
     tests = pytester.mkdir("tests")
     (tests / "conftest.py").write_text((Path(upstream.__file__).parent / "conftest.py").read_text())
@@ -198,7 +198,7 @@ def test_outcomes_on_a_main_branch_are_recorded_with_its_commit(
     monkeypatch.setenv("CKPT_PATCHES_TEST_MEGATRON_MAIN", str(checkout))
     monkeypatch.setenv("PYTHONPATH", str(upstream.REPOSITORY / "tests"))
     (project.path / "tests" / "test_one.py").write_text(TESTS.replace('"0.7.0"', '"0.7.0", "main"'))
-    project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=3, failed=1, skipped=1)
+    project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1)
     recorded = project.path / "tests" / "recorded"
     assert [path.name for path in recorded.glob("*.json")] == ["main.json"]
     found = json.loads((recorded / "main.json").read_text())
@@ -211,12 +211,23 @@ def test_outcomes_on_a_main_branch_are_recorded_with_its_commit(
     }
 
 
-def test_the_default_run_shows_a_bug_and_writes_in_place_on_the_newest_release_alone(project: pytest.Pytester) -> None:
-    (project.path / "tests" / "test_one.py").write_text(TESTS)
+def test_the_default_run_is_of_the_newest_release_by_the_hook_and_the_rest_of_all_else(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = TESTS + "\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
+    (project.path / "tests" / "test_one.py").write_text(marked)
+    default = {"test_fix[0.8.0-none]", "test_fix[0.8.0-hook]"}
+    rest = {"test_slow", "test_fix[0.8.0-in place]", *(f"test_fix[0.7.0-{d}]" for d in ("none", "hook", "in place"))}
+    assert collected(project) == default
+    monkeypatch.setenv("CKPT_PATCHES_TEST_REST", "1")
+    assert collected(project) == rest
+    monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
+    assert collected(project) == default | rest
+
+
+def collected(project: pytest.Pytester) -> set[str]:
     done = project.runpytest_subprocess("--rootdir=.", "--collect-only", "-q", "tests")
-    done.stdout.fnmatch_lines(["*0.7.0-hook*", "*4/6 tests collected (2 deselected)*"])
-    for delivery in ("none", "in place"):
-        done.stdout.no_fnmatch_line(f"*0.7.0-{delivery}*")
+    return {line.partition("::")[2] for line in done.outlines if "::" in line}
 
 
 def test_a_marked_test_without_parameters_is_refused(project: pytest.Pytester) -> None:
@@ -229,6 +240,7 @@ def test_a_marked_test_without_parameters_is_refused(project: pytest.Pytester) -
 def test_without_the_hook_nothing_is_tested(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     (project.path / "tests" / "test_one.py").write_text(TESTS)
     monkeypatch.setenv("CKPT_PATCHES", "off")
+    monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
     done = project.runpytest_subprocess("--rootdir=.", "tests")
     assert done.ret == 2
     done.stdout.fnmatch_lines(["*expected the import hook in sys.meta_path*"])
