@@ -15,9 +15,11 @@ import os
 import pickle
 import select
 import signal
+import struct
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from mmap import mmap
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
@@ -25,6 +27,7 @@ from ckpt_patches.errors import UserError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _VALUE, _ERROR, _DEFECT = range(3)  # what a worker sends
+COUNT = struct.Struct("<Q")
 
 
 class WorkerDefect(RuntimeError):
@@ -219,3 +222,61 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], worth_a_pr
 
 def _share(function: Callable[[Item], Result], share: Sequence[Item]) -> Iterator[list[Result]]:
     yield [function(item) for item in share]
+
+
+def largest_first(
+    items: Sequence[Item], count: int, order: Callable[[Item], Any], cost: Callable[[Item], int]
+) -> list[list[Item]]:
+    """Divide items between workers: those that come first by `order`, the largest, each to whom has least."""
+    divided: list[list[Item]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for item in sorted(items, key=order):
+        least = loads.index(min(loads))
+        divided[least].append(item)
+        loads[least] += cost(item)
+    return divided
+
+
+def in_shares(
+    work: Callable[[Sequence[Item], Callable[[int], None]], Iterable[None]],
+    shares: Sequence[Sequence[Item]],
+    show: Callable[[int], object],
+    interval: float,
+) -> None:
+    """Do shares of a work, each by a worker, that yields one value and says how many bytes it has moved; `show` is told
+    every `interval` seconds how many all have moved till then.
+
+    Raises:
+        UserError: a worker could not do its share, or `show` raised it; the others are stopped.
+        WorkerDefect: see `Worker.receive`.
+    """
+    moved = Counters(len(shares))
+    functions = [partial(work, share, moved.counter(index)) for index, share in enumerate(shares)]
+    with started(functions) as running:
+        left = list(running)
+        while left:
+            for worker in ready(left, interval):
+                left.remove(worker)
+                worker.receive()
+            show(moved.total)
+
+
+class Counters:
+    """Bytes by worker, in memory that all of them share."""
+
+    def __init__(self, count: int) -> None:
+        self._bytes = mmap(-1, max(1, COUNT.size * count))
+
+    def counter(self, index: int) -> Callable[[int], None]:
+        """What a worker calls with bytes that it has moved."""
+
+        def add(nbytes: int) -> None:
+            (before,) = COUNT.unpack_from(self._bytes, index * COUNT.size)
+            COUNT.pack_into(self._bytes, index * COUNT.size, before + nbytes)
+
+        return add
+
+    @property
+    def total(self) -> int:
+        """Until now."""
+        return sum(count for (count,) in COUNT.iter_unpack(self._bytes[: len(self._bytes) // COUNT.size * COUNT.size]))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.unfinished import meeting_folder
 from ckpt_patches.group import Group
-from deepspeed_patches.ds_to_universal.output_folder import meeting_folder
 from universal import MODULE, command, distinct, environment, files, ours, parallel
 from upstream import free_port
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ckpt_patches.formats import stored_zip, torch_file, torch_writer
-from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.progress import Progress, line
-from deepspeed_patches.ds_to_universal.output_files import storages
 from upstream import PROGRAMS
 
 BASE = torch.arange(24, dtype=torch.float32)
@@ -44,7 +43,7 @@ def rewritten(value: Any, folder: Path) -> Path:
     header = torch_file.read(folder / "torch.pt").value
     original = (folder / "torch.pt").read_bytes()
     with open(folder / "ours.pt", "wb") as file, torch_writer.torch_file(file, "ours", header) as records:
-        for storage in storages(header):
+        for storage in storages_in(header):
             data = original[storage.offset : storage.offset + storage.nbytes]
             records.add_storage(storage.key, storage.nbytes, [data[:5], data[5:]])
     return folder / "ours.pt"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.formats import durable
-from deepspeed_patches.ds_to_universal import output_folder
+from ckpt_patches.formats import durable, unfinished
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -77,10 +76,10 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
         if os.path.samestat(os.fstat(descriptor), folders[bad].stat()):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    output_folder._sync_folders([str(folder) for folder in folders])
+    unfinished._sync_folders([str(folder) for folder in folders])
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        output_folder._sync_folders([str(folder) for folder in folders])
+        unfinished._sync_folders([str(folder) for folder in folders])
     assert raised.value.filename == str(folders[bad])
 
 

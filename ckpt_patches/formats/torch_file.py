@@ -16,7 +16,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,6 +223,25 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
         else:
             inner = list(enumerate(value))
         left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner)]
+
+
+def storages_in(value: Any) -> list[StorageHeader]:
+    """Of all tensors in a value, which may hold itself."""
+    found, seen, left = {}, set(), [value]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, StorageHeader):
+            found[value.key] = value
+        elif isinstance(value, Instance):
+            left += [value.args, value.state, value.items, value.pairs]
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += value
+    return [found[key] for key in sorted(found)]
 
 
 def _part(key: Any) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.unfinished import meeting_folder
 from ckpt_patches.group import Group
 from ckpt_patches.meeting import Meeting
 from ckpt_patches.progress import Progress
@@ -15,7 +16,7 @@ from deepspeed_patches.ds_to_universal import read_headers, traits
 from deepspeed_patches.ds_to_universal.conversion_plan import plan
 from deepspeed_patches.ds_to_universal.file_systems import Direct, writes_directly
 from deepspeed_patches.ds_to_universal.output_files import Output, Plan
-from deepspeed_patches.ds_to_universal.output_folder import OutputFolder, fingerprint, meeting_folder
+from deepspeed_patches.ds_to_universal.output_folder import OutputFolder, fingerprint
 from deepspeed_patches.ds_to_universal.source_files import Access
 from deepspeed_patches.ds_to_universal.workers import shares, worker_count, write_all
 from deepspeed_patches.ds_to_universal.write import Job

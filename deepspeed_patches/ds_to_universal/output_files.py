@@ -3,13 +3,13 @@
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.torch_file import Instance, StorageHeader, TensorHeader
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.formats.zero import ElementType, ModelFile, Shape
 from deepspeed_patches.ds_to_universal import layout
 from deepspeed_patches.ds_to_universal.headers import File
@@ -157,26 +157,7 @@ def as_float32(name: str, model: ModelFile, weight: TensorHeader) -> TorchOutput
 def saved(name: str, value: Any, file: int) -> TorchOutput:
     """A value of a file of the checkpoint, with the storages that it holds."""
     contents = {}
-    for storage in storages(value):
+    for storage in storages_in(value):
         run = Pieces.of([Run(file, storage.offset, storage.nbytes)] if storage.nbytes else [])
         contents[storage.key] = Content(storage.dtype, layout.whole((storage.numel,)), (run,))
     return TorchOutput(name, value, contents)
-
-
-def storages(value: Any) -> list[StorageHeader]:
-    """Of all tensors in a value, which may hold itself."""
-    found, seen, left = {}, set(), [value]
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, StorageHeader):
-            found[value.key] = value
-        elif isinstance(value, Instance):
-            left += [value.args, value.state, value.items, value.pairs]
-        elif isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            left += value
-    return [found[key] for key in sorted(found)]

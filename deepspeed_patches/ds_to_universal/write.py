@@ -3,19 +3,18 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_writer import torch_file
+from ckpt_patches.formats.unfinished import TEMPORARY, reported
 from deepspeed_patches.ds_to_universal.layout import Block
 from deepspeed_patches.ds_to_universal.new_file import PAGE, NewFile, pages
 from deepspeed_patches.ds_to_universal.output_files import Content, CopiedOutput, Output, Slice, TorchOutput
 from deepspeed_patches.ds_to_universal.source_files import Access, Sources
 
-TEMPORARY = ".unfinished-"  # what names of files begin with that are not whole yet
 SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place
 COMPARED = 1 << 20  # bytes at once
 # So many files are waited for together: what the disk has to do for one of them it then does for all.
@@ -119,15 +118,6 @@ class Writer:
             yield window
             begin += len(window)
             self.moved(len(window))
-
-
-@contextmanager
-def reported(path: str | Path) -> Iterator[None]:
-    """Errors of the file system as one line, with the name that the file was to get."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _made_by(how: str) -> Fill:
