@@ -12,6 +12,7 @@ from ckpt_patches.audit import command as audit
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError
+from ckpt_patches.migrate import command as migrate
 
 if TYPE_CHECKING:
     from ckpt_patches.status import Installed, Status
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   ckpt-patches revert numpy2_product                   take one out again, byte for byte
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
   ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
+  ckpt-patches migrate OLD --output NEW                make of an old Megatron checkpoint one that 0.16 and later load
 
 exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, or a file that
 cannot be worked on, 3 of a checkpoint it cannot be told whether it is damaged
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     # Its options are its own module's, which the other commands do without.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
     audit.add_to(commands)
+    migrate.add_to(commands)
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="fixes to take (default: all)")
         command.add_argument(

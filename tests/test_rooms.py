@@ -24,6 +24,7 @@ ROOMS = {
     "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine", "ckpt_patches.formats.durable"},
     "ckpt_patches.audit": COMMON | {"ckpt_patches.formats"},
+    "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "deepspeed_patches.ds_to_universal": COMMON
     | {"ckpt_patches.formats", "ckpt_patches.engine.installed", "ckpt_patches.engine.registry"},
     "deepspeed_patches": {"ckpt_patches.engine"},

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -141,7 +141,7 @@ def tell_share(path: Path, workers: int, team: Team) -> None:
             raise UserError(f"{path}: not a checkpoint in a format that is known")
         found = reader(path)
         found.shards += coverage.others(found)
-        own, files = _share(found, _all_shards(found), team)
+        own, files = _share(found, all_shards(found), team)
         team.tell_parts(scan.scan(own, workers, lambda _: team.check()), files)
     except OthersFailed:
         raise
@@ -155,10 +155,19 @@ def _judge(found: Checkpoint, workers: int, team: Team) -> shifted.Shift | None:
     """Read every element, and add to the findings what is wrong with them; what is known of a shift."""
     found.shards += coverage.others(found)
     found.repaired = repaired.read(found).ranges
-    shards = _all_shards(found)
+    shards = all_shards(found)
     pieces: list[checksums.PartRead] = []
+    return judged(found, shards, _odd(found, shards, workers, team, pieces), pieces)
+
+
+def judged(
+    found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[checksums.PartRead]
+) -> shifted.Shift | None:
+    """Add to the findings what is wrong with these shards, of each of which is given what is odd; what is known of a
+    shift. By the end of `odds` the checksums of all that was read are in `pieces`.
+    """
     empty = set()
-    for shard, odd in zip(shards, _odd(found, shards, workers, team, pieces), strict=True):
+    for shard, odd in zip(shards, odds, strict=True):
         own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
         found.findings += judge.judge(shard, odd._replace(runs=own), found)
         if judge.has_no_moments(shard, own):
@@ -169,7 +178,7 @@ def _judge(found: Checkpoint, workers: int, team: Team) -> shifted.Shift | None:
     return shift
 
 
-def _all_shards(found: Checkpoint) -> list[Shard]:
+def all_shards(found: Checkpoint) -> list[Shard]:
     """And bytes that no array has; they are read for the checksums."""
     return [*found.shards, *checksums.rest(found.records, found.shards)]
 

@@ -1,5 +1,7 @@
 """Records with checksums: those of all that a checkpoint's files hold, against those of what was read of them."""
 
+import bisect
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -27,8 +29,7 @@ def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
         for stream in shard.streams.values():
             for extent in stream.extents:
                 read.setdefault(extent.path, []).append((extent.offset, extent.offset + extent.nbytes))
-    for ranges in read.values():
-        ranges.sort()
+    read = {path: _joined(ranges) for path, ranges in read.items()}
     return [
         Shard(
             record.path,
@@ -41,9 +42,22 @@ def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
     ]
 
 
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, with those as one that overlap or touch."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
 def _gaps(begin: int, end: int, ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    for first, last in ranges:
-        if last > begin and first < end:
+    for first, last in itertools.islice(ranges, max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), None):
+        if first >= end:
+            break
+        if last > begin:
             if first > begin:
                 yield begin, first
             begin = max(begin, last)

@@ -104,8 +104,13 @@ def spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
     """All that is to be read; with checksums of what is in files of these names."""
     for number, shard in enumerate(shards):
         has_checksums = any(e.path in checked for stream in shard.streams.values() for e in stream.extents)
-        for begin in range(0, shard.numel if shard.streams else 0, SPAN):
-            yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), has_checksums)
+        yield from spans_of(number, shard, checked=has_checksums)
+
+
+def spans_of(number: int, shard: Shard, *, checked: bool) -> Iterator[Span]:
+    """The parts of one shard."""
+    for begin in range(0, shard.numel if shard.streams else 0, SPAN):
+        yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), checked)
 
 
 def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> Iterator[Part]:

@@ -90,6 +90,11 @@ def _label(index: Offsets) -> str:
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    return read_chunked(path)[0]
+
+
+def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist.Index]:
+    """The same, with where the elements of each tensor's chunks lie, and the index."""
     found = Checkpoint(path, "megatron torch_dist")
     check_config(found)
     index = _index(found)
@@ -104,7 +109,7 @@ def read(path: Path) -> Checkpoint:
     check_siblings(found, tensors)
     for parameter, roles in by_parameter(tensors).items():
         found.shards += _shards(found, parameter, _with_shapes(roles))
-    return found
+    return found, tensors, index
 
 
 def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:

@@ -17,7 +17,7 @@ from ckpt_patches.audit.megatron import (
 from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
-from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, is_array, read_array
+from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array
 
 
 def read(path: Path) -> Checkpoint:
@@ -28,8 +28,8 @@ def read(path: Path) -> Checkpoint:
         set_common(found, common)
     folders = _array_folders(found)
     check_siblings(found, (folder.name for folder in folders))
-    arrays = {array.name: array for folder in folders if (array := _array(folder, found))}
-    for parameter, roles in by_parameter(arrays).items():
+    known = {array.name: array for folder in folders if (array := _array(folder, found))}
+    for parameter, roles in by_parameter(known).items():
         found.shards += _shards(parameter, roles, found)
     for file in sorted(path.glob("*/shard_*.pt")):
         _read_object(file, found)
@@ -44,10 +44,9 @@ def _read_object(path: Path, found: Checkpoint) -> None:
 
 
 def _array_folders(found: Checkpoint) -> list[Path]:
-    folders = [folder for folder in sorted(found.path.iterdir()) if folder.is_dir()]
-    locks = [folder for folder in folders if folder.name.endswith(LOCKS)]
-    found.findings += [Finding(damages.LOCK_DIRECTORY, folder.name) for folder in locks]
-    return [folder for folder in folders if folder not in locks and is_array(folder)]
+    locks = sorted(folder.name for folder in found.path.glob(f"*{LOCKS}") if folder.is_dir())
+    found.findings += [Finding(damages.LOCK_DIRECTORY, name) for name in locks]
+    return arrays(found.path)
 
 
 def _array(folder: Path, found: Checkpoint) -> Array | None:

@@ -219,6 +219,12 @@ class File(Protocol):
     def tell(self) -> int: ...
 
 
+class SparseFile(File, Protocol):
+    """A file of which somebody else writes a part."""
+
+    def skip(self, nbytes: int) -> object: ...
+
+
 class Writer:
     """Writes an archive, record by record, and in the end its directory."""
 
@@ -230,20 +236,36 @@ class Writer:
         """A record, in pieces, of no more than so many bytes; its checksum is taken on the way, and stands behind the
         data, as torch writes it.
         """
-        large = nbytes >= LARGE
-        position, version, size = self._file.tell(), VERSION_64 if large else VERSION, ELSEWHERE if large else 0
-        extra = PART_64.pack(EXTRA_64, 16, 0, 0) if large else b""
-        extra += _padding(position + LOCAL.size + len(name) + len(extra))
-        numbers = (version, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980, 0, size, size, len(name), len(extra))
-        self._file.write(b"".join((LOCAL.pack(b"PK\3\4", *numbers), name, extra)))
+        position = self._begin(name, nbytes >= LARGE)
         checksum = written = 0
         for piece in data:
             checksum = crc32(piece, checksum)
             written += len(piece)
             self._file.write(piece)
+        self._end(name, position, Stored(0, written, checksum), nbytes >= LARGE)
+
+    def leave_room(self, file: SparseFile, name: bytes, nbytes: int, checksum: int) -> int:
+        """A record whose data, of this checksum, somebody else writes; from which byte on. `file` is the archive's."""
+        position = self._begin(name, nbytes >= LARGE)
+        stored = Stored(file.tell(), nbytes, checksum)
+        file.skip(nbytes)
+        self._end(name, position, stored, nbytes >= LARGE)
+        return stored.offset
+
+    def _begin(self, name: bytes, large: bool) -> int:
+        """Write a record's header; where it stands."""
+        position, version, size = self._file.tell(), VERSION_64 if large else VERSION, ELSEWHERE if large else 0
+        extra = PART_64.pack(EXTRA_64, 16, 0, 0) if large else b""
+        extra += _padding(position + LOCAL.size + len(name) + len(extra))
+        numbers = (version, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980, 0, size, size, len(name), len(extra))
+        self._file.write(b"".join((LOCAL.pack(b"PK\3\4", *numbers), name, extra)))
+        return position
+
+    def _end(self, name: bytes, position: int, stored: Stored, large: bool) -> None:
+        """Write what stands behind a record's data."""
         behind = BEHIND_64 if large else BEHIND
-        self._file.write(behind.pack(b"PK\7\x08", checksum, written, written))
-        self._directory.append(_entry(name, position, written, checksum))
+        self._file.write(behind.pack(b"PK\7\x08", stored.checksum, stored.nbytes, stored.nbytes))
+        self._directory.append(_entry(name, position, stored.nbytes, stored.checksum))
 
     def finish(self) -> None:
         """Write the directory."""

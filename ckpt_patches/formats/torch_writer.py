@@ -34,12 +34,51 @@ def torch_file(file: File, name: str, value: Any) -> Iterator["Records"]:
 
     `name` is torch's for the records: the file's, without its suffix.
     """
-    archive = Writer(file)
-    archive.add(f"{name}/data.pkl".encode(), [pickled(value)])
-    archive.add(f"{name}/byteorder".encode(), [b"little"])
-    archive.add(f"{name}/version".encode(), [b"3\n"])
+    archive = _begun(file, name, pickled(value))
     yield Records(archive, name)
     archive.finish()
+
+
+def _begun(file: File, name: str, data: bytes) -> Writer:
+    """An archive with all records but those of the storages."""
+    archive = Writer(file)
+    archive.add(f"{name}/data.pkl".encode(), [data])
+    archive.add(f"{name}/byteorder".encode(), [b"little"])
+    archive.add(f"{name}/version".encode(), [b"3\n"])
+    return archive
+
+
+class Outline:
+    """A torch file without the bytes of its storages, which somebody else writes into their places."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, bytes]] = []  # by where they begin
+        self.nbytes = 0  # of the file
+        self.places: dict[str, int] = {}  # by a storage's key, where it begins
+
+    def write(self, data: Any) -> int:
+        self.pieces.append((self.nbytes, bytes(data)))
+        self.nbytes += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def skip(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+
+def outline(name: str, data: bytes, storages: Iterable[tuple[str, int, int]]) -> Outline:
+    """The file around storages, of which the key, the bytes and the checksum are given; `data` is the pickled value.
+
+    Where everything lies does not depend on the checksums.
+    """
+    found = Outline()
+    archive = _begun(found, name, data)
+    for key, nbytes, checksum in storages:
+        found.places[key] = archive.leave_room(found, f"{name}/data/{key}".encode(), nbytes, checksum)
+    archive.finish()
+    return found
 
 
 class Records:

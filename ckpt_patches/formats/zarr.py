@@ -51,10 +51,21 @@ class Array:
         for index in itertools.product(*grid):
             yield self.separator.join(map(str, index)) or "0"
 
+    def places(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The same, each with the first element of its chunk."""
+        grid = [range(0, size, chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+        return zip(itertools.product(*grid), self.labels(), strict=True)
+
     @property
     def chunk_bytes(self) -> int:
         """Each is written whole, also at an edge."""
         return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
+
+
+def arrays(path: Path) -> list[Path]:
+    """The folders of a checkpoint's arrays, without those of their locks."""
+    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.endswith(LOCKS)]
+    return [folder for folder in folders if is_array(folder)]
 
 
 def is_array(folder: Path) -> bool:

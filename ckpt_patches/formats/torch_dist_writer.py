@@ -1,0 +1,57 @@
+"""Write the index of torch.distributed.checkpoint, plain, which every release of Megatron reads.
+
+https://pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_patches.formats.torch_dist import Place, Tensor
+from ckpt_patches.formats.torch_file import Size, stand_in
+from ckpt_patches.formats.torch_writer import pickled
+
+METADATA, STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+ARCHIVE = "archive"  # how torch names the records of what has no file's name of its own
+
+
+def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
+    """What `.metadata` holds. Of the tensors every chunk has its place."""
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for tensor in tensors:
+        described[tensor.name] = _tensor(tensor)
+        for offsets in tensor.chunks:
+            stored[_object("MetadataIndex", fqn=tensor.name, offset=Size(offsets), index=None)] = _place(
+                tensor.places[offsets]
+            )
+    for name, place in objects.items():
+        described[name] = _object("BytesStorageMetadata")
+        stored[_object("MetadataIndex", fqn=name, index=None)] = _place(place)
+    return pickled(_object("Metadata", state_dict_metadata=described, planner_data=None, storage_data=stored))
+
+
+def _tensor(tensor: Tensor) -> Any:
+    properties = stand_in(METADATA, "TensorProperties")
+    made = properties.__new__(properties)
+    layout = stand_in("torch.serialization", "_get_layout")("torch.strided")
+    memory_format = stand_in(METADATA, "_MEM_FORMAT_ENCODING")(0)
+    made.state = stand_in("torch", tensor.dtype), layout, False, memory_format, False
+    chunks = [
+        _object("ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
+        for offsets, sizes in tensor.chunks.items()
+    ]
+    return _object("TensorStorageMetadata", properties=made, size=Size(tensor.size), chunks=chunks)
+
+
+def _place(place: Place) -> Any:
+    kind = stand_in(STORAGE, "_StorageInfo")
+    made = kind.__new__(kind)
+    made.state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
+    return made
+
+
+def _object(name: str, **fields: Any) -> Any:
+    kind = stand_in(METADATA, name)
+    made = kind.__new__(kind)
+    made.state = fields or None
+    return made

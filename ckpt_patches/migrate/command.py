@@ -1,0 +1,178 @@
+"""The command `ckpt-patches migrate`. Its work is imported when it is run: it needs NumPy, others do not."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_patches.errors import UserError
+
+if TYPE_CHECKING:
+    from ckpt_patches.migrate.migrate import Options, Summary
+    from ckpt_patches.migrate.plan import Plan
+
+MOST_SHOWN = 10  # findings
+EPILOG = """examples:
+  ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run     what would become of which tensors
+  ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000
+  torchrun --nproc-per-node 4 -m ckpt_patches migrate ckpt/iter_0001000 --output new/iter_0001000
+  srun -N 8 --ntasks-per-node 1 ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000
+
+OLD is only read. NEW has its name when all of it is on the disk; until then it is NEW.unfinished, and the same command
+goes on from there.
+
+exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated, or nothing to do: a line says why
+"""
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add it to the command line."""
+    migrate = commands.add_parser(
+        "migrate",
+        help="make of an old Megatron checkpoint one that megatron-core 0.16 and later load",
+        description="Make of a checkpoint that megatron-core up to 0.15 has written (zarr, or an optimizer's state in "
+        "flattened ranges) one that 0.16 and later load and resume from, bit for bit.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    migrate.add_argument("path", type=Path, metavar="OLD", help="the checkpoint's folder, like iter_0001000")
+    migrate.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
+    migrate.add_argument("--dry-run", action="store_true", help="print the plan, and write nothing")
+    migrate.add_argument("--json", action="store_true", help="for programs")
+    migrate.add_argument(
+        "--step", type=_step, metavar="N", help="the optimizer's step, where parameter groups have different ones"
+    )
+    migrate.add_argument(
+        "--damaged-as-is", action="store_true", help="migrate although elements are damaged: they stay as they are"
+    )
+    migrate.add_argument(
+        "--trust_checkpoint",
+        action="store_true",
+        help="let classes pass that checkpoints are not known to hold (none is ever run)",
+    )
+    migrate.add_argument(
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="processes (default: the processors, at most 16; under a launcher divided among its processes)",
+    )
+    migrate.add_argument(
+        "--no-sync",
+        dest="sync",
+        action="store_false",
+        help="do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails",
+    )
+    migrate.add_argument(
+        "--group",
+        default="",
+        metavar="RANK/SIZE|none",
+        help="work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)",
+    )
+    migrate.set_defaults(run=run)
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of steps, found {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number of processes, found {text!r}")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Migrate, or show what would be done; the exit status."""
+    try:
+        from ckpt_patches.migrate import migrate
+    except ModuleNotFoundError as error:
+        raise UserError(f"migrate needs {error.name}, which is not installed: pip install {error.name}") from None
+    from ckpt_patches.meeting import OthersFailed
+    from ckpt_patches.processes import WorkerDefect
+
+    try:
+        if options.dry_run:
+            _, planned = migrate.prepare(options.path, options.step, trust=options.trust_checkpoint)
+            _print(_plan_as_json(planned) if options.json else _plan_as_text(planned))
+            return 0
+        summary = migrate.migrate(options.path, options.output, _chosen(options), warn=_say)
+    except migrate.DamagedError as error:
+        _say(str(error))
+        return 1
+    except OthersFailed:
+        raise
+    except (OSError, WorkerDefect) as error:
+        raise UserError(str(error)) from None
+    _print(_summary_as_json(summary) if options.json else _summary_as_text(summary))
+    return 0
+
+
+def _chosen(options: argparse.Namespace) -> "Options":
+    from ckpt_patches.migrate.migrate import Options
+
+    return Options(
+        workers=options.workers,
+        step=options.step,
+        damaged_as_is=options.damaged_as_is,
+        trust=options.trust_checkpoint,
+        sync=options.sync,
+        group=options.group,
+    )
+
+
+def _say(message: str) -> None:
+    print(f"ckpt-patches: {message}", file=sys.stderr)
+
+
+def _print(text: str) -> None:
+    # In one piece: torchrun runs Python unbuffered, and print would write the end of the line by itself.
+    sys.stdout.write(f"{text}\n")
+
+
+def _plan_as_text(planned: "Plan") -> str:
+    """A table: what becomes of which tensors."""
+    rows = [("", "of the source", "becomes", "tensors", "GB")]
+    rows += [(row.what, row.source, row.target, str(row.tensors), f"{row.nbytes / 1e9:.3f}") for row in planned.rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    kind = f"{planned.source_type or 'not distributed'} -> {planned.target_type or 'the same'}"
+    last = (
+        f"optimizer's state: {kind}; {planned.nbytes / 1e9:.3f} GB in {len(planned.files)} files; nothing was written"
+    )
+    return "\n".join([*lines, *(f"note: {warning}" for warning in planned.warnings), last])
+
+
+def _plan_as_json(planned: "Plan") -> str:
+    described: dict[str, Any] = {
+        "source_type": planned.source_type,
+        "target_type": planned.target_type,
+        "bytes": planned.nbytes,
+        "files": [file.name for file in planned.files],
+        "rows": [dataclasses.asdict(row) for row in planned.rows],
+        "notes": list(planned.warnings),
+    }
+    return json.dumps(described, indent=1)
+
+
+def _summary_as_text(summary: "Summary") -> str:
+    before = f" ({summary.files_before} were there already)" if summary.files_before else ""
+    written = f"{summary.bytes / 1e9:.2f} GB in {summary.files} files{before}"
+    kind = f"{summary.source_type or 'weights'} -> {summary.target_type or 'torch_dist'}"
+    lines = [
+        f"{found.kind.severity}: {found.kind.name} {found.array} {found.shard} {found.detail}".rstrip()
+        for found in summary.findings[:MOST_SHOWN]
+    ]
+    more = len(summary.findings) - MOST_SHOWN
+    lines += [f"and {more} more findings: ckpt-patches audit lists them"] if more > 0 else []
+    verdict = f", {summary.verdict}" if summary.verdict else ""
+    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning)"
+    return "\n".join([*lines, f"{summary.output}: {kind}{verdict}, {written}, {times}"])
+
+
+def _summary_as_json(summary: "Summary") -> str:
+    findings = [{**dataclasses.asdict(own), "kind": own.kind.name} for own in summary.findings]
+    return json.dumps({**dataclasses.asdict(summary), "findings": findings})

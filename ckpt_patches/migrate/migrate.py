@@ -1,0 +1,259 @@
+"""Migrate a checkpoint: read its structure, plan, move the bytes, judge them, and give the result its name."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches import __version__
+from ckpt_patches.audit import audit, coverage, repaired, scan
+from ckpt_patches.audit.audit import Report
+from ckpt_patches.audit.checksums import PartRead
+from ckpt_patches.audit.damages import DAMAGE, NOTE, SHIFTED_STATE, Finding
+from ckpt_patches.audit.megatron import CONFIG
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_dist, torch_dist_writer
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
+from ckpt_patches.formats.torch_file import storages_in
+from ckpt_patches.formats.torch_writer import torch_file as written_file
+from ckpt_patches.formats.unfinished import UnfinishedFolder, meeting_folder, write_at_once
+from ckpt_patches.group import Group, processors
+from ckpt_patches.meeting import Meeting
+from ckpt_patches.migrate import keys, move, source
+from ckpt_patches.migrate.plan import OutputFile, Plan, needs_nothing, plan, source_type
+from ckpt_patches.migrate.source import Source
+from ckpt_patches.progress import Progress
+
+MARK = ".ckpt-patches-migrate.json"
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+MOST_SHOWN = 10  # findings
+
+
+class DamagedError(UserError):
+    """A checkpoint with damage, of which nobody has said that it is to be migrated as it is."""
+
+
+class NeedsNothingError(UserError):
+    """A checkpoint that megatron-core 0.16 and later load as it is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to migrate."""
+
+    workers: int | None = None  # processes; none: as many as processors
+    step: int | None = None  # of all parameter groups; none: as they say
+    damaged_as_is: bool = False  # migrate although elements are damaged
+    trust: bool = False  # let classes pass that are not listed; nothing of them is run
+    sync: bool = True  # have every file on the disk before it gets its name
+    group: str = ""  # '3/16': as process 3 of 16; 'none': alone; otherwise as the launcher says
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was done."""
+
+    output: str
+    source_type: str
+    target_type: str
+    bytes: int  # written, by this process
+    files: int  # written, by this process
+    files_before: int  # already there, of an interrupted run
+    seconds: float  # in all
+    plan_seconds: float  # of it until the first byte was moved
+    workers: int
+    verdict: str  # of the audit; empty of all processes but the first
+    findings: tuple[Finding, ...]
+
+
+def prepare(path: Path, step: int | None, *, trust: bool = False) -> tuple[Source, Plan]:
+    """Everything that is found out before the first byte is written.
+
+    Raises:
+        UserError: the checkpoint cannot be migrated.
+        NeedsNothingError: it need not be.
+    """
+    found = source.read(path, trust=trust)
+    if needs_nothing(found):
+        raise _nothing_to_do(found)
+    checkpoint = found.found
+    checkpoint.shards += coverage.others(checkpoint)
+    return found, plan(found, audit.all_shards(checkpoint), step)
+
+
+def _nothing_to_do(found: Source) -> UserError:
+    """Why a checkpoint that is loaded as it is is not migrated."""
+    path, kind = found.found.path, source_type(found)
+    if kind == keys.RESHARDABLE:
+        report = audit.audit(path)
+        if any(finding.kind is SHIFTED_STATE for finding in report.findings):
+            return UserError(f"{path} is shifted: repair it first (ckpt-patches repair {path} --output NEW)")
+    cut = f", its optimizer's state is {kind}" if kind else ""
+    return NeedsNothingError(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{cut}")
+
+
+def migrate(
+    path: Path, output: Path, options: Options | None = None, *, warn: Callable[[str], object] = print
+) -> Summary:
+    """Write a checkpoint that megatron-core 0.16 and later load. Under torchrun, srun or mpirun each does its share.
+
+    Raises:
+        DamagedError: elements are damaged; all is written but the name, and `damaged_as_is` gives it.
+        UserError: it cannot be migrated, the output exists, the disk is full. What was written stays, and the same call
+            goes on from there.
+    """
+    begin = time.monotonic()
+    options = options or Options()
+    group = Group.of(os.environ, options.group)
+    if group.note and group.rank == 0:
+        warn(group.note)
+    workers = options.workers or group.workers(processors())
+    with Meeting(group, meeting_folder(output)) as meeting:
+        found, planned = prepare(path, options.step, trust=options.trust)
+        folder = UnfinishedFolder(output, _fingerprint(found, planned, options), MARK, "migration")
+        folder.check()
+        folder.check_space(folder.missing(planned.files))
+        meeting.check()
+        for warning in planned.warnings if group.rank == 0 else ():
+            warn(warning)
+        own = move.shares(planned.files, group.size)[group.rank]
+        left = folder.missing(own)
+        folder.begin()
+        planning = time.monotonic() - begin
+        findings: tuple[Finding, ...] = ()
+        with folder.held() if group.rank == 0 else nullcontext():
+            _move(planned, folder, options, left, workers, meeting)
+            if group.rank == 0:
+                meeting.wait_for_shares()
+                findings = _finish(found, planned, folder, options)
+        meeting.finish()
+    return Summary(
+        output=str(folder.final),
+        source_type=planned.source_type,
+        target_type=planned.target_type,
+        bytes=sum(file.nbytes for file in left),
+        files=len(left),
+        files_before=len(own) - len(left),
+        seconds=time.monotonic() - begin,
+        plan_seconds=planning,
+        workers=workers,
+        verdict=Report(found.found, findings).verdict if group.rank == 0 else "",
+        findings=findings,
+    )
+
+
+def _fingerprint(found: Source, planned: Plan, options: Options) -> str:
+    """Of all that the output depends on."""
+    path = os.path.abspath(found.found.path)
+    files = [(file.name, file.nbytes) for file in planned.files]
+    data = json.dumps([__version__, path, found.files, files, options.step])
+    return hashlib.sha256(data.encode()).hexdigest()
+
+
+def _move(
+    planned: Plan,
+    folder: UnfinishedFolder,
+    options: Options,
+    left: list[OutputFile],
+    workers: int,
+    meeting: Meeting,
+) -> None:
+    job = move.Job(folder.working, planned.shards, options.sync)
+    numbers = [number for file in left for number in file.shards]
+    with Progress(sum(planned.shards[number].nbytes for number in numbers)) as progress:
+
+        def show(nbytes: int) -> None:
+            progress.show(nbytes)
+            meeting.check()
+
+        if left:
+            move.write_all(left, job, workers, show, Progress.INTERVAL)
+
+
+def _finish(found: Source, planned: Plan, folder: UnfinishedFolder, options: Options) -> tuple[Finding, ...]:
+    """Judge what was read, and give the complete folder its name; what was found.
+
+    Raises:
+        DamagedError: there is damage.
+    """
+    folder.check_complete(planned.files)
+    findings = _judged(found, planned, folder.folder)
+    damage = [finding for finding in findings if finding.kind.severity == DAMAGE]
+    if damage and not options.damaged_as_is:
+        raise _damaged(found.found.path, damage, folder)
+    if not folder.is_of_this(folder.final):
+        folders = folder.clean()
+        _write_rest(found, planned, folder.working)
+        folder.rename(folders, sync=options.sync)
+    shutil.rmtree(folder.final / move.JUDGED, ignore_errors=True)
+    (folder.final / MARK).unlink()
+    return findings
+
+
+def _judged(found: Source, planned: Plan, folder: Path) -> tuple[Finding, ...]:
+    """What is wrong with the source, by what the workers have found odd."""
+    checkpoint, shards = found.found, list(planned.shards)
+    if not (folder / move.JUDGED).is_dir():  # of a run that was killed at its very end
+        return tuple(checkpoint.findings)
+    checkpoint.repaired = repaired.read(checkpoint).ranges
+    pieces: list[PartRead] = []
+    parts = move.judged_parts(folder, planned.files, len(shards))
+    audit.judged(checkpoint, shards, scan.by_shard(parts, len(shards), pieces), pieces)
+    return tuple(finding for finding in checkpoint.findings if finding.kind.severity != NOTE)
+
+
+def _damaged(path: Path, damage: list[Finding], folder: UnfinishedFolder) -> DamagedError:
+    lines = [f"  {f.kind.name} {f.array} {f.shard} {f.detail}".rstrip() for f in damage[:MOST_SHOWN]]
+    more = [f"  and {len(damage) - MOST_SHOWN} more"] if len(damage) > MOST_SHOWN else []
+    return DamagedError(
+        "\n".join(
+            [
+                f"{path} is damaged, and was not migrated:",
+                *lines,
+                *more,
+                "repair it (ckpt-patches repair), or take an older one; with --damaged-as-is the same command goes on "
+                f"from {folder.working}",
+            ]
+        )
+    )
+
+
+def _write_rest(found: Source, planned: Plan, folder: Path) -> None:
+    """What is beside the files of the plan: the index last."""
+    write_at_once(folder / COMMON, _common(found, planned))
+    write_at_once(folder / CONFIG, json.dumps({**BACKEND, "common_backend_version": 1}).encode())
+    write_at_once(folder / INDEX, _index(planned))
+
+
+def _common(found: Source, planned: Plan) -> bytes:
+    buffer = io.BytesIO()
+    with written_file(buffer, Path(COMMON).stem, planned.settings) as records, RangedFiles() as files:
+        for storage in storages_in(planned.settings):
+            assert found.common is not None
+            data = bytearray(storage.nbytes)
+            files.read(str(found.common.path), storage.offset, memoryview(data))
+            records.add_storage(storage.key, storage.nbytes, [data])
+    return buffer.getvalue()
+
+
+def _index(planned: Plan) -> bytes:
+    tensors = {own.name: torch_dist.Tensor(own.name, own.dtype, own.size, None, {}) for own in planned.tensors}
+    objects: dict[str, Place] = {}
+    for file in planned.files:
+        begin = 0
+        for item in file.items:
+            place = Place(file.name, begin, item.content.nbytes)
+            if item.offsets is None:
+                objects[item.key] = place
+            else:
+                tensors[item.key].chunks[item.offsets] = item.shape
+                tensors[item.key].places[item.offsets] = place
+            begin += item.content.nbytes
+    return torch_dist_writer.index(tensors.values(), objects)

@@ -1,0 +1,196 @@
+"""Write the files of a plan: each byte of the source is read once, judged, and written into its place.
+
+The audit's scan reads, and what it has read is written before it goes on. What was odd is kept beside each file until
+all of them are written, and can be judged together: so a migration that was killed has it, too.
+"""
+
+import bisect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckpt_patches.audit import scan
+from ckpt_patches.audit.checkpoint import Extent, Shard
+from ckpt_patches.audit.checksums import PartRead
+from ckpt_patches.audit.replies import Reply, decoded, encoded
+from ckpt_patches.audit.scan import Part
+from ckpt_patches.audit.team import add
+from ckpt_patches.formats.checksum import combined, crc32
+from ckpt_patches.formats.durable import make_folder
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.unfinished import TEMPORARY, reported, write_at_once
+from ckpt_patches.migrate.layout import Torch
+from ckpt_patches.migrate.plan import OutputFile
+from ckpt_patches.processes import in_shares, largest_first
+
+JUDGED = ".judged"  # the folder with what was odd, by file
+READ_AGAIN = 1 << 20  # bytes at once
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all files of a migration have in common."""
+
+    folder: Path  # that they are written to
+    shards: tuple[Shard, ...]
+    sync: bool = True  # have a file on the disk before it gets its name
+
+
+def shares(files: Sequence[OutputFile], count: int) -> list[list[OutputFile]]:
+    """Divide files between workers, or processes: each comes to the same result."""
+    return largest_first(files, count, lambda file: (-file.nbytes, file.name), lambda file: file.nbytes + READ_AGAIN)
+
+
+def write_all(
+    files: Sequence[OutputFile], job: Job, workers: int, show: Callable[[int], object], interval: float
+) -> None:
+    """Write files by so many workers; `show` is told every `interval` seconds how many bytes were read till then.
+
+    Raises:
+        UserError: the disk is full, a file of the source cannot be read, or `show` raised it.
+        WorkerDefect: see `ckpt_patches.processes`.
+    """
+    make_folder(job.folder / JUDGED)
+    count = max(1, min(workers, len(files)))
+    in_shares(partial(_work, os.getpid(), job), shares(files, count), show, interval)
+
+
+def _work(parent: int, job: Job, files: Sequence[OutputFile], moved: Callable[[int], None]) -> Iterator[None]:
+    for file in files:
+        if os.getppid() != parent:  # killed; nobody waits for this any more
+            break
+        write(file, job, moved)
+    yield None
+
+
+def write(file: OutputFile, job: Job, moved: Callable[[int], None]) -> None:
+    """Write one file, and what was odd about what it holds; it has its name when both are on the disk."""
+    path = job.folder / file.name
+    temporary = job.folder / f"{TEMPORARY}{os.urandom(4).hex()}-{file.name}"
+    with reported(path):
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        with reported(path):
+            found = _fill(descriptor, file, job, moved)
+            if job.sync:
+                os.fsync(descriptor)
+            write_at_once(job.folder / JUDGED / file.name, encoded(Reply(0, "", found)))
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, file: OutputFile, job: Job, moved: Callable[[int], None]) -> list[Part]:
+    """Write all bytes of a file; what was found in those that were read for it."""
+    found: list[Part] = []
+    os.truncate(descriptor, file.nbytes)
+    with Tee(descriptor, _targets(file)) as tee:
+        for number in file.shards:
+            for span in scan.spans_of(number, job.shards[number], checked=True):
+                add(Part(number, *scan.look(span, tee)), found)
+                moved(span.nbytes)
+    read = _Read(descriptor, (piece for part in found for piece in part.pieces))
+    begin = 0
+    for item in file.items:
+        if isinstance(item.content, Torch):
+            own = zip(item.content.sources, item.content.places, item.content.storages, strict=True)
+            checksums = [read.checksum(source, begin + place, nbytes) for source, place, (_, nbytes) in own]
+            for offset, data in item.content.around(checksums):
+                _put(descriptor, begin + offset, data)
+        begin += item.content.nbytes
+    return found
+
+
+Target = tuple[int, int, int]  # of a file of the source the first byte, that behind the last, and its place
+
+
+def _targets(file: OutputFile) -> Iterator[tuple[str, Target]]:
+    """Which bytes of the source go where in a file."""
+    begin = 0
+    for item in file.items:
+        for source, place in zip(item.content.sources, item.content.places, strict=True):
+            at = begin + place
+            for extent in source:
+                yield extent.path, (extent.offset, extent.offset + extent.nbytes, at)
+                at += extent.nbytes
+        begin += item.content.nbytes
+
+
+class Tee(RangedFiles):
+    """Files of the source; what is read of them is written into its place in a file of the output."""
+
+    def __init__(self, descriptor: int, targets: Iterable[tuple[str, Target]]) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        # By path, in lists in which none meets another: the same bytes can go to several places.
+        self._layers: dict[str, list[list[Target]]] = {}
+        for path, target in sorted(targets):
+            layers = self._layers.setdefault(path, [[]])
+            free = next((layer for layer in layers if not layer or layer[-1][1] <= target[0]), None)
+            if free is None:
+                layers.append(free := [])
+            free.append(target)
+
+    def read(self, path: str, offset: int, into: memoryview) -> None:
+        super().read(path, offset, into)
+        end = offset + len(into)
+        for layer in self._layers.get(path, []):
+            for first, last, at in layer[max(bisect.bisect_right(layer, (offset, end, 0)) - 1, 0) :]:
+                if first >= end:
+                    break
+                low, high = max(first, offset), min(last, end)
+                if low < high:
+                    _put(self._descriptor, at + low - first, into[low - offset : high - offset])
+
+
+def _put(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        offset, left = offset + written, left[written:]
+
+
+class _Read:
+    """The checksums of what was read, and of what is made of it."""
+
+    def __init__(self, descriptor: int, pieces: Iterable[PartRead]) -> None:
+        self._descriptor = descriptor
+        self._pieces = {(piece.path, piece.offset): piece for piece in pieces}
+
+    def checksum(self, source: Sequence[Extent], place: int, nbytes: int) -> int:
+        """Of what lies at a place of the output, made of these bytes: of what was read, or where that was read in other
+        pieces, of what was written.
+        """
+        found = 0
+        for extent in source:
+            at, end = extent.offset, extent.offset + extent.nbytes
+            while at < end:
+                piece = self._pieces.get((extent.path, at))
+                if piece is None or at + piece.nbytes > end:
+                    return self._written(place, nbytes)
+                found, at = combined(found, piece.crc, piece.nbytes), at + piece.nbytes
+        return found
+
+    def _written(self, place: int, nbytes: int) -> int:
+        found = 0
+        for at in range(0, nbytes, READ_AGAIN):
+            found = crc32(os.pread(self._descriptor, min(READ_AGAIN, nbytes - at), place + at), found)
+        return found
+
+
+def judged_parts(folder: Path, files: Sequence[OutputFile], count: int) -> Iterator[Part]:
+    """What was odd about so many shards, in their order."""
+    file_of = {shard: file for file in files for shard in file.shards}
+    name, parts = "", dict[int, Part]()
+    for number in range(count):
+        file = file_of[number]
+        if file.name != name:
+            name = file.name
+            parts = {part.shard: part for part in decoded((folder / JUDGED / name).read_bytes()).parts}
+        if number in parts:  # one without elements has none
+            yield parts[number]

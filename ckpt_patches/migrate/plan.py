@@ -1,0 +1,360 @@
+"""Everything that is to be done, complete before a byte is written. Pure."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_patches.audit.checkpoint import Extent, Record, Shard
+from ckpt_patches.audit.checksums import rest
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import nbytes
+from ckpt_patches.formats.torch_dist import Offsets
+from ckpt_patches.migrate import cover, keys, layout, settings
+from ckpt_patches.migrate.cover import Part
+from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
+from ckpt_patches.migrate.layout import Raw, Torch
+from ckpt_patches.migrate.source import Array, Object, Shape, Source
+
+FILE = 256 << 20  # bytes at least of a file of the output, as far as there are as many: large enough to be read quickly
+
+
+@dataclass(frozen=True)
+class Item:
+    """What one entry of the new index is of."""
+
+    key: str
+    content: Torch | Raw
+    offsets: Offsets | None = None  # of a tensor's chunk; none of an object
+    shape: Shape = ()  # of the chunk
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """All that is read for it."""
+        return tuple(extent for own in self.content.sources for extent in own)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file of the output: its items behind each other."""
+
+    name: str
+    items: tuple[Item, ...]
+    shards: tuple[int, ...]  # numbers of what is read for it
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.content.nbytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: what some keys of the source become."""
+
+    what: str
+    source: str  # as their names begin
+    target: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of the new checkpoint."""
+
+    name: str
+    dtype: str
+    size: Shape
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a checkpoint is migrated."""
+
+    source_type: str  # Megatron's name of how the optimizer's state is cut up; empty if it is not distributed
+    target_type: str
+    shards: tuple[Shard, ...]  # what is read, each byte once, and judged
+    tensors: tuple[Tensor, ...]
+    files: tuple[OutputFile, ...]
+    settings: Any  # what is not sharded, as it is to be
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def source_type(source: Source) -> str:
+    """How the source's optimizer state is cut up; empty if there is none, or it is not distributed.
+
+    Raises:
+        UserError: in several ways.
+    """
+    found = settings.sharding_types(source.settings)
+    if len(found) > 1:
+        raise UserError(f"{source.found.path}: expected one sharding type of the optimizer, found {sorted(found)}")
+    if found:
+        return found.pop()
+    return MODEL_SPACE if any(array.whole is not None for array in source.arrays.values()) else ""
+
+
+def needs_nothing(source: Source) -> bool:
+    """Whether megatron-core 0.16 and later load it as it is."""
+    if source.backend != "torch_dist":
+        return False
+    kind = source_type(source)
+    return kind not in TARGETS or (kind == GATHERED and settings.is_described(source.settings))
+
+
+def plan(source: Source, shards: Sequence[Shard], step: int | None = None) -> Plan:
+    """How a checkpoint is migrated; `shards` are those that the audit reads of it.
+
+    Raises:
+        UserError: elements are missing, or a key is not known, or the groups differ in their step.
+    """
+    kind = source_type(source)
+    target = TARGETS.get(kind, kind)
+    settings.check_steps(source.settings, step)
+    tensors, items, rows = _arrays(source, kind)
+    made, more_rows = _objects(source)
+    items += made
+    every = [*shards, *_rest(shards, items)]
+    renewed = settings.renewed(source.settings, target, step)
+    return Plan(
+        kind,
+        target,
+        tuple(every),
+        tuple(tensors),
+        tuple(_files(items, every)),
+        settings.described(renewed, target) if target else renewed,
+        (*rows, *more_rows),
+        tuple(_warnings(source, kind)),
+    )
+
+
+def _warnings(source: Source, kind: str) -> Iterator[str]:
+    if kind == MODEL_SPACE and settings.CONTENT not in source.settings:
+        yield (
+            "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
+            "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"
+        )
+
+
+# Arrays
+
+
+def _arrays(source: Source, kind: str) -> tuple[list[Tensor], list[Item], list[Row]]:
+    """What becomes of the arrays."""
+    name_of, unpadded = _naming(source, kind)
+    tensors: dict[str, Tensor] = {}
+    items: list[Item] = []
+    counts: dict[tuple[str, str, str], list[int]] = {}
+    for array in source.arrays.values():
+        name = name_of(array.name)
+        if name is None:
+            raise UserError(
+                f"{source.found.path}: {array.name} is none of the optimizer's states that are known here, and nothing "
+                "was written: a checkpoint without it would not be whole"
+            )
+        if name in tensors:
+            raise UserError(f"{source.found.path}: several arrays would become {name}, one of them {array.name}")
+        own = _parts(source, array, kind, unpadded)
+        size = _size(array, own)
+        _check_parameter(source, array.name, size)
+        tensors[name] = Tensor(name, array.dtype, size)
+        made = [_chunk(name, array.dtype, part) for part in own]
+        items += made
+        count = counts.setdefault(_row_of(array.name, name), [0, 0])
+        count[0] += 1
+        count[1] += sum(nbytes(array.dtype, math.prod(part.shape)) for part in own)
+    return list(tensors.values()), items, [Row(*row, *count) for row, count in counts.items()]
+
+
+def _naming(source: Source, kind: str) -> tuple[Callable[[str], str | None], dict[keys.Bucket, int]]:
+    """What gives an array its new name, and how long each bucket is without its padding."""
+    if kind == MODEL_SPACE:
+        return keys.in_model_space, {}
+    if kind == BUCKETS:
+        unpadded = _unpadded(source)
+        return (
+            lambda name: name if keys.bucket_of(name) in unpadded or not keys.is_of_optimizer(name) else None,
+            unpadded,
+        )
+    return lambda name: name, {}
+
+
+def _parts(source: Source, array: Array, kind: str, unpadded: dict[keys.Bucket, int]) -> list[Part]:
+    bucket = keys.bucket_of(array.name)
+    if kind == BUCKETS and bucket is not None:
+        return _cut(array, unpadded[bucket])
+    model = keys.model_key(array.name)
+    if model is None:
+        return cover.parts(array)
+    return cover.parts(cover.with_whole(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True)
+
+
+def _cut(array: Array, numel: int) -> list[Part]:
+    """A bucket without the padding at its end, which depends on the number of data-parallel ranks."""
+    (whole,) = cover.parts(array, join=True)
+    if numel > array.shape[0]:
+        raise UserError(f"{array.name}: expected {numel} elements without its padding, found {array.shape[0]}")
+    left, kept = nbytes(array.dtype, numel), []
+    for extent in whole.extents:
+        if left:
+            kept.append(extent._replace(nbytes=min(left, extent.nbytes)))
+        left -= min(left, extent.nbytes)
+    return [Part((0,), (numel,), tuple(kept))]
+
+
+def _unpadded(source: Source) -> dict[keys.Bucket, int]:
+    """How long each bucket is without its padding, by the objects that say it.
+
+    Raises:
+        UserError: an object does not say it.
+    """
+    found: dict[keys.Bucket, int] = {}
+    for own in source.objects:
+        group, _, what = own.key.rpartition("/")[0].rpartition(".")
+        if what != "per_bucket_numel_unpadded":
+            continue
+        value = own.value[0] if own.is_list and isinstance(own.value, list) and own.value else own.value
+        try:
+            for number, buffer in enumerate(value):
+                for dtype, buckets in buffer.items():
+                    name = "(" + ", ".join(f"{part.__module__}.{part.__name__}" for part in dtype) + ")"
+                    found |= {keys.Bucket(group, number, name, n): int(size) for n, size in enumerate(buckets)}
+        except (TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{own.key} does not say how long the buckets are: {error}") from None
+    return found
+
+
+def _size(array: Array, own: list[Part]) -> Shape:
+    """Of the new tensor."""
+    return tuple(
+        max((part.offsets[axis] + part.shape[axis] for part in own), default=0)
+        for axis in range(len(own[0].shape) if own else len(array.shape))
+    )
+
+
+def _check_parameter(source: Source, name: str, size: Shape) -> None:
+    """That a state has the shape of its parameter."""
+    model = keys.model_key(name)
+    if model is None:
+        return
+    weight = source.arrays.get(model)
+    if weight is None:
+        raise UserError(f"{source.found.path}: {name} is the state of {model}, which is not there")
+    if weight.shape != size:
+        raise UserError(
+            f"{source.found.path}: expected {name} of its parameter's shape {list(weight.shape)}, found {list(size)}"
+        )
+
+
+def _chunk(name: str, dtype: str, part: Part) -> Item:
+    return Item(name, layout.of_tensor(dtype, part.shape, part.extents), part.offsets, part.shape)
+
+
+def _row_of(old: str, new: str) -> tuple[str, str, str]:
+    """What an array is, and what it becomes, without the name of its parameter."""
+    model = keys.model_key(old)
+    if model is not None:
+        return "optimizer", f"{old.removesuffix(model)}*", f"{new.removesuffix(model)}*"
+    return ("optimizer", "buckets", "buckets") if keys.bucket_of(old) else ("model", "*", "*")
+
+
+# Objects
+
+
+def _objects(source: Source) -> tuple[list[Item], list[Row]]:
+    """What becomes of the objects."""
+    names = keys.object_keys([own.key for own in source.objects])
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        raise UserError(f"{source.found.path}: several objects would become {twice[0]}")
+    items = [Item(names[own.key], _content(own)) for own in source.objects]
+    rows = []
+    if items:
+        total = sum(item.content.nbytes for item in items)
+        rows.append(Row("objects", "*/shard_*", "*/shard_*", len(items), total))
+    return items, rows
+
+
+def _content(own: Object) -> Torch | Raw:
+    if own.is_list:
+        return Raw(own.extent)
+    return layout.of_value([own.value], own.extent.path)
+
+
+# What is read
+
+
+def _rest(shards: Sequence[Shard], items: Sequence[Item]) -> list[Shard]:
+    """What no shard reads of the items' bytes: as bytes, of which nothing is judged."""
+    every = dict.fromkeys(extent for item in items for extent in item.extents)
+    return rest((Record(*extent, 0, (0, 0)) for extent in every), shards)
+
+
+def _files(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[OutputFile]:
+    """Items that are made of the same shards are in one file, and shards in their order."""
+    number = itertools.count()
+    own_items: list[Item] = []
+    own_shards: list[int] = []
+    held = 0
+    for group_items, group_shards in _groups(items, shards):
+        own_items += group_items
+        own_shards += group_shards
+        held += sum(item.content.nbytes for item in group_items)
+        if held >= FILE:
+            yield OutputFile(f"__0_{next(number)}.distcp", tuple(own_items), tuple(own_shards))
+            own_items, own_shards, held = [], [], 0
+    if own_items or own_shards:
+        yield OutputFile(f"__0_{next(number)}.distcp", tuple(own_items), tuple(own_shards))
+
+
+def _groups(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[tuple[list[Item], list[int]]]:
+    """The items that are made of the same shards, with these, by the first of these."""
+    leader = list(range(len(shards) + len(items)))
+
+    def find(node: int) -> int:
+        while leader[node] != node:
+            leader[node] = node = leader[leader[node]]
+        return node
+
+    for nodes in _meeting(items, shards):
+        first, *others = sorted(map(find, nodes))
+        for node in others:
+            leader[node] = first
+    groups: dict[int, tuple[list[Item], list[int]]] = {}
+    for node in range(len(leader)):
+        own_items, own_shards = groups.setdefault(find(node), ([], []))
+        if node < len(shards):
+            own_shards.append(node)
+        else:
+            own_items.append(items[node - len(shards)])
+    yield from groups.values()
+
+
+def _meeting(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[list[int]]:
+    """Which shards and items have bytes in common; items are counted on from the shards."""
+    by_path: dict[str, list[tuple[int, int, int]]] = {}
+    extents = (
+        *((n, e) for n, shard in enumerate(shards) for stream in shard.streams.values() for e in stream.extents),
+        *((len(shards) + n, extent) for n, item in enumerate(items) for extent in item.extents),
+    )
+    for node, extent in extents:
+        if extent.nbytes:
+            by_path.setdefault(extent.path, []).append((extent.offset, extent.offset + extent.nbytes, node))
+    for ranges in by_path.values():
+        together: list[int] = []
+        end = 0
+        for first, last, node in sorted(ranges):
+            if first >= end and together:
+                yield together
+                together = []
+            together.append(node)
+            end = max(end, last)
+        yield together

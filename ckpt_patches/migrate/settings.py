@@ -1,0 +1,89 @@
+"""What of a checkpoint is not sharded, as the new one has it. Pure: nothing that is given is changed."""
+
+from typing import Any
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.migrate.keys import GATHERED, RESHARDABLE
+
+TYPE, GROUPS, CONTENT = "param_state_sharding_type", "param_groups", "content_metadata"
+TYPE_OF_CONTENT = "distrib_optim_sharding_type"
+
+
+def sharding_types(value: Any) -> set[str]:
+    """How the state of each optimizer is said to be cut up; of one that is not distributed nothing is."""
+    found = set()
+    if isinstance(value, dict):
+        if isinstance(value.get(TYPE), str):
+            found.add(value[TYPE])
+        found |= {kind for inner in value.values() for kind in sharding_types(inner)}
+    elif isinstance(value, list):
+        found |= {kind for inner in value for kind in sharding_types(inner)}
+    return found
+
+
+def steps(value: Any) -> set[Any]:
+    """The step of each parameter group that has one."""
+    return {group["step"] for group in _groups(value) if isinstance(group.get("step"), int | float | TensorHeader)}
+
+
+def _groups(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, dict):
+        own = value.get(GROUPS)
+        groups = [group for group in own if isinstance(group, dict)] if isinstance(own, list) else []
+        return groups + [group for key, inner in value.items() if key != GROUPS for group in _groups(inner)]
+    return [group for inner in value for group in _groups(inner)] if isinstance(value, list) else []
+
+
+def check_steps(value: Any, step: int | None) -> None:
+    """That the groups have one step, or get one.
+
+    Raises:
+        UserError: they differ, which the release that loads it would stop at.
+    """
+    found = steps(value)
+    if len(found) > 1 and step is None:
+        numbers = ", ".join(sorted(map(str, found)))
+        raise UserError(
+            f"expected one step in all parameter groups, found {numbers}: megatron-core would refuse to load it; "
+            f"--step {max((s for s in found if isinstance(s, int)), default='N')} gives all of them this one"
+        )
+
+
+def renewed(value: Any, target: str, step: int | None) -> Any:
+    """The same with another sharding type, and with this step in the groups that have one."""
+    if isinstance(value, list):
+        return [renewed(inner, target, step) for inner in value]
+    if type(value) is not dict:
+        return value
+    made = {key: renewed(inner, target, step) for key, inner in value.items()}
+    if isinstance(made.get(TYPE), str):
+        made[TYPE] = target
+    if isinstance(made.get(GROUPS), list):
+        made[GROUPS] = [_at_step(group, step) for group in made[GROUPS]]
+    return made
+
+
+def _at_step(group: Any, step: int | None) -> Any:
+    is_changed = step is not None and isinstance(group, dict) and "step" in group
+    return {**group, "step": step} if is_changed else group
+
+
+def described(settings: dict[str, Any], target: str) -> dict[str, Any]:
+    """With what Megatron-LM reads first: how the optimizer's state is cut up and named."""
+    before = settings.get(CONTENT)
+    content = {
+        "singleton_local_shards": False,
+        **(before if isinstance(before, dict) else {}),
+        TYPE_OF_CONTENT: target,
+        "chained_optim_avoid_prefix": True,
+    }
+    if target == RESHARDABLE:
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return {**settings, CONTENT: content}
+
+
+def is_described(settings: dict[str, Any]) -> bool:
+    """Whether a checkpoint says how its optimizer's state is cut up where today's releases look for it."""
+    content = settings.get(CONTENT)
+    return isinstance(content, dict) and content.get(TYPE_OF_CONTENT) == GATHERED

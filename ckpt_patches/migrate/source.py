@@ -1,0 +1,152 @@
+"""What an old checkpoint holds, as the audit's readers find it: arrays in chunks, objects, and what is not sharded."""
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit import megatron, torch_dist, zarr
+from ckpt_patches.audit.checkpoint import Checkpoint, Extent
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, Offsets, Place, read_place
+from ckpt_patches.formats.zarr import Array as ZarrArray
+from ckpt_patches.formats.zarr import arrays as arrays_in
+from ckpt_patches.formats.zarr import read_array
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of an array."""
+
+    shape: Shape
+    extent: Extent | None  # none: it is not there, or not all of it
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor that is saved in parts. A flattened one has the shape (fragments of each axis, elements of a shard)."""
+
+    name: str
+    dtype: str  # torch's name
+    shape: Shape
+    whole: Shape | None  # the shape that a flattened one was made of
+    chunks: dict[Offsets, Chunk]  # by the first element
+
+
+@dataclass(frozen=True)
+class Object:
+    """What was saved by torch.save beside the arrays: where it lies as it was written, and what it holds."""
+
+    key: str  # name, "/", which of how many
+    extent: Extent
+    value: Any  # stand-ins
+    is_list: bool  # wrapped in a list of one, as torch_dist has it
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint before it is migrated."""
+
+    found: Checkpoint  # what the audit knows of it before any element is read
+    backend: str
+    arrays: dict[str, Array]
+    objects: tuple[Object, ...]
+    common: torch_file.TorchFile | None  # what is not sharded; none where it is an object itself, as since 0.19
+    settings: dict[str, Any]  # the same as a dict
+    files: tuple[tuple[str, int, int], ...]  # all, by name: bytes, time of the last change in ns
+
+
+def read(path: Path, *, trust: bool = False) -> Source:
+    """The structure of a checkpoint; no element is read.
+
+    Raises:
+        UserError: it is no distributed checkpoint of Megatron, is damaged, or names classes that are not listed.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: expected the folder of a checkpoint (iter_0001000), found none")
+    backend = megatron.backend(path)
+    if backend not in megatron.BACKENDS:
+        raise UserError(
+            f"{path}: expected one of Megatron's distributed checkpoints, in zarr or torch_dist, found "
+            f"{'one in ' + backend if backend else 'none'}: name the folder with metadata.json, like iter_0001000"
+        )
+    files = _files(path)
+    found, arrays, objects, held = _READERS[backend](path, trust)
+    common = torch_file.read(path / COMMON, trust=trust) if (path / COMMON).exists() or held is None else None
+    unwrapped = held[0] if isinstance(held, list) and len(held) == 1 else held
+    settings = unwrapped if common is None else common.value
+    if not isinstance(settings, dict):
+        raise UserError(f"{path / COMMON}: expected a dict, found {type(settings).__name__}")
+    return Source(found, backend, arrays, objects, common, settings, files)
+
+
+Read = tuple[Checkpoint, dict[str, Array], tuple[Object, ...], Any]
+
+
+def _of_torch_dist(path: Path, trust: bool) -> Read:
+    found, chunked, index = torch_dist.read_chunked(path)
+    arrays = {
+        name: Array(
+            name,
+            own.tensor.dtype,
+            own.tensor.size,
+            own.tensor.whole,
+            {at: Chunk(shape, own.extents.get(at)) for at, shape in own.tensor.chunks.items()},
+        )
+        for name, own in chunked.items()
+    }
+    with RangedFiles() as files:
+        objects = [_object(files, path, name, place) for name, place in index.objects.items()]
+    held = [own.value for own in objects if own.key == COMMON_OBJECT]
+    return found, arrays, tuple(own for own in objects if own.key != COMMON_OBJECT), held[0] if held else None
+
+
+def _object(files: RangedFiles, path: Path, name: str, place: Place) -> Object:
+    """One of the index. It stays as it is, byte for byte, with the classes that it names."""
+    file = read_place(files, path, place)
+    return Object(name, Extent(str(file.path), place.offset, place.nbytes), file.value, is_list=True)
+
+
+def _of_zarr(path: Path, trust: bool) -> Read:
+    found = zarr.read(path)
+    known = map(read_array, arrays_in(path))
+    objects = tuple(map(partial(_zarr_object, trust=trust), sorted(path.glob("*/shard_*.pt"))))
+    return found, {array.name: _zarr_array(array) for array in known}, objects, None
+
+
+def _zarr_array(array: ZarrArray) -> Array:
+    chunks = {at: Chunk(array.chunks, _zarr_chunk(array, label)) for at, label in array.places()}
+    return Array(array.name, array.dtype, array.shape, None, chunks)
+
+
+def _zarr_chunk(array: ZarrArray, label: str) -> Extent | None:
+    file = array.path / label
+    try:
+        is_whole = file.stat().st_size >= array.chunk_bytes
+    except OSError:
+        return None
+    return Extent(str(file), 0, array.chunk_bytes) if is_whole else None
+
+
+def _zarr_object(path: Path, trust: bool) -> Object:
+    """One of its own file, which is written anew: in a list, as torch_dist has it."""
+    file = torch_file.read(path, trust=trust)
+    return Object(f"{path.parent.name}/{path.stem}", Extent(str(path), 0, file.size), file.value, is_list=False)
+
+
+_READERS = {megatron.ZARR: _of_zarr, megatron.TORCH_DIST: _of_torch_dist}
+
+
+def _files(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """All files of the checkpoint: one that is written anew has another time."""
+    found = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            status = os.stat(os.path.join(folder, name))
+            found.append((os.path.relpath(os.path.join(folder, name), path), status.st_size, status.st_mtime_ns))
+    return tuple(sorted(found))
