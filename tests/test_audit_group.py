@@ -352,12 +352,12 @@ def test_a_share_that_cannot_be_read_is_a_finding_and_the_next_checkpoint_is_jud
 
 def test_processes_that_find_different_files_judge_nothing(tmp_path: Path) -> None:
     by_hand(tmp_path / "a", arrays(100, 64))
-    fewer = "scan.SPAN = 1000\nall_shards = audit._all_shards\naudit._all_shards = lambda found: all_shards(found)[:0]"
-    other = "scan.SPAN = 1000\nall_shards = audit._all_shards\n" + (
+    fewer = "scan.SPAN = 1000\nall_shards = audit.all_shards\naudit.all_shards = lambda found: all_shards(found)[:0]"
+    other = "scan.SPAN = 1000\nall_shards = audit.all_shards\n" + (
         "def changed(found):\n"
         "    one, = all_shards(found)\n"
         "    return [type(one)(one.parameter, 'another', one.shape, one.streams)]\n"
-        "audit._all_shards = changed"
+        "audit.all_shards = changed"
     )
     for change in (fewer, other):
         first = start(["audit", "--json", tmp_path], rank=0, size=2, change="scan.SPAN = 1000")

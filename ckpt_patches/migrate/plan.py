@@ -199,11 +199,12 @@ def _parts(source: Source, array: Array, kind: str, unpadded: dict[keys.Bucket, 
 
 def _cut(array: Array, numel: int) -> list[Part]:
     """A bucket without the padding at its end, which depends on the number of data-parallel ranks."""
-    (whole,) = cover.parts(array, join=True)
-    if numel > array.shape[0]:
-        raise UserError(f"{array.name}: expected {numel} elements without its padding, found {array.shape[0]}")
+    whole = sorted(cover.parts(array, join=True), key=lambda part: part.offsets)
+    padded = sum(math.prod(part.shape) for part in whole)
+    if {len(part.shape) for part in whole} != {1} or numel > padded:
+        raise UserError(f"{array.name}: expected {numel} elements without its padding, found {padded}")
     left, kept = nbytes(array.dtype, numel), []
-    for extent in whole.extents:
+    for extent in (extent for part in whole for extent in part.extents):
         if left:
             kept.append(extent._replace(nbytes=min(left, extent.nbytes)))
         left -= min(left, extent.nbytes)

@@ -1,0 +1,280 @@
+"""Train a small GPT with the real megatron-core on CPU ranks, save it, and resume it, in another release or layout.
+
+The model has two layers with SwiGLU, a padded vocabulary and an embedding that is the output layer as well; with
+`--experts` each layer has two. `save` writes OUT/checkpoint, and what each model-parallel rank had then and two steps
+later; `resume` loads a checkpoint and prints JSON: for what it has "loaded", and what it has two steps "after",
+"bit-equal" or what differs; where other model-parallel ranks saved it saves what it has loaded in OUT/again.
+
+    gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
+        [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--fp32] [--inner fused|torch]
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_training as mt
+
+VOCABULARY, SEEN, LENGTH, HIDDEN = 64, 40, 8, 16
+STEPS_BEFORE, STEPS_AFTER = 3, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["save", "resume"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--format", default="fully_sharded_model_space")
+    parser.add_argument("--backend", default="torch_dist")
+    for name, size in (("tp", 1), ("pp", 1), ("ep", 1), ("dp", 2)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--inner", default="fused")
+    options = parser.parse_args()
+    ranks = options.tp * options.pp * options.dp
+    parallel = {"tensor_parallel": options.tp, "pipeline_parallel": options.pp}
+    mt.spawn(save if options.what == "save" else resume, ranks, options, **parallel)
+
+
+def build(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model under Megatron's DDP, and its distributed optimizer."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mt.use_inner_optimizer(options.inner)
+    on_cpu()
+    if options.ep > 1:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(options.tp, options.pp, expert_model_parallel_size=options.ep)
+    tensor_parallel.random.initialize_rng_tracker()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    dtype = torch.float32 if options.fp32 else torch.bfloat16
+    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_grouped_gemm": False} if options.experts else {}
+    if options.experts and options.tp > 1:
+        experts["sequence_parallel"] = True
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=24,
+        bf16=not options.fp32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        expert_model_parallel_size=options.ep,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        **experts,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts.get("num_moe_experts"), moe_grouped_gemm=False)
+    torch.manual_seed(1)
+    random.seed(1)
+    model = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
+    model = model.to(dtype).cuda()
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(config, ddp, model)
+    chosen = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=not options.fp32, params_dtype=dtype, clip_grad=1.0,
+        use_distributed_optimizer=True,
+    )  # fmt: skip
+    return model, get_megatron_optimizer(chosen, [model])
+
+
+class OnCpu:
+    """What a module takes for torch: its functions, but tensors that it makes on the GPU are the CPU's.
+
+    The stand-in for a GPU is not asked within a backward pass, where the ranks of experts exchange tokens.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name == "cuda" else getattr(torch, name)
+
+
+def on_cpu() -> None:
+    """What experts need without a GPU and Transformer Engine; 0.14 looks for a function of it all the same."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    own = OnCpu()
+    vars(own)["current_device"] = lambda: torch.device("cpu")
+    vars(mappings)["torch"] = own
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    """One step; all data-parallel ranks have the same tokens."""
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(100 + number)
+    tokens = torch.randint(0, SEEN, (2, LENGTH), generator=generator).cuda()
+    positions = torch.arange(LENGTH).repeat(2, 1).cuda()
+    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1).view(1, 1, LENGTH, LENGTH).cuda()
+
+    def forward(_: Any, own: Any) -> tuple[torch.Tensor, Any]:
+        return own(tokens, positions, mask, labels=tokens.roll(-1, 1)), lambda out: (out.float().mean(), {})
+
+    config = model.module.config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=None,
+        model=[model],
+        num_microbatches=1,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    optimizer.step()
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Every weight, main parameter and moment of this model-parallel rank, in fp32, and the groups' settings."""
+    found = mt.weights(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for own in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for parameter, (group, order) in sorted(own.model_param_group_index_map.items(), key=lambda kv: names[kv[0]]):
+            main = own.optimizer.param_groups[group]["params"][order]
+            state, owned = own.optimizer.state[main], own._get_model_param_range_map(parameter)["param"]
+            for key in ("param", "exp_avg", "exp_avg_sq"):
+                full = found.setdefault(f"{names[parameter]}.{key}", torch.zeros(parameter.numel()))
+                shard = state.get("master_param", main) if key == "param" else state[key]
+                full[owned.start : owned.end] = shard.detach().float()
+        for number, group in enumerate(own.optimizer.param_groups):
+            for key in ("lr", "weight_decay", "step", "wd_mult", "lr_mult", "eps"):
+                if group.get(key) is not None and group["params"]:
+                    mine = (float(group[kind]) for kind in (key,))
+                    multiplier = group.get("wd_mult", number)
+                    found[f"{key} of {multiplier} {group.get('is_expert_parallel')}"] = torch.tensor(list(mine))
+    return found
+
+
+def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the ranks that have the same parameters: each has a part of their states, and the others zeros."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (place(), found))
+    together: dict[str, torch.Tensor] = {}
+    for where, other in everybody:
+        if where != place():
+            continue
+        for name, tensor in other.items():
+            is_state = name.endswith((".param", ".exp_avg", ".exp_avg_sq"))
+            together[name] = together[name] + tensor if is_state and name in together else tensor
+    return together
+
+
+def place() -> str:
+    """Which parameters this rank has."""
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    return "-".join(map(str, (*ranks, parallel_state.get_expert_model_parallel_rank())))
+
+
+def sharded(name: str, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    of_model = model.module.sharded_state_dict()
+    chosen: dict[str, Any] = {"sharding_type": name}
+    if "kwargs" in str(optimizer.sharded_state_dict.__code__.co_varnames) or name.endswith("reshardable"):
+        chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": True}}
+    if not name.endswith("reshardable"):
+        import inspect
+
+        if "metadata" not in inspect.signature(mt.inner(optimizer).sharded_state_dict).parameters:
+            chosen = {"sharding_type": name}
+    return {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)}
+
+
+def save(rank: int, options: argparse.Namespace) -> None:
+    model, optimizer = build(options)
+    for number in range(STEPS_BEFORE):
+        step(model, optimizer, number)
+    state = sharded(options.format, model, optimizer, is_loading=False)
+    mt.write({**state, "args": argparse.Namespace(iteration=3)}, options.out / "checkpoint", options.backend)
+    saved = summed(everything(model, optimizer))
+    for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+        step(model, optimizer, number)
+    after = summed(everything(model, optimizer))
+    file = options.out / f"{layout(options)}-{place()}.pt"
+    if not any(p == place() for p in places()[:rank]):
+        torch.save((saved, after), file)
+    dist.barrier()
+
+
+def places() -> list[str]:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, place())
+    return everybody
+
+
+def layout(options: argparse.Namespace) -> str:
+    return f"tp{options.tp}-pp{options.pp}-ep{options.ep}"
+
+
+def resume(rank: int, options: argparse.Namespace) -> None:
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = build(options)
+    state = sharded(options.format, model, optimizer, is_loading=True)
+    loaded = dist_checkpointing.load(state, str(options.checkpoint))
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    file = options.out / f"{layout(options)}-{place()}.pt"
+    if not file.exists():
+        state = sharded(options.format, model, optimizer, is_loading=False)
+        mt.write(state, options.out / "again", "torch_dist")
+        if rank == 0:
+            print(json.dumps({"result": "saved again"}))
+        return
+    expected = torch.load(file)
+    found = [summed(everything(model, optimizer))]
+    for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+        step(model, optimizer, number)
+    found.append(summed(everything(model, optimizer)))
+    differ = [different(before, after) for before, after in zip(expected, found, strict=True)]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, differ)
+    if rank == 0:
+        names = [sorted({name for own in everybody for name in own[number]}) for number in range(2)]
+        results = [f"differs: {own}" if own else "bit-equal" for own in names]
+        print(json.dumps(dict(zip(("loaded", "after"), results, strict=True))))
+
+
+def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    return [n for n in left.keys() | right.keys() if n not in left or n not in right or not left[n].equal(right[n])]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()
