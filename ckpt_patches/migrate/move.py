@@ -27,6 +27,7 @@ from ckpt_patches.processes import in_shares, largest_first
 
 JUDGED = ".judged"  # the folder with what was odd, by file
 READ_AGAIN = 1 << 20  # bytes at once
+SENT_TOGETHER = 32 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -58,38 +59,74 @@ def write_all(
 
 
 def _work(parent: int, job: Job, files: Sequence[OutputFile], moved: Callable[[int], None]) -> Iterator[None]:
-    for file in files:
-        if os.getppid() != parent:  # killed; nobody waits for this any more
-            break
-        write(file, job, moved)
+    written: list[Written] = []
+    try:
+        for file in files:
+            if os.getppid() != parent:  # killed; nobody waits for this any more
+                break
+            written.append(write(file, job, moved))
+            if len(written) > 1:  # while the disk takes a file the next one is written
+                written.pop(0).finish()
+    finally:
+        while written:  # also where the next one could not be written
+            written.pop(0).finish()
     yield None
 
 
-def write(file: OutputFile, job: Job, moved: Callable[[int], None]) -> None:
-    """Write one file, and what was odd about what it holds; it has its name when both are on the disk."""
+@dataclass(frozen=True)
+class Written:
+    """A file under a temporary name."""
+
+    file: OutputFile
+    job: Job
+    descriptor: int
+    temporary: Path
+    found: list[Part]
+
+    def finish(self) -> None:
+        """Have it on the disk, with what was odd about what it holds, and give it its name.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        path = self.job.folder / self.file.name
+        try:
+            with reported(path):
+                if self.job.sync:
+                    os.fsync(self.descriptor)
+                write_at_once(self.job.folder / JUDGED / self.file.name, encoded(Reply(0, "", self.found)))
+                os.replace(self.temporary, path)
+        except BaseException:
+            self.temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(self.descriptor)
+
+
+def write(file: OutputFile, job: Job, moved: Callable[[int], None]) -> Written:
+    """Write one file.
+
+    Raises:
+        UserError: the disk is full, or a file of the source cannot be read.
+    """
     path = job.folder / file.name
     temporary = job.folder / f"{TEMPORARY}{os.urandom(4).hex()}-{file.name}"
     with reported(path):
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         with reported(path):
-            found = _fill(descriptor, file, job, moved)
-            if job.sync:
-                os.fsync(descriptor)
-            write_at_once(job.folder / JUDGED / file.name, encoded(Reply(0, "", found)))
-            os.replace(temporary, path)
+            return Written(file, job, descriptor, temporary, _fill(descriptor, file, job, moved))
     except BaseException:
         temporary.unlink(missing_ok=True)
-        raise
-    finally:
         os.close(descriptor)
+        raise
 
 
 def _fill(descriptor: int, file: OutputFile, job: Job, moved: Callable[[int], None]) -> list[Part]:
     """Write all bytes of a file; what was found in those that were read for it."""
     found: list[Part] = []
     os.truncate(descriptor, file.nbytes)
-    with Tee(descriptor, _targets(file)) as tee:
+    with Tee(descriptor, _targets(file), job.sync) as tee:
         for number in file.shards:
             for span in scan.spans_of(number, job.shards[number], checked=True):
                 add(Part(number, *scan.look(span, tee)), found)
@@ -124,9 +161,10 @@ def _targets(file: OutputFile) -> Iterator[tuple[str, Target]]:
 class Tee(RangedFiles):
     """Files of the source; what is read of them is written into its place in a file of the output."""
 
-    def __init__(self, descriptor: int, targets: Iterable[tuple[str, Target]]) -> None:
+    def __init__(self, descriptor: int, targets: Iterable[tuple[str, Target]], sync: bool) -> None:
         super().__init__()
-        self._descriptor = descriptor
+        self._descriptor, self._sync = descriptor, sync
+        self._unsent = 0  # bytes that the disk was not yet asked to take
         # By path, in lists in which none meets another: the same bytes can go to several places.
         self._layers: dict[str, list[list[Target]]] = {}
         for path, target in sorted(targets):
@@ -146,6 +184,14 @@ class Tee(RangedFiles):
                 low, high = max(first, offset), min(last, end)
                 if low < high:
                     _put(self._descriptor, at + low - first, into[low - offset : high - offset])
+                    self._send(high - low)
+
+    def _send(self, nbytes: int) -> None:
+        """Have the disk write while the next bytes are read: at the end less is to be waited for."""
+        self._unsent += nbytes
+        if self._sync and self._unsent >= SENT_TOGETHER:
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unsent = 0
 
 
 def _put(descriptor: int, offset: int, data: bytes | memoryview) -> None:
