@@ -1,4 +1,4 @@
-"""Old checkpoints by hand: optimizer state in flattened ranges, as megatron-core up to 0.15 saves it, by torch itself."""
+"""Old checkpoints by hand: optimizer state in flattened ranges, as megatron-core up to 0.15 saves it."""
 
 import io
 import json

@@ -33,6 +33,7 @@ BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 # Classes that ZeRO and Megatron checkpoints hold and that only carry data. A name stands here for what may be read,
 # not for what is run: nothing of it is imported.
 LISTED = {
+    "_io.BytesIO",  # what modules keep beside their weights (`_extra_state`)
     "argparse.Namespace",
     "collections.defaultdict",
     "collections.deque",

@@ -137,7 +137,7 @@ def plan(source: Source, shards: Sequence[Shard], step: int | None = None) -> Pl
 
 
 def _warnings(source: Source, kind: str) -> Iterator[str]:
-    if kind == MODEL_SPACE and settings.CONTENT not in source.settings:
+    if kind == MODEL_SPACE and settings.are_of_rank_0(source.settings):
         yield (
             "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
             "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.torch_file import Instance, TensorHeader
 from ckpt_patches.migrate.keys import GATHERED, RESHARDABLE
 
 TYPE, GROUPS, CONTENT = "param_state_sharding_type", "param_groups", "content_metadata"
@@ -81,6 +81,14 @@ def described(settings: dict[str, Any], target: str) -> dict[str, Any]:
     if target == RESHARDABLE:
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
     return {**settings, CONTENT: content}
+
+
+def are_of_rank_0(settings: dict[str, Any]) -> bool:
+    """Whether the parameter groups can be other ones than those of other pipeline ranks, as up to 0.13.1."""
+    content, arguments = settings.get(CONTENT), settings.get("args")
+    is_later = isinstance(content, dict) and content.keys() - {TYPE_OF_CONTENT}
+    stages = arguments.fields.get("pipeline_model_parallel_size") if isinstance(arguments, Instance) else None
+    return not is_later and stages != 1
 
 
 def is_described(settings: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt_patches.audit import megatron, torch_dist, zarr
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent
+from ckpt_patches.audit.damages import BAD_METADATA
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.ranged import RangedFiles
@@ -77,6 +78,9 @@ def read(path: Path, *, trust: bool = False) -> Source:
         )
     files = _files(path)
     found, arrays, objects, held = _READERS[backend](path, trust)
+    for finding in found.findings:
+        if finding.kind is BAD_METADATA and finding.array not in (megatron.CONFIG, COMMON):
+            raise UserError(f"{path / finding.array} cannot be read, and nothing was written: {finding.detail}")
     common = torch_file.read(path / COMMON, trust=trust) if (path / COMMON).exists() or held is None else None
     unwrapped = held[0] if isinstance(held, list) and len(held) == 1 else held
     settings = unwrapped if common is None else common.value

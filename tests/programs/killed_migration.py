@@ -1,0 +1,33 @@
+"""Migrate a checkpoint, and be killed with all workers just before the Nth change in the file system.
+
+killed_migration.py INPUT OUTPUT N         prints "done" if it has come to its end before that
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from ckpt_patches.migrate import plan
+from ckpt_patches.migrate.migrate import Options, migrate
+from file_changes import before_each_change
+
+left = int(sys.argv[3])
+
+
+def kill_in_time(event: str, arguments: tuple[Any, ...]) -> None:
+    """Forked workers count as well, on from where they began."""
+    global left
+    left -= 1
+    if left < 0:
+        os.killpg(0, signal.SIGKILL)
+
+
+os.setpgid(0, 0)
+plan.FILE = 1000  # bytes: several files
+before_each_change(kill_in_time)
+migrate(Path(sys.argv[1]), Path(sys.argv[2]), Options(workers=1), warn=lambda _: None)
+print("done")

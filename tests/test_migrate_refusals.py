@@ -1,0 +1,396 @@
+"""What is not migrated is refused in one line, before anything is written; and what is written is what was read."""
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from ckpt_patches import cli
+from ckpt_patches.audit.audit import audit
+from ckpt_patches.formats import torch_dist
+from old_checkpoints import Old, flattened, settings
+from test_migrate import elements
+
+SHAPES: dict[str, tuple[int, ...]] = {"embedding.weight": (8, 6), "layer.weight": (6, 4), "norm.bias": (6,)}
+FRAGMENTS: dict[str, tuple[int, ...]] = {"embedding.weight": (2, 1), "layer.weight": (1, 2)}
+STATE = "optimizer.state.fp32_param.layer.weight"
+
+Change = Callable[[Old], object]
+
+
+def checkpoint(folder: Path, change: Change = lambda old: None, **kept: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    old, truth = flattened(folder, SHAPES, FRAGMENTS, ranks=3)
+    change(old)
+    return old.write({**settings(), **kept}), truth
+
+
+def migrate(old: Path, new: Path, *options: str, status: int = 0) -> Path:
+    assert cli.main(["migrate", str(old), "--output", str(new), *options]) == status
+    return new
+
+
+def refused(capsys: pytest.CaptureFixture[str], old: Path, tmp_path: Path, *options: str, status: int = 2) -> str:
+    """The line that is said; nothing is written beside the checkpoint."""
+    before = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    migrate(old, tmp_path / "new", *options, status=status)
+    assert sorted(tmp_path.iterdir()) == before
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    return line
+
+
+def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors, as torch's own reader finds them."""
+    import torch.distributed.checkpoint as dcp
+
+    described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in described.items()
+        if hasattr(entry, "chunks")
+    }
+    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return state
+
+
+def test_torch_itself_loads_every_element_of_what_was_migrated(tmp_path: Path) -> None:
+    old, truth = checkpoint(tmp_path / "old")
+    found = loaded_by_torch(migrate(old, tmp_path / "new"))
+    assert found.keys() == {name.replace("fp32_param", "param") for name in truth}
+    for name, tensor in truth.items():
+        assert torch.equal(found[name.replace("fp32_param", "param")], tensor)
+    assert audit(tmp_path / "new", workers=1).verdict == "whole"
+
+
+def test_what_is_not_sharded_says_how_the_state_is_cut_up_now(tmp_path: Path) -> None:
+    old, _ = checkpoint(tmp_path / "old", iteration=7, rng=torch.arange(5))
+    common = torch.load(migrate(old, tmp_path / "new") / "common.pt")
+    assert common["optimizer"] == {**settings()["optimizer"], "param_state_sharding_type": "fully_reshardable"}
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert common["content_metadata"]["chained_optim_avoid_prefix"] is True
+    assert common["iteration"] == 7
+    assert torch.equal(common["rng"], torch.arange(5))
+
+
+def test_the_source_is_only_read(tmp_path: Path) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in old.iterdir()}
+    migrate(old, tmp_path / "new")
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in old.iterdir()} == before
+
+
+def test_chained_optimizers_lose_their_prefix(tmp_path: Path) -> None:
+    def chain(old: Old) -> None:
+        for name in [name for name in old.metadata.state_dict_metadata if name.startswith("optimizer")]:
+            rename(old, name, f"chained_{int('norm' in name)}.{name}")
+
+    old, truth = checkpoint(tmp_path / "old", chain)
+    found = loaded_by_torch(migrate(old, tmp_path / "new"))
+    assert found.keys() == {name.replace("fp32_param", "param") for name in truth}
+
+
+def rename(old: Old, name: str, new: str) -> None:
+    described, stored = old.metadata.state_dict_metadata, old.metadata.storage_data
+    described[new] = described.pop(name)
+    if name in old.wholes:
+        old.wholes[new] = old.wholes.pop(name)
+    for key in [key for key in stored if key.fqn == name]:
+        stored[type(key)(new, key.offset)] = stored.pop(key)
+
+
+def test_two_names_that_would_become_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def double(old: Old) -> None:
+        name = f"chained_0.{STATE}"
+        old.tensor(name, torch.float32, (1, 1, 24), (6, 4))
+        old.chunk(name, (0, 0, 0), torch.zeros(1, 1, 24), rank=9)
+
+    old, _ = checkpoint(tmp_path / "old", double)
+    assert "several arrays would become optimizer.state.param.layer.weight" in refused(capsys, old, tmp_path)
+
+
+def drop(name: str, number: int) -> Change:
+    """A chunk that the index does not have."""
+
+    def change(old: Old) -> None:
+        chunk = old.metadata.state_dict_metadata[name].chunks.pop(number)
+        keys = [key for key in old.metadata.storage_data if (key.fqn, key.offset) == (name, chunk.offsets)]
+        del old.metadata.storage_data[keys[0]]
+
+    return change
+
+
+def lose(name: str, number: int) -> Change:
+    """A chunk that lies nowhere."""
+
+    def change(old: Old) -> None:
+        chunk = old.metadata.state_dict_metadata[name].chunks[number]
+        keys = [key for key in old.metadata.storage_data if (key.fqn, key.offset) == (name, chunk.offsets)]
+        del old.metadata.storage_data[keys[0]]
+
+    return change
+
+
+def lap(old: Old) -> None:
+    old.chunk(STATE, (0, 0, 2), torch.zeros(1, 1, 4))
+
+
+def lap_weight(old: Old) -> None:
+    old.chunk("layer.weight", (0, 1), torch.zeros(6, 1, dtype=torch.bfloat16))
+
+
+def other_shape(old: Old) -> None:
+    old.wholes[STATE] = {"nd_reformulated_orig_global_shape": (4, 6)}
+
+
+def uneven(old: Old) -> None:
+    old.wholes[STATE] = {"nd_reformulated_orig_global_shape": (8, 3)}
+
+
+def unknown_state(old: Old) -> None:
+    old.tensor("optimizer.state.momentum.layer.weight", torch.float32, (6, 4))
+    old.chunk("optimizer.state.momentum.layer.weight", (0, 0), torch.zeros(6, 4))
+
+
+def without_its_weight(old: Old) -> None:
+    rename(old, "layer.weight", "other.weight")
+
+
+NOT_COVERED = {
+    "a slice is missing in the middle": (drop(STATE, 1), "elements from 4 on are in no chunk"),
+    "the last slice is missing": (drop(STATE, 5), "elements from 8 on are in no chunk"),
+    "a slice lies nowhere": (lose(STATE, 2), "its chunk at [0, 0, 8] is not there"),
+    "a shard of the weight is missing": (
+        drop("embedding.weight", 1),
+        "embedding.weight: element [4, 0] is in no chunk",
+    ),
+    "slices overlap": (lap, "element 2 is there twice"),
+    "shards of the weight overlap": (lap_weight, "layer.weight: element [0, 1] is there twice"),
+    "another shape than the weight": (other_shape, "expected"),
+    "a shape that does not divide": (uneven, "even parts of [8, 3]"),
+    "a state that is not known": (unknown_state, "optimizer.state.momentum.layer.weight is none of the optimizer's"),
+    "a state without its parameter": (without_its_weight, "is the state of layer.weight, which is not there"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_COVERED)
+@pytest.mark.parametrize("options", [(), ("--damaged-as-is",), ("--dry-run",)], ids=["", "as it is", "dry run"])
+def test_what_is_not_covered_is_refused(
+    case: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, expected = NOT_COVERED[case]
+    old, _ = checkpoint(tmp_path / "old", change)
+    assert expected in refused(capsys, old, tmp_path, *options)
+
+
+def test_other_steps_in_other_groups_are_refused_without_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, _ = checkpoint(tmp_path / "old", **settings(3, 4))
+    line = refused(capsys, old, tmp_path)
+    assert "found 3, 4" in line
+    assert "--step 4 gives" in line
+    common = torch.load(migrate(old, tmp_path / "new", "--step", "4") / "common.pt")
+    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
+
+
+def test_gathered_states_are_not_cut_up_anew(tmp_path: Path) -> None:
+    """For `fully_reshardable` the order of the model's buffers would be needed: they stay gathered."""
+    old = Old(tmp_path / "old")
+    old.tensor("layer.weight", torch.bfloat16, (4,))
+    old.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
+    state = {0: {"type": {"param": torch.ones(4), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}}}
+    old.object("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1", state)
+    new = migrate(old.write(settings(kind="dp_zero_gather_scatter")), tmp_path / "new")
+    index = torch_dist.read_index(new)
+    (place,) = index.objects.values()
+    found = torch.load(io.BytesIO((new / place.file).read_bytes()[place.offset : place.offset + place.nbytes]))
+    assert torch.equal(found[0][0]["type"]["exp_avg"], torch.ones(4))
+    common = torch.load(new / "common.pt")
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "dp_zero_gather_scatter"
+
+
+def test_what_is_loaded_as_it_is_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    new = migrate(old, tmp_path / "migrated")
+    assert "needs nothing: megatron-core 0.16 and later load it as it is" in refused(capsys, new, tmp_path)
+    weights = Old(tmp_path / "weights")
+    weights.tensor("layer.weight", torch.bfloat16, (4,))
+    weights.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
+    assert "needs nothing" in refused(capsys, weights.write({"iteration": 1}), tmp_path)
+
+
+def test_objects_get_the_number_of_all_where_old_names_lack_it(tmp_path: Path) -> None:
+    def objects(old: Old) -> None:
+        for number in range(3):
+            old.object(f"layers._extra_state/shard_0.{number}_1", number)
+        old.object("rng_state/shard_0_1", [7])
+
+    old, _ = checkpoint(tmp_path / "old", objects)
+    index = torch_dist.read_index(migrate(old, tmp_path / "new"))
+    assert sorted(index.objects) == [
+        *(f"layers._extra_state/shard_0.{number}_1.3" for number in range(3)),
+        "rng_state/shard_0_1",
+    ]
+
+
+def test_objects_are_those_of_the_source_byte_for_byte(tmp_path: Path) -> None:
+    def objects(old: Old) -> None:
+        old.object("rng_state/shard_0_1", [{"state": torch.arange(9), "text": "x" * 5000}])
+
+    old, _ = checkpoint(tmp_path / "old", objects)
+    new = migrate(old, tmp_path / "new")
+
+    def data(folder: Path) -> bytes:
+        place = torch_dist.read_index(folder).objects["rng_state/shard_0_1"]
+        return (folder / place.file).read_bytes()[place.offset : place.offset + place.nbytes]
+
+    assert data(old) == data(new)
+
+
+# Damage
+
+
+def change_element(old: Path, name: str, value: float) -> None:
+    """The first element, and its checksum: as a save of such a state would have written."""
+    from every_checkpoint import in_torch_dist, put
+
+    place = next(place for place in in_torch_dist(old) if place.name == name)
+    put(place, torch.tensor([value]).numpy().tobytes())
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5])
+def test_damage_is_found_on_the_way(value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    change_element(old, STATE, value)
+    migrate(old, tmp_path / "new", status=1)
+    said = capsys.readouterr().err
+    assert f"{'unrounded_master' if value == 0.5 else 'not_finite'} {STATE}" in said
+    assert "--damaged-as-is" in said
+    assert not (tmp_path / "new").exists()
+    written = {path.name: path.stat().st_ino for path in (tmp_path / "new.unfinished").glob("*.distcp")}
+    new = migrate(old, tmp_path / "new", "--damaged-as-is")
+    assert {path.name: path.stat().st_ino for path in new.glob("*.distcp")} == written  # not written again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+    assert not (new / ".judged").exists()
+    assert elements(new)[STATE.replace("fp32_param", "param")][:4] == struct.pack("<f", value)
+
+
+def test_bytes_that_are_not_what_was_saved_are_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    tensor = torch_dist.read_index(old).tensors["optimizer.state.exp_avg.layer.weight"]
+    place = tensor.places[min(tensor.places)]
+    data = bytearray((old / place.file).read_bytes())
+    with zipfile.ZipFile(io.BytesIO(data[place.offset : place.offset + place.nbytes])) as archive:
+        (info,) = (info for info in archive.infolist() if info.filename.endswith("data/0"))
+    begin = place.offset + info.header_offset + 30
+    begin += sum(struct.unpack("<2H", data[begin - 4 : begin]))
+    data[begin] ^= 1
+    (old / place.file).write_bytes(data)
+    migrate(old, tmp_path / "new", status=1)
+    assert "bad_file" in capsys.readouterr().err
+
+
+# Names, files and classes that an evil checkpoint has
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (exec, (f"open({str(self.file)!r}, 'w')",))
+
+
+def test_a_class_that_is_not_listed_is_refused_and_never_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, _ = checkpoint(tmp_path / "old", evil=Evil(tmp_path / "evil"))
+    assert "__builtin__.exec, which is not on the list" in refused(capsys, old, tmp_path)
+    migrate(old, tmp_path / "new", "--trust_checkpoint")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_an_index_with_code_in_it_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    (old / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "evil")))
+    refused(capsys, old, tmp_path)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def elsewhere(old: Old) -> None:
+        next(iter(old.metadata.storage_data.values())).relative_path = "../secret"
+
+    old, _ = checkpoint(tmp_path / "old", elsewhere)
+    assert "'../secret'" in refused(capsys, old, tmp_path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "common.pt"])
+@pytest.mark.parametrize("kept", [0, 0.5, 0.95])
+def test_a_file_that_is_cut_off_is_refused(
+    name: str, kept: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    data = (old / name).read_bytes()
+    (old / name).write_bytes(data[: int(len(data) * kept)])
+    refused(capsys, old, tmp_path)
+
+
+# The output
+
+
+def test_an_output_that_exists_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").touch()
+    assert "exists; name another output folder" in refused(capsys, old, tmp_path)
+
+
+def test_a_disk_without_room_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    assert "needs 0.00 GB, and" in refused(capsys, old, tmp_path)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    migrate(old, tmp_path / "new", "--dry-run")
+    out = capsys.readouterr().out
+    assert "optimizer.state.fp32_param.*  optimizer.state.param.*" in out
+    assert "rank 0 alone" in out
+    migrate(old, tmp_path / "new", "--dry-run", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["source_type"], plan["target_type"]) == ("fully_sharded_model_space", "fully_reshardable")
+    assert sum(row["tensors"] for row in plan["rows"]) == 12
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_summary_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    migrate(old, tmp_path / "new", "--json")
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["verdict"], summary["findings"]) == ("whole", [])
+
+
+@pytest.mark.parametrize("what", ["no folder", "an empty folder", "no checkpoint of Megatron"])
+def test_what_is_no_checkpoint_is_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "old"
+    if what != "no folder":
+        old.mkdir()
+    if what == "no checkpoint of Megatron":
+        (old / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+    assert "expected" in refused(capsys, old, tmp_path)
