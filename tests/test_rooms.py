@@ -14,6 +14,7 @@ COMMON = {
     "ckpt_patches.errors",
     "ckpt_patches.group",
     "ckpt_patches.meeting",
+    "ckpt_patches.pause",
     "ckpt_patches.processes",
     "ckpt_patches.progress",
     "ckpt_patches.ranks",

@@ -1,7 +1,6 @@
 """Records with checksums: those of all that a checkpoint's files hold, against those of what was read of them."""
 
 import bisect
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -54,7 +53,8 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _gaps(begin: int, end: int, ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    for first, last in itertools.islice(ranges, max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), None):
+    for number in range(max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), len(ranges)):
+        first, last = ranges[number]
         if first >= end:
             break
         if last > begin:

@@ -3,8 +3,9 @@
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import WEIGHT, Checkpoint, Extent, Owner, Record, Shard, Stream
@@ -23,8 +24,10 @@ from ckpt_patches.formats import torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from ckpt_patches.processes import mapped
 
 ALIGNMENT = 64  # elements: where parameters begin in a bucket
+WORTH_A_PROCESS = 4000  # chunks
 Key = tuple[str, tuple[int, ...]]  # a shard's label and shape
 
 
@@ -101,9 +104,8 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     if (common := _common(found, index)) is not None:
         set_common(found, common)
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
+    _find_elements(tensors, found)
     with RangedFiles() as files:
-        for chunked in tensors.values():
-            _find_elements(chunked, found, files)
         for name in index.objects:
             _read_object(name, index, found, files)
     check_siblings(found, tensors)
@@ -152,24 +154,39 @@ def _index(found: Checkpoint) -> torch_dist.Index:
         return torch_dist.Index({}, {})
 
 
-def _find_elements(chunked: Chunked, found: Checkpoint, files: RangedFiles) -> None:
-    """Of each chunk the place of its elements in the file, with their checksum."""
-    tensor = chunked.tensor
-    if not torch_files.is_read(found, tensor.name, tensor.dtype):
-        return
-    for offsets in tensor.chunks:
-        if offsets not in tensor.places:
-            finding = Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
-            found.findings.append(finding)
-            continue
-        try:
-            part = torch_dist.read_chunk(files, found.path, tensor, offsets)
-        except (BadFileError, NotReadError) as error:
-            found.findings.append(torch_files.refused(error, tensor.name, str(offsets)))
-            continue
-        span = tensor.places[offsets][1:]
-        found.records += [Record(str(part.path), *stored, span) for stored in part.storages]
-        chunked.extents[offsets] = Extent(str(part.path), part.value.offset, part.value.nbytes)
+class _Elements(NamedTuple):
+    """Where the elements of a chunk lie, with their checksums."""
+
+    extent: Extent
+    records: tuple[Record, ...]
+
+
+def _find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
+    """Of each chunk the place of its elements in the file, with their checksum; of many, other processors do shares."""
+    read = [own for own in tensors.values() if torch_files.is_read(found, own.tensor.name, own.tensor.dtype)]
+    chunks = [(own, offsets) for own in read for offsets in own.tensor.chunks]
+    with RangedFiles() as files:
+        every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)
+    for (own, offsets), elements in zip(chunks, every, strict=True):
+        if isinstance(elements, Finding):
+            found.findings.append(elements)
+        else:
+            found.records += elements.records
+            own.extents[offsets] = elements.extent
+
+
+def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Elements | Finding:
+    """Of one chunk; what is wrong with it."""
+    tensor, offsets = chunk[0].tensor, chunk[1]
+    if offsets not in tensor.places:
+        return Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
+    try:
+        part = torch_dist.read_chunk(files, path, tensor, offsets)
+    except (BadFileError, NotReadError) as error:
+        return torch_files.refused(error, tensor.name, str(offsets))
+    span, name = tensor.places[offsets][1:], str(part.path)
+    records = tuple(Record(name, *stored, span) for stored in part.storages)
+    return _Elements(Extent(name, part.value.offset, part.value.nbytes), records)
 
 
 def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> None:

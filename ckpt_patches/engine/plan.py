@@ -13,9 +13,9 @@ from types import CodeType
 
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.names import new_unbound_names
-from ckpt_patches.engine.pause import without_garbage_collection
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
+from ckpt_patches.pause import without_garbage_collection
 
 
 class Outcome(Enum):

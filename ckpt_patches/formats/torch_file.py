@@ -169,7 +169,7 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
             raise BadFileError(f"{path} has {status.st_size} bytes, expected {span[1]} from {span[0]} on")
         archive = _Archive(descriptor, path, span)
         storages = archive.storages()
-        return TorchFile(path, status.st_size, status.st_mtime_ns, _Unpickler(archive, trust=True).load(), storages)
+        return TorchFile(path, status.st_size, status.st_mtime_ns, _bare_tensor(archive), storages)
 
 
 def instance(value: Any, name: str) -> bool:
@@ -440,6 +440,26 @@ class _Unpickler(pickle.Unpickler):
             offset = self.archive.data_offset(f"data/{key}", numel * ITEM_SIZE[dtype])
             self.storages[key] = StorageHeader(key, dtype, numel, offset)
         return self.storages[key]
+
+
+# Of pickles that hold nothing but a tensor what they hold; those of the chunks of one tensor are mostly the same.
+_BARE: dict[bytes, TensorHeader] = {}
+MOST_BARE = 4096
+
+
+def _bare_tensor(archive: "_Archive") -> Any:
+    """What a part of a file holds, mostly a tensor: it is unpickled once for all that are pickled alike."""
+    data = archive.record("data.pkl")
+    known = _BARE.get(data)
+    if known is not None:
+        storage = known.storage
+        return known._replace(
+            storage=storage._replace(offset=archive.data_offset(f"data/{storage.key}", storage.nbytes))
+        )
+    value = _Unpickler(archive, trust=True).load()
+    if isinstance(value, TensorHeader) and not value.wrapping and len(_BARE) < MOST_BARE:
+        _BARE[data] = value
+    return value
 
 
 class _Archive:

@@ -29,6 +29,7 @@ from ckpt_patches.meeting import Meeting
 from ckpt_patches.migrate import keys, move, source
 from ckpt_patches.migrate.plan import OutputFile, Plan, needs_nothing, plan, source_type
 from ckpt_patches.migrate.source import Source
+from ckpt_patches.pause import without_garbage_collection
 from ckpt_patches.progress import Progress
 
 MARK = ".ckpt-patches-migrate.json"
@@ -80,12 +81,13 @@ def prepare(path: Path, step: int | None, *, trust: bool = False) -> tuple[Sourc
         UserError: the checkpoint cannot be migrated.
         NeedsNothingError: it need not be.
     """
-    found = source.read(path, trust=trust)
-    if needs_nothing(found):
-        raise _nothing_to_do(found)
-    checkpoint = found.found
-    checkpoint.shards += coverage.others(checkpoint)
-    return found, plan(found, audit.all_shards(checkpoint), step)
+    with without_garbage_collection():
+        found = source.read(path, trust=trust)
+        if needs_nothing(found):
+            raise _nothing_to_do(found)
+        checkpoint = found.found
+        checkpoint.shards += coverage.others(checkpoint)
+        return found, plan(found, audit.all_shards(checkpoint), step)
 
 
 def _nothing_to_do(found: Source) -> UserError:

@@ -1,4 +1,4 @@
-"""A pause of the garbage collector while a tree is planned."""
+"""A pause of the garbage collector while a tree, or a large checkpoint, is planned."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ _paused = False
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A syntax tree is tens of thousands of objects; collecting while it grows takes as long as parsing it."""
+    """A syntax tree is tens of thousands of objects, an index of chunks millions: collecting meanwhile takes as long."""
     global _paused
     if _paused or not gc.isenabled():
         yield
