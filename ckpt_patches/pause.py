@@ -10,7 +10,7 @@ _paused = False
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A syntax tree is tens of thousands of objects, an index of chunks millions: collecting meanwhile takes as long."""
+    """A syntax tree is tens of thousands of objects, an index of chunks is millions: collecting takes as long."""
     global _paused
     if _paused or not gc.isenabled():
         yield

@@ -6,6 +6,7 @@ tensor has the shape (fragments of each axis, elements of a shard), with a chunk
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import functools
 import io
 import pickle
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, A
 def _numbers(values: Any) -> tuple[int, ...]:
     """Offsets or sizes."""
     found = tuple(values)
-    if any(type(value) is not int or value < 0 for value in found):
+    if {*map(type, found)} - {int} or (found and min(found) < 0):
         raise ValueError(f"expected offsets or sizes, found {found!r:.200}")
     return found
 
@@ -127,12 +128,18 @@ def read_place(files: RangedFiles, folder: Path, place: Place) -> TorchFile:
         BadFileError: the file is missing or shorter, or what lies there is damaged.
         NotReadError: it is in torch's format before 1.6.
     """
-    path = folder / place.file
+    path = _path(folder, place.file)
     try:
         descriptor = files.descriptor(str(path))
     except OSError as error:
         raise BadFileError(f"{path}: {error.strerror or error}") from None
     return torch_file.read_within(descriptor, path, (place.offset, place.nbytes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _path(folder: Path, file: str) -> Path:
+    """Of a file with many chunks, each of which is read by itself."""
+    return folder / file
 
 
 def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offsets) -> TorchFile:

@@ -470,6 +470,7 @@ class _Archive:
         self._zip = _open_zip(descriptor, path, span)
         (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
         self._root = pickled.removesuffix(b"data.pkl")
+        self._stored: dict[bytes, stored_zip.Stored] = {}
         if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
@@ -478,8 +479,11 @@ class _Archive:
         return self._zip.read(self._existing(name))
 
     def storages(self) -> tuple[stored_zip.Stored, ...]:
-        names = [name for name, entry in self._zip.entries.items() if name.startswith(self._root + b"data/")]
-        return tuple(self._zip.stored(name) for name in names if self._zip.entries[name].nbytes)
+        data, entries = self._root + b"data/", self._zip.entries
+        self._stored = {
+            name: self._zip.stored(name) for name, entry in entries.items() if name.startswith(data) and entry.nbytes
+        }
+        return tuple(self._stored.values())
 
     def data_offset(self, name: str, nbytes: int) -> int:
         """Where a record's bytes begin, if it has as many as expected."""
@@ -487,7 +491,7 @@ class _Archive:
         found = self._zip.entries[full].nbytes
         if found != nbytes:
             raise BadFileError(f"{self.path} is corrupt: expected {nbytes} bytes in its record {name}, found {found}")
-        return self._zip.position(full)
+        return self._stored[full].offset if full in self._stored else self._zip.position(full)
 
     def _existing(self, name: str) -> bytes:
         full = self._root + name.encode()

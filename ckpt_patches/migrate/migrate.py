@@ -93,12 +93,13 @@ def prepare(path: Path, step: int | None, *, trust: bool = False) -> tuple[Sourc
 def _nothing_to_do(found: Source) -> UserError:
     """Why a checkpoint that is loaded as it is is not migrated."""
     path, kind = found.found.path, source_type(found)
+    more = f", its optimizer's state is {kind}" if kind else ""
     if kind == keys.RESHARDABLE:
         report = audit.audit(path)
         if any(finding.kind is SHIFTED_STATE for finding in report.findings):
             return UserError(f"{path} is shifted: repair it first (ckpt-patches repair {path} --output NEW)")
-    cut = f", its optimizer's state is {kind}" if kind else ""
-    return NeedsNothingError(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{cut}")
+        more += "; but it is damaged, as ckpt-patches audit says" if report.verdict == audit.DAMAGED else ""
+    return NeedsNothingError(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
 
 
 def migrate(

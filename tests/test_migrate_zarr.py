@@ -1,0 +1,131 @@
+"""What zarr holds, by hand: whole arrays in chunks, objects in files of their own, and folders of locks beside them."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches.formats import torch_dist
+from old_checkpoints import settings
+from test_migrate_refusals import loaded_by_torch, migrate, refused
+
+Shape = tuple[int, ...]
+NAMES = {torch.float32: "<f4", torch.bfloat16: "bfloat16"}
+
+
+def array(folder: Path, name: str, whole: torch.Tensor, fragments: Shape) -> None:
+    path, chunks = folder / name, [n // parts for n, parts in zip(whole.shape, fragments, strict=True)]
+    path.mkdir()
+    (folder / f"{name}.sync").mkdir()
+    (folder / f"{name}.sync" / ".zarray").touch()
+    fixed = {"compressor": None, "filters": None, "order": "C", "fill_value": None, "zarr_format": 2}
+    described = {"shape": list(whole.shape), "chunks": chunks, "dtype": NAMES[whole.dtype], **fixed}
+    (path / ".zarray").write_text(json.dumps(described))
+    for number in range(math.prod(fragments)):
+        index = [int(i) for i in torch.unravel_index(torch.tensor(number), fragments)]
+        part = whole[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, chunks, strict=True))].contiguous()
+        (path / ".".join(map(str, index))).write_bytes(part.view(torch.uint8).numpy().tobytes())
+
+
+def checkpoint(folder: Path, *, kind: str = "fully_sharded_model_space") -> tuple[Path, dict[str, torch.Tensor]]:
+    folder.mkdir()
+    config = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(
+        json.dumps({**config, "common_backend": "torch", "common_backend_version": 1})
+    )
+    torch.save(settings(kind=kind) if kind else {"iteration": 1}, folder / "common.pt")
+    truth = {}
+    for number, (name, shape, fragments) in enumerate((("layers.weight", (2, 6, 4), (2, 1, 2)), ("bias", (6,), (2,)))):
+        master = torch.randn(shape, generator=torch.Generator().manual_seed(number)) + 3
+        truth[name] = master.to(torch.bfloat16)
+        if kind:
+            gradient = master * 0.01
+            states = {"fp32_param": master, "exp_avg": gradient, "exp_avg_sq": gradient.square()}
+            truth |= {f"optimizer.state.{role}.{name}": state for role, state in states.items()}
+        for key in [key for key in truth if key.endswith(name)]:
+            array(folder, key, truth[key], fragments)
+    return folder, truth
+
+
+def add_object(folder: Path, key: str, value: Any) -> None:
+    path = folder / f"{key}.pt"
+    path.parent.mkdir(exist_ok=True)
+    torch.save(value, path)
+
+
+@pytest.mark.parametrize("kind", ["fully_sharded_model_space", ""], ids=["optimizer", "weights alone"])
+def test_torch_itself_loads_every_element(kind: str, tmp_path: Path) -> None:
+    old, truth = checkpoint(tmp_path / "old", kind=kind)
+    found = loaded_by_torch(migrate(old, tmp_path / "new"))
+    assert found.keys() == {name.replace("fp32_param", "param") for name in truth}
+    assert all(torch.equal(found[name.replace("fp32_param", "param")], tensor) for name, tensor in truth.items())
+    common = torch.load(tmp_path / "new" / "common.pt")
+    assert ("content_metadata" in common) == bool(kind)
+    assert json.loads((tmp_path / "new" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_objects_are_wrapped_as_torch_dist_has_them(tmp_path: Path) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    tied = torch.arange(6.0)
+    values = {
+        "rng_state/shard_0_1": [{"cpu": torch.arange(9), "text": "x", "pair": (1, None)}],
+        "module._extra_state/shard_0.0_1": io.BytesIO(b"abc"),
+        "module._extra_state/shard_0.1_1": io.BytesIO(b"def"),
+        "tied/shard_0_1": {"one": tied, "half": tied[2:4], "empty": torch.empty(0)},
+    }
+    for key, value in values.items():
+        add_object(old, key, value)
+    new = migrate(old, tmp_path / "new")
+    index = torch_dist.read_index(new)
+
+    def read(key: str) -> Any:
+        place = index.objects[key]
+        data = (new / place.file).read_bytes()[place.offset : place.offset + place.nbytes]
+        (value,) = torch.load(io.BytesIO(data), weights_only=False)
+        return value
+
+    (rng,) = read("rng_state/shard_0_1")
+    assert torch.equal(rng["cpu"], torch.arange(9))
+    assert (rng["text"], rng["pair"]) == ("x", (1, None))
+    assert [read(f"module._extra_state/shard_0.{n}_1.2").getvalue() for n in (0, 1)] == [b"abc", b"def"]
+    found = read("tied/shard_0_1")
+    assert torch.equal(found["half"], tied[2:4])
+    assert found["half"].untyped_storage().data_ptr() == found["one"].untyped_storage().data_ptr()
+    assert found["empty"].numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("break_it", "expected"),
+    [
+        (lambda chunk: chunk.unlink(), "its chunk at [0, 0, 2] is not there"),
+        (lambda chunk: chunk.write_bytes(chunk.read_bytes()[:-1]), "its chunk at [0, 0, 2] is not there, or not all"),
+        (lambda chunk: (chunk.parent / ".zarray").write_text("{"), "is corrupt"),
+        (lambda chunk: (chunk.parent / ".zarray").unlink(), ".zarray"),
+    ],
+    ids=["chunk missing", "chunk short", "metadata corrupt", "metadata missing"],
+)
+def test_an_array_that_is_not_all_there_is_refused(
+    break_it: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    break_it(old / "optimizer.state.exp_avg.layers.weight" / "0.0.1")
+    assert expected in refused(capsys, old, tmp_path)
+
+
+def test_buckets_lose_the_padding_at_their_end(tmp_path: Path) -> None:
+    old, _ = checkpoint(tmp_path / "old", kind="")
+    torch.save(settings(kind="fully_sharded_bucket_space"), old / "common.pt")
+    group, bucket = "optimizer.distributed.dp_group_idx_0", "gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+    whole = torch.arange(1.0, 17.0)
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        array(old, f"{group}.{bucket}.bucket_idx_0.{state}", whole, (4,))
+    sizes = [{(torch.bfloat16, torch.float32): [10]}]
+    add_object(old, f"{group}.per_bucket_numel_unpadded/shard_0_1", sizes)
+    found = loaded_by_torch(migrate(old, tmp_path / "new", "--damaged-as-is"))
+    assert torch.equal(found[f"{group}.{bucket}.bucket_idx_0.exp_avg"], whole[:10])
+    common = torch.load(tmp_path / "new" / "common.pt")
+    assert common["optimizer"]["param_state_sharding_type"] == "dp_reshardable"
