@@ -257,6 +257,47 @@ def test_objects_are_those_of_the_source_byte_for_byte(tmp_path: Path) -> None:
     assert data(old) == data(new)
 
 
+def test_the_groups_of_ranks_are_given_one_step_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In formats that are not in model space each data-parallel group saves its own, as an object."""
+    old = Old(tmp_path / "old")
+    old.tensor("layer.weight", torch.bfloat16, (4,))
+    old.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
+    key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+    old.object(key, {"param_groups": [{"step": 3, "lr": torch.tensor(0.5)}, {"step": 4}]})
+    old.write({"optimizer": {"param_state_sharding_type": "dp_zero_gather_scatter"}})
+    assert "found 3, 4" in refused(capsys, old.folder, tmp_path)
+    new = migrate(old.folder, tmp_path / "new", "--step", "4")
+    place = torch_dist.read_index(new).objects[key]
+    data = (new / place.file).read_bytes()[place.offset : place.offset + place.nbytes]
+    assert torch.load(io.BytesIO(data)) == [{"param_groups": [{"step": 4, "lr": torch.tensor(0.5)}, {"step": 4}]}]
+
+
+def test_optimizers_in_a_list_and_other_names_of_multipliers_stay_as_nemo_has_them(tmp_path: Path) -> None:
+    groups = {"optimizer": {"param_groups": [{"pre_wd_mult": 1.0, "pre_lr_mult": 1.0, "step": 3}]}}
+    states = [{**groups, "param_state_sharding_type": "fully_sharded_model_space"}]
+    old, _ = flattened(tmp_path / "old", SHAPES)
+    old.write({"optimizer_states": states, "pytorch-lightning_version": "2.4"})
+    common = torch.load(migrate(old.folder, tmp_path / "new") / "common.pt")
+    assert common["optimizer_states"] == [{**groups, "param_state_sharding_type": "fully_reshardable"}]
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """And not the output."""
+    from ckpt_patches.errors import UserError
+    from ckpt_patches.migrate import migrate as module
+    from ckpt_patches.migrate import move
+
+    old, _ = checkpoint(tmp_path / "old")
+    _, planned = module.prepare(old, None)
+    with open(old / "__1_0.distcp", "r+b") as file:
+        file.truncate(100)
+    (tmp_path / "new").mkdir()
+    job = move.Job(tmp_path / "new", planned.shards)
+    with pytest.raises(UserError, match=r"old/__1_0\.distcp cannot be read: ends before"):
+        move.write(planned.files[0], job, lambda _: None)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 # Damage
 
 

@@ -17,6 +17,7 @@ from ckpt_patches.audit.checksums import PartRead
 from ckpt_patches.audit.replies import Reply, decoded, encoded
 from ckpt_patches.audit.scan import Part
 from ckpt_patches.audit.team import add
+from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checksum import combined, crc32
 from ckpt_patches.formats.durable import make_folder
 from ckpt_patches.formats.ranged import RangedFiles
@@ -175,7 +176,10 @@ class Tee(RangedFiles):
             free.append(target)
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
-        super().read(path, offset, into)
+        try:
+            super().read(path, offset, into)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         end = offset + len(into)
         for layer in self._layers.get(path, []):
             for first, last, at in layer[max(bisect.bisect_right(layer, (offset, end, 0)) - 1, 0) :]:

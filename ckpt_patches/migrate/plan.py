@@ -120,7 +120,7 @@ def plan(source: Source, shards: Sequence[Shard], step: int | None = None) -> Pl
     target = TARGETS.get(kind, kind)
     settings.check_steps(source.settings, step)
     tensors, items, rows = _arrays(source, kind)
-    made, more_rows = _objects(source)
+    made, more_rows = _objects(source, target, step)
     items += made
     every = [*shards, *_rest(shards, items)]
     renewed = settings.renewed(source.settings, target, step)
@@ -270,13 +270,13 @@ def _row_of(old: str, new: str) -> tuple[str, str, str]:
 # Objects
 
 
-def _objects(source: Source) -> tuple[list[Item], list[Row]]:
+def _objects(source: Source, target: str, step: int | None) -> tuple[list[Item], list[Row]]:
     """What becomes of the objects."""
     names = keys.object_keys([own.key for own in source.objects])
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise UserError(f"{source.found.path}: several objects would become {twice[0]}")
-    items = [Item(names[own.key], _content(own)) for own in source.objects]
+    items = [Item(names[own.key], _content(own, target, step)) for own in source.objects]
     rows = []
     if items:
         total = sum(item.content.nbytes for item in items)
@@ -284,10 +284,17 @@ def _objects(source: Source) -> tuple[list[Item], list[Row]]:
     return items, rows
 
 
-def _content(own: Object) -> Torch | Raw:
-    if own.is_list:
-        return Raw(own.extent)
-    return layout.of_value([own.value], own.extent.path)
+def _content(own: Object, target: str, step: int | None) -> Torch | Raw:
+    """An object, as it is where it can be; where the state is not in model space the groups of each rank are one.
+
+    Raises:
+        UserError: its groups differ in their step.
+    """
+    settings.check_steps(own.value, step)
+    if settings.steps(own.value) - {step} and step is not None:
+        value = settings.renewed(own.value, target, step)
+        return layout.of_value(value if own.is_list else [value], own.extent.path)
+    return Raw(own.extent) if own.is_list else layout.of_value([own.value], own.extent.path)
 
 
 # What is read

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import Instance, TensorHeader
+from ckpt_patches.formats.torch_file import Instance
 from ckpt_patches.migrate.keys import GATHERED, RESHARDABLE
 
 TYPE, GROUPS, CONTENT = "param_state_sharding_type", "param_groups", "content_metadata"
@@ -23,8 +23,8 @@ def sharding_types(value: Any) -> set[str]:
 
 
 def steps(value: Any) -> set[Any]:
-    """The step of each parameter group that has one."""
-    return {group["step"] for group in _groups(value) if isinstance(group.get("step"), int | float | TensorHeader)}
+    """The step of each parameter group that has one, as a number."""
+    return {group["step"] for group in _groups(value) if isinstance(group.get("step"), int | float)}
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def check_steps(value: Any, step: int | None) -> None:
         numbers = ", ".join(sorted(map(str, found)))
         raise UserError(
             f"expected one step in all parameter groups, found {numbers}: megatron-core would refuse to load it; "
-            f"--step {max((s for s in found if isinstance(s, int)), default='N')} gives all of them this one"
+            f"--step {int(max(found))} gives all of them this one"
         )
 
 
