@@ -187,9 +187,10 @@ def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     dist.all_gather_object(everybody, (place(), found))
     together: dict[str, torch.Tensor] = {}
     for where, other in everybody:
-        if where != place():
-            continue
         for name, tensor in other.items():
+            # Experts are those of an expert-parallel rank, and all else is cut up over these ranks as well.
+            if where != place() and (".experts." in name or where.rpartition("-")[0] != place().rpartition("-")[0]):
+                continue
             is_state = name.endswith((".param", ".exp_avg", ".exp_avg_sq"))
             together[name] = together[name] + tensor if is_state and name in together else tensor
     return together
