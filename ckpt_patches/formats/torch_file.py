@@ -167,9 +167,15 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
         status = os.fstat(descriptor)
         if sum(span) > status.st_size or min(span) < 0:
             raise BadFileError(f"{path} has {status.st_size} bytes, expected {span[1]} from {span[0]} on")
+        known = _found_alike(descriptor, span)
+        if known is not None:
+            return TorchFile(path, status.st_size, status.st_mtime_ns, *known)
         archive = _Archive(descriptor, path, span)
         storages = archive.storages()
-        return TorchFile(path, status.st_size, status.st_mtime_ns, _bare_tensor(archive), storages)
+        value = _Unpickler(archive, trust=True).load()
+        if isinstance(value, TensorHeader) and not value.wrapping and len(storages) == 1:
+            _remember(descriptor, archive, span, value, storages[0])
+        return TorchFile(path, status.st_size, status.st_mtime_ns, value, storages)
 
 
 def instance(value: Any, name: str) -> bool:
@@ -250,6 +256,70 @@ def _part(key: Any) -> str:
     if isinstance(key, tuple):
         return "(" + ", ".join(getattr(part, "__name__", str(part)) for part in key) + ")"
     return str(key)
+
+
+# Tensors that are saved alike: an index has tens of thousands of chunks, and few shapes
+
+
+class _Alike(NamedTuple):
+    """All of a part of a file but the bytes of the only tensor that it holds; offsets are from the part's begin."""
+
+    head: bytes  # before those bytes
+    tail_at: int
+    tail: bytes  # behind them, with zeros in the place of what depends on them
+    masks: tuple[tuple[int, int], ...]  # where in the tail that is
+    checksum_at: int  # where in the tail theirs is
+    value: TensorHeader
+    stored: stored_zip.Stored
+
+
+_ALIKE: dict[int, list[_Alike]] = {}  # by the number of all bytes
+MOST_ALIKE, MOST_OF_A_LENGTH = 4096, 4
+LONGEST = 4096  # bytes of a head and of a tail
+OF_ALL_RECORDS = b".data/serialization_id"  # a record that torch makes of the checksums of all others
+
+
+def _remember(
+    descriptor: int, archive: "_Archive", span: tuple[int, int], value: TensorHeader, stored: stored_zip.Stored
+) -> None:
+    begin, nbytes = span
+    tail_at = stored.offset - begin + stored.nbytes
+    own = _ALIKE.setdefault(nbytes, [])
+    is_short = max(stored.offset - begin, nbytes - tail_at) <= LONGEST
+    if not is_short or len(own) >= MOST_OF_A_LENGTH or len(_ALIKE) > MOST_ALIKE:
+        return
+    try:
+        masks, checksum_at = archive.depending_on(stored, begin + tail_at)
+    except stored_zip.BadArchiveError:  # a record that nobody reads
+        return
+    if any(first < 0 for first, _ in masks):
+        return
+    tail = _masked(os.pread(descriptor, nbytes - tail_at, begin + tail_at), masks)
+    head = os.pread(descriptor, stored.offset - begin, begin)
+    moved = value._replace(storage=value.storage._replace(offset=value.storage.offset - begin))
+    own.append(_Alike(head, tail_at, tail, masks, checksum_at, moved, stored._replace(offset=stored.offset - begin)))
+
+
+def _found_alike(descriptor: int, span: tuple[int, int]) -> tuple[TensorHeader, tuple[stored_zip.Stored, ...]] | None:
+    """What a part of a file holds that is like one that was read; None if there was none."""
+    begin, nbytes = span
+    for known in _ALIKE.get(nbytes, ()):
+        if os.pread(descriptor, len(known.head), begin) != known.head:
+            continue
+        tail = os.pread(descriptor, len(known.tail), begin + known.tail_at)
+        if len(tail) == len(known.tail) and _masked(tail, known.masks) == known.tail:
+            storage, stored = known.value.storage, known.stored
+            checksum = int.from_bytes(tail[known.checksum_at : known.checksum_at + 4], "little")
+            value = known.value._replace(storage=storage._replace(offset=storage.offset + begin))
+            return value, (stored_zip.Stored(stored.offset + begin, stored.nbytes, checksum),)
+    return None
+
+
+def _masked(data: bytes, masks: tuple[tuple[int, int], ...]) -> bytes:
+    changed = bytearray(data)
+    for first, last in masks:
+        changed[first:last] = bytes(last - first)
+    return bytes(changed)
 
 
 # Stand-ins
@@ -442,26 +512,6 @@ class _Unpickler(pickle.Unpickler):
         return self.storages[key]
 
 
-# Of pickles that hold nothing but a tensor what they hold; those of the chunks of one tensor are mostly the same.
-_BARE: dict[bytes, TensorHeader] = {}
-MOST_BARE = 4096
-
-
-def _bare_tensor(archive: "_Archive") -> Any:
-    """What a part of a file holds, mostly a tensor: it is unpickled once for all that are pickled alike."""
-    data = archive.record("data.pkl")
-    known = _BARE.get(data)
-    if known is not None:
-        storage = known.storage
-        return known._replace(
-            storage=storage._replace(offset=archive.data_offset(f"data/{storage.key}", storage.nbytes))
-        )
-    value = _Unpickler(archive, trust=True).load()
-    if isinstance(value, TensorHeader) and not value.wrapping and len(_BARE) < MOST_BARE:
-        _BARE[data] = value
-    return value
-
-
 class _Archive:
     """The records of a file of torch, all below one folder."""
 
@@ -484,6 +534,19 @@ class _Archive:
             name: self._zip.stored(name) for name, entry in entries.items() if name.startswith(data) and entry.nbytes
         }
         return tuple(self._stored.values())
+
+    def depending_on(self, stored: stored_zip.Stored, tail_at: int) -> tuple[tuple[tuple[int, int], ...], int]:
+        """What changes in the file behind a record with its data: from where to where, and where its checksum is."""
+        (name,) = (name for name, own in self._stored.items() if own == stored)
+        checksums = [self._zip.checksum_places(name)]
+        masks = []
+        of_all = self._root + OF_ALL_RECORDS
+        if of_all in self._zip.entries:
+            checksums.append(self._zip.checksum_places(of_all))
+            begin = self._zip.position(of_all)
+            masks.append((begin - tail_at, begin + self._zip.entries[of_all].nbytes - tail_at))
+        masks += [(place - tail_at, place - tail_at + 4) for places in checksums for place in places]
+        return tuple(masks), checksums[0][0] - tail_at
 
     def data_offset(self, name: str, nbytes: int) -> int:
         """Where a record's bytes begin, if it has as many as expected."""
