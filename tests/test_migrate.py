@@ -53,8 +53,6 @@ RUNS = [
     Run("0.14.0", BUCKETS),
     Run("0.12.3", GATHERED),
     Run("0.14.0", GATHERED),
-    Run("0.7.0", BUCKETS),
-    Run("0.7.0", GATHERED),
     *(Run(version) for version in ("0.8.0", "0.9.0", "0.13.1", "0.15.3")),
     *(Run(version, optimizer="plain-fp32") for version in ("0.9.0", "0.12.3", "0.14.0", "0.15.3")),
     *(Run(version, optimizer="precision-aware") for version in ("0.13.1", "0.14.0", "0.15.3")),

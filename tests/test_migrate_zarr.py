@@ -116,7 +116,7 @@ def test_an_array_that_is_not_all_there_is_refused(
     assert expected in refused(capsys, old, tmp_path)
 
 
-def test_buckets_lose_the_padding_at_their_end(tmp_path: Path) -> None:
+def test_buckets_lose_the_padding_at_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, _ = checkpoint(tmp_path / "old", kind="")
     torch.save(settings(kind="fully_sharded_bucket_space"), old / "common.pt")
     group, bucket = "optimizer.distributed.dp_group_idx_0", "gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
@@ -129,3 +129,4 @@ def test_buckets_lose_the_padding_at_their_end(tmp_path: Path) -> None:
     assert torch.equal(found[f"{group}.{bucket}.bucket_idx_0.exp_avg"], whole[:10])
     common = torch.load(tmp_path / "new" / "common.pt")
     assert common["optimizer"]["param_state_sharding_type"] == "dp_reshardable"
+    assert "if 0.7 saved it no later release loads its optimizer's state" in capsys.readouterr().err

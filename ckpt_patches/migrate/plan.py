@@ -18,6 +18,7 @@ from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
 from ckpt_patches.migrate.layout import Raw, Torch
 from ckpt_patches.migrate.source import Array, Object, Shape, Source
 
+ALIGNMENT = 64  # elements: where parameters begin in the buffers of 0.8 and later
 FILE = 256 << 20  # bytes at least of a file of the output, as far as there are as many: large enough to be read quickly
 
 
@@ -142,6 +143,17 @@ def _warnings(source: Source, kind: str) -> Iterator[str]:
             "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
             "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"
         )
+    if kind in (BUCKETS, GATHERED) and settings.CONTENT not in source.settings and _has_uneven_parameters(source):
+        yield (
+            "if 0.7 saved it no later release loads its optimizer's state: since 0.8 each parameter begins at a multiple "
+            f"of {ALIGNMENT} elements of its buffer, and here are parameters of other sizes"
+        )
+
+
+def _has_uneven_parameters(source: Source) -> bool:
+    """Whether the buffers of releases that align parameters have other places for them than those of 0.7."""
+    weights = (array for name, array in source.arrays.items() if not keys.is_of_optimizer(name))
+    return any(math.prod(chunk.shape) % ALIGNMENT for array in weights for chunk in array.chunks.values())
 
 
 # Arrays
