@@ -145,7 +145,7 @@ def _warnings(source: Source, kind: str) -> Iterator[str]:
         )
     if kind in (BUCKETS, GATHERED) and settings.CONTENT not in source.settings and _has_uneven_parameters(source):
         yield (
-            "if 0.7 saved it no later release loads its optimizer's state: since 0.8 each parameter begins at a multiple "
+            "if 0.7 saved it no later release loads its optimizer's state: since 0.8 a parameter begins at a multiple "
             f"of {ALIGNMENT} elements of its buffer, and here are parameters of other sizes"
         )
 
