@@ -144,6 +144,11 @@ def test_an_array_that_is_there_already_fails_all_ranks_before_anything_is_writt
     assert not any((tmp_path / KEY / "0.0").read_bytes())
 
 
+def test_locks_that_cannot_be_removed_fail_no_save(tmp_path: Path) -> None:
+    assert json.loads(fail("locks", tmp_path).splitlines()[-1]) == ["", "", "", ""]
+    assert all(any((tmp_path / KEY / name).read_bytes()) for name in ("0.0", "1.0"))
+
+
 def test_a_rank_that_dies_leaves_a_hole_and_no_short_file(tmp_path: Path) -> None:
     assert "wrote" not in fail("dies", tmp_path, check=False)
     for name in ("0.0", "1.0"):

@@ -167,12 +167,19 @@ def _raise_failures(failures: "list[Exception]") -> None:
 
 
 def _remove_lock_directories(checkpoint_dir: "Path") -> None:
-    """Nobody holds a lock any more, and a listing would meet their directories."""
+    """Nobody holds a lock any more, and a listing would meet their directories.
+
+    What fails here is said and no more: the checkpoint is whole.
+    """
     if torch.distributed.get_rank() != 0:
         return
-    for locks in Path(checkpoint_dir).glob("*.sync"):
-        if locks.with_suffix("").joinpath(".zarray").exists() and not any(f.stat().st_size for f in locks.iterdir()):
-            shutil.rmtree(locks, ignore_errors=True)
+    try:
+        for locks in Path(checkpoint_dir).glob("*.sync"):
+            of_array = locks.with_suffix("").joinpath(".zarray").exists()
+            if of_array and not any(file.stat().st_size for file in locks.iterdir()):
+                shutil.rmtree(locks)
+    except OSError as error:
+        logger.warning(f"{checkpoint_dir}: left directories with locks, which nobody needs: {error}")
 
 
 RANGE_WRITERS = (

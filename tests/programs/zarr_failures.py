@@ -25,7 +25,7 @@ VICTIM = 2
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("failure", choices=[*DAMAGES, "exists", "dies"])
+    parser.add_argument("failure", choices=[*DAMAGES, "exists", "dies", "locks"])
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     zarr_saving.spawn(worker, 4, options)
@@ -36,6 +36,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
     if options.failure == "exists" and rank == 0:
         strategy._create_zarr_array(shard(0), options.out)
+    if options.failure == "locks" and rank == 0:
+        Path(options.out, f"{KEY}.sync").write_text("a file where a directory would be")
     dist.barrier()
     if rank == VICTIM and options.failure in DAMAGES:
         DAMAGES[options.failure](options.out / KEY / "1.0", strategy)
