@@ -36,6 +36,35 @@ def test_ranks_that_are_alike_ask_each_other_once(what: str, tmp_path: Path) -> 
     assert [found["error"] for found in on_ranks(what, tmp_path, {})] == [""] * RANKS
 
 
+FAKE = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from ckpt_patches.engine.agreement import _announce_fix, _check_all_ranks_have_fix
+import ckpt_patches.engine.agreement as agreement, torch
+agreement.torch = torch
+_announce_fix("fix.1")
+for store in (FakeStore(), dist.HashStore()):
+    dist.init_process_group("fake", store=store, rank=0, world_size=8)
+    _announce_fix("fix.1")
+    _check_all_ranks_have_fix("fix.1", list(range(8)), 1)
+    agreement._check_all_ranks_have_fix.checked.clear()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_dry_run_without_other_ranks_is_not_stopped(tmp_path: Path) -> None:
+    """Nor a program without a process group."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    run(tmp_path / "fake.py", tree=tree("megatron-core", "0.19.2"), imports=("torch",))
+
+
+@pytest.mark.slow
+def test_one_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    """It has announced the fix when its optimizer was made, and comes to the save when another one has looked."""
+    found = on_ranks("gather", tmp_path, {1: {"RANKS_THAT_DIFFER_LATE": "35"}})
+    assert [one["error"] for one in found] == [""] * RANKS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("without", WITHOUT)
 @pytest.mark.parametrize("what", ON)

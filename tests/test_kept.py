@@ -1,5 +1,7 @@
 """Plans that are kept between processes: taken up where nothing has changed, and nowhere else."""
 
+import hashlib
+import marshal
 import os
 import shutil
 import sys
@@ -217,6 +219,64 @@ def test_where_nothing_can_be_kept_a_plan_is_made(
     monkeypatch.setenv("XDG_CACHE_HOME", place)
     assert plan_or_kept(str(tmp_path / "tree"), CORE, NAMES).named(Outcome.APPLIES) == NAMES
     assert not (tmp_path / "relative").exists()
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path, caches: Path, made: list[TreePlan]) -> None:
+    """It may lead to a folder of root's."""
+    make(tmp_path / "tree")
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    caches.parent.mkdir()
+    caches.symlink_to(tmp_path / "elsewhere")
+    plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
+    assert files_in(tmp_path / "elsewhere") == []
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST", 1)
+    caches.mkdir(parents=True, mode=0o700)
+    (caches / "notes.txt").touch()
+    (caches / "folder").mkdir()
+    for number in range(3):
+        make(tmp_path / f"tree{number}")
+        plan_or_kept(str(tmp_path / f"tree{number}"), CORE, NAMES)
+    assert len(files_in(caches)) == 3
+    assert {"notes.txt", "folder"} < {path.name for path in files_in(caches)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_no_folder_is_made_in_the_home_of_another_user(tmp_path: Path, caches: Path) -> None:
+    make(tmp_path / "tree")
+    os.chown(tmp_path, 12345, 12345)
+    plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
+    assert not caches.parent.exists()
+
+
+def test_a_process_whose_package_was_updated_keeps_and_takes_nothing(
+    tmp_path: Path, caches: Path, made: list[TreePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs the engine that it has loaded, and not the one on disk."""
+    make(tmp_path / "tree")
+    with monkeypatch.context() as before:
+        before.setattr(kept, "_LOADED", b"of another release")
+        plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
+        assert files_in(caches) == []
+    for _ in range(2):
+        plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("payload", [b"no marshal", marshal.dumps((1, 2))])
+def test_a_file_of_another_layout_is_not_taken(
+    payload: bytes, tmp_path: Path, caches: Path, made: list[TreePlan]
+) -> None:
+    """With the right key and digest."""
+    make(tmp_path / "tree")
+    plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
+    (file,) = files_in(caches)
+    head = file.read_bytes()[: len(kept._MAGIC) + kept._DIGEST]
+    file.write_bytes(head + hashlib.blake2b(payload, digest_size=kept._DIGEST).digest() + payload)
+    plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
+    assert len(made) == 2
 
 
 def test_no_more_than_a_few_are_kept(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

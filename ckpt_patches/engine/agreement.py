@@ -18,43 +18,58 @@ if TYPE_CHECKING:
 
 def _announce_fix(fix: str) -> None:
     """Tell all ranks, in the store of the process group, that this one has a fix."""
-    if torch.distributed.is_initialized():
+    try:
         store = torch.distributed.distributed_c10d._get_default_store()
         store.set(f"ckpt_patches/{fix}/{torch.distributed.get_rank()}", "it is there")
+    except Exception:
+        pass  # no group yet, or one without a store: nobody is asked
 
 
-def _check_all_ranks_have_fix(fix: str, ranks: "list[int]") -> None:
+def _check_all_ranks_have_fix(fix: str, ranks: "list[int]", patience: int) -> None:
     """Raise a RuntimeError, on all of these ranks that have a fix, if one of them has not; once for the same ranks.
 
-    The first rank that comes here looks for half a minute whether all have announced it, and leaves
-    in the store what it has found; so each rank has some messages, however many there are.
+    The first rank that comes here looks whether all have announced it, and leaves in the store that
+    they have; so each rank has some messages, however many there are.
+
+    Args:
+        fix: its name, and behind a dot a number that changes with what ranks send each other.
+        ranks: in the default process group.
+        patience: seconds that a rank may be late.
     """
     from datetime import timedelta
 
     checked = _check_all_ranks_have_fix.__dict__.setdefault("checked", set())
     if len(ranks) < 2 or (fix, tuple(ranks)) in checked:
         return
-    _announce_fix(fix)
-    store = torch.distributed.distributed_c10d._get_default_store()
-    place = f"ckpt_patches/{fix} on {hash(tuple(ranks))}"  # of integers: the same in each process
-    if store.add(f"{place}/comers", 1) == 1:
-        announced = [f"ckpt_patches/{fix}/{rank}" for rank in ranks]
-        try:
-            store.wait(announced, timedelta(seconds=30))
-            store.set(f"{place}/found", "all")
-        except RuntimeError:
-            there = [store.check([key]) for key in announced]
-            missing = ranks[there.index(False)]
-            store.set(f"{place}/found", f"{sum(there)} of {len(ranks)} ranks have it, rank {missing} has not")
-    store.wait([f"{place}/found"], timedelta(seconds=50))
-    found = store.get(f"{place}/found").decode()
-    if found != "all":
-        raise RuntimeError(
-            f"{fix}: {found}. With and without this fix ranks wait for each other for ever: expected it on all or on "
-            "none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES and "
-            "CKPT_PATCHES_SKIP"
-        )
     checked.add((fix, tuple(ranks)))
+    _announce_fix(fix)
+    announced = [f"ckpt_patches/{fix}/{rank}" for rank in ranks]
+    place = f"ckpt_patches/{fix} on {hash(tuple(ranks))}"  # of integers: the same in each process
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        first = store.add(f"{place}/comers", 1) == 1
+    except Exception:
+        return  # a store that cannot be asked, as that of a group for dry runs
+    if torch.distributed.get_backend() == "fake":
+        return
+    try:
+        if first:
+            store.wait(announced, timedelta(seconds=patience))
+            store.set(f"{place}/all", "have it")
+        else:
+            store.wait([f"{place}/all"], timedelta(seconds=patience + 10))
+        return
+    except RuntimeError:
+        there = [store.check([key]) for key in announced] if hasattr(store, "check") else [False]
+    if all(there):  # one was late
+        return
+    checked.discard((fix, tuple(ranks)))
+    count = f"{sum(there)} of {len(ranks)}" if len(there) == len(ranks) else f"not all {len(ranks)}"
+    raise RuntimeError(
+        f"{fix.partition('.')[0]}: {count} ranks have it, rank {ranks[there.index(False)]} has not. With and without "
+        "this fix ranks wait for each other for ever: expected it on all or on none. Install the same "
+        "training-checkpoint-patches on all ranks, with the same CKPT_PATCHES and CKPT_PATCHES_SKIP"
+    )
 
 
 FUNCTIONS = (_announce_fix, _check_all_ranks_have_fix)
@@ -68,17 +83,19 @@ def insert_agreement(
     announce: "ast.stmt | None",
     check: Iterable[Function],
     ranks: str,
+    patience: int,
     before: "ast.stmt",
 ) -> None:
     """Announce a fix behind one statement, if there is one so early; check it where functions start.
 
     Args:
         source: the module.
-        fix: its name.
+        fix: its name, and behind a dot a number that changes with what ranks send each other.
         by_upstream: whether what the fix changes is in the source already.
         announce: a statement that every rank has run long before it saves.
         check: the functions that call other collectives with the fix.
         ranks: an expression in them, the list of the ranks that call these collectives.
+        patience: seconds that a rank may come later than the first one, if it has not announced the fix before.
         before: a definition of the module, which the functions come before.
 
     Raises:
@@ -87,7 +104,7 @@ def insert_agreement(
         NoMatch: a part of it is.
     """
     announcement = f'_announce_fix("{fix}")'
-    call = f'_check_all_ranks_have_fix("{fix}", {ranks})'
+    call = f'_check_all_ranks_have_fix("{fix}", {ranks}, {patience})'
     parts = {
         **source.functions_there("", *FUNCTIONS),
         **{f"{call} in {function.name}": source.has(call, function) for function in check},

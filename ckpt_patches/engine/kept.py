@@ -6,10 +6,12 @@ upstream's files, whose folders would then outlive an uninstall, and still be fo
 it has to belong to this user, in a folder that nobody else can write to, and be whole.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import marshal
 import os
+import re
 import stat
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from ckpt_patches.ranks import is_rank_zero
 
 # More trees than a machine uses; the oldest go.
 MOST = 32
+# A file's name, and the one that it has until it is whole.
+_NAME = re.compile(r"[a-z.]+-[\w-]+-[0-9a-f]{16}\.plan(\.[0-9a-f]{16})?")
 _MAGIC = b"ckpt-patches plan 1\n"
 _DIGEST = 32  # bytes
 
@@ -32,18 +36,19 @@ def plan_or_kept(root: str, package: str, names: Sequence[str]) -> TreePlan:
     """What `plan_tree` returns for these fixes, from an earlier process if nothing has changed since.
 
     The first process of a group keeps the plan that it has made; as Python does with bytecode, in silence where that
-    cannot be, and not where Python is told to write none (`PYTHONDONTWRITEBYTECODE`).
+    cannot be, and not where Python is told to write none (`PYTHONDONTWRITEBYTECODE`). Whatever is wrong with a kept
+    plan, one is made.
     """
-    folder = cache_folder()
-    if not folder:
-        return plan_tree(root, package, names)
-    key = _key(root, package, names)
-    path = os.path.join(folder, _file_name(root, package, names))
-    plan = _read(path, key, root, package)
-    if plan is None:
-        plan = plan_tree(root, package, names)
-        # What does not match is looked at each time: its reason may be gone.
-        if not plan.named(Outcome.NO_MATCH) and not sys.dont_write_bytecode and is_rank_zero(os.environ):
+    key, path, plan = b"", "", None
+    with contextlib.suppress(Exception):
+        path = _path(root, package, names)
+        key = _key(root, package, names)
+        plan = _read(path, key, root, package) if path and key else None
+    if plan is not None:
+        return plan
+    plan = plan_tree(root, package, names)
+    with contextlib.suppress(Exception):
+        if path and key and _is_to_be_kept(plan) and _key(root, package, names) == key:
             _keep(plan, path, key)
     return plan
 
@@ -54,33 +59,57 @@ def cache_folder() -> str:
     return os.path.join(caches, "ckpt-patches") if os.path.isabs(caches) else ""
 
 
-def _file_name(root: str, package: str, names: Sequence[str]) -> str:
+def _is_to_be_kept(plan: TreePlan) -> bool:
+    """What does not match is looked at each time: its reason may be gone."""
+    return not plan.named(Outcome.NO_MATCH) and not sys.dont_write_bytecode and is_rank_zero(os.environ)
+
+
+def _path(root: str, package: str, names: Sequence[str]) -> str:
     """One a tree, choice of fixes and interpreter: whatever else changes, the new plan takes the old one's place."""
+    folder = cache_folder()
     what = "\n".join([root, *names, sys.version, str(sys.flags.optimize)])
     digest = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return f"{package}-{sys.implementation.cache_tag}-{digest}.plan"
+    return os.path.join(folder, f"{package}-{sys.implementation.cache_tag}-{digest}.plan") if folder else ""
 
 
 def _key(root: str, package: str, names: Sequence[str]) -> bytes:
-    """A digest of what a plan is made from besides upstream's files."""
+    """A digest of what a plan is made from besides upstream's files; empty if that is not what runs here.
+
+    An update changes the files of an engine that a process has loaded already.
+    """
+    if _digest_of_folder(_ENGINE) != _LOADED:
+        return b""
     digest = hashlib.blake2b(importlib.util.MAGIC_NUMBER, digest_size=_DIGEST)
     for part in [sys.version, str(sys.flags.optimize), root, package, *names]:
         digest.update(part.encode(errors="surrogateescape") + b"\0")
-    for folder in (os.path.dirname(os.path.abspath(__file__)), folder_of_fixes(package)):
-        for name in sorted(os.listdir(folder)):
-            if name.endswith(".py"):
-                with open(os.path.join(folder, name), "rb") as file:
-                    digest.update(name.encode() + b"\0" + text_digest(file.read()))
+    digest.update(_LOADED + _digest_of_folder(folder_of_fixes(package)))
     return digest.digest()
+
+
+def _digest_of_folder(folder: str) -> bytes:
+    """Of the names and texts of a folder's modules."""
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name), "rb") as file:
+                digest.update(os.fsencode(name) + b"\0" + text_digest(file.read()))
+    return digest.digest()
+
+
+_ENGINE = os.path.dirname(os.path.abspath(__file__))
+_LOADED = b""
+with contextlib.suppress(OSError):
+    _LOADED = _digest_of_folder(_ENGINE)
 
 
 def _read(path: str, key: bytes, root: str, package: str) -> TreePlan | None:
     """The plan in a file; None if there is none, or it is not for the tree as it is."""
-    data = _whole(_read_own(path))
-    if data is None:
+    data = _read_own(path)
+    start = len(_MAGIC) + _DIGEST
+    if data is None or data[:start] != _MAGIC + key or not _is_whole(data[start:]):
         return None
-    kept_key, results, texts, files = marshal.loads(data)
-    originals = _unchanged(root, texts) if kept_key == key else None
+    results, texts, files = marshal.loads(data[start + _DIGEST :])
+    originals = _unchanged(root, texts)
     return None if originals is None else _plan(root, package, results, texts, files, originals)
 
 
@@ -111,8 +140,6 @@ def _unchanged(root: str, texts: dict[str, bytes]) -> dict[str, bytes] | None:
             if digest or os.path.exists(path + "c"):
                 return None
             continue
-        except OSError:
-            return None
         if text_digest(found[module]) != digest:
             return None
     return found
@@ -122,53 +149,63 @@ def _keep(plan: TreePlan, path: str, key: bytes) -> None:
     """Write a plan, whole or not at all."""
     results: _Results = [(result.name, result.outcome.value, result.modules) for result in plan.results]
     files: _Files = [(file.module, file.patched, file.code, file.fixes) for file in plan.files.values()]
-    data = marshal.dumps((key, results, plan.texts, files))
-    temporary = f"{path}.{os.urandom(8).hex()}"
+    data = marshal.dumps((results, plan.texts, files))
+    folder, temporary = os.path.dirname(path), f"{path}.{os.urandom(8).hex()}"
+    if not _is_folder_of_ours(folder):
+        return
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        folder = os.path.dirname(path)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        if not _is_own(os.stat(folder)):
-            return
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(_MAGIC + hashlib.blake2b(data, digest_size=_DIGEST).digest() + data)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
-        _remove_oldest(folder)
-    except OSError:  # a full disk, a folder that is another's: the next process makes its own plan
-        pass
+        with open(descriptor, "wb") as file:
+            file.write(_MAGIC + key + hashlib.blake2b(data, digest_size=_DIGEST).digest() + data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    _remove_oldest(folder)
+
+
+def _is_folder_of_ours(folder: str) -> bool:
+    """Whether plans may be kept there; it is made, but not in another user's home, where it would be in the way."""
+    caches = os.path.dirname(folder)
+    if not os.path.isdir(caches):
+        if os.stat(os.path.dirname(caches)).st_uid != os.geteuid():
+            return False
+        os.mkdir(caches, 0o700)
+    if not os.path.lexists(folder):
+        if os.stat(caches).st_uid != os.geteuid():
+            return False
+        os.mkdir(folder, 0o700)
+    return _is_own(os.lstat(folder), stat.S_IFDIR)
 
 
 def _remove_oldest(folder: str) -> None:
-    paths = [os.path.join(folder, name) for name in os.listdir(folder)]  # and what a killed process left behind
-    for path in sorted(paths, key=lambda path: os.stat(path).st_mtime)[:-MOST]:
-        os.unlink(path)
+    """Of the files that were kept; also what a killed process has left of one."""
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if _NAME.fullmatch(name)]
+    for path in sorted(paths, key=lambda path: os.lstat(path).st_mtime)[:-MOST]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _read_own(path: str) -> bytes | None:
     """A file's bytes, if only this user can have written it."""
     try:
-        if not _is_own(os.stat(os.path.dirname(path))):
+        if not _is_own(os.lstat(os.path.dirname(path)), stat.S_IFDIR):
             return None
-        with open(path, "rb") as file:
-            return file.read() if _is_own(os.fstat(file.fileno())) else None
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            return file.read() if _is_own(os.fstat(file.fileno()), stat.S_IFREG) else None
     except OSError:
         return None
 
 
-def _is_own(found: os.stat_result) -> bool:
+def _is_own(found: os.stat_result, kind: int) -> bool:
+    """A folder or a file, and no link to one, that no other user can write to."""
+    if stat.S_IFMT(found.st_mode) != kind:
+        return False
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _whole(data: bytes | None) -> bytes | None:
-    """What stands in a kept file, without its digest; None if that is not the digest of the rest."""
-    if data is None or not data.startswith(_MAGIC):
-        return None
-    start = len(_MAGIC) + _DIGEST
-    whole = hashlib.blake2b(data[start:], digest_size=_DIGEST).digest() == data[len(_MAGIC) : start]
-    return data[start:] if whole else None
+def _is_whole(data: bytes) -> bool:
+    """Whether it begins with the digest of the rest."""
+    return hashlib.blake2b(data[_DIGEST:], digest_size=_DIGEST).digest() == data[:_DIGEST]

@@ -138,17 +138,16 @@ class DistributedOptimizer:
         A message for each shard. Gloo's own gather receives into a buffer of the whole bucket's
         size and copies from there. Rank 0's own shard is in its place already.
         """
+        ranks = torch.distributed.get_process_group_ranks(group)
         requests = []
         for tag, (key, shard) in enumerate(local_shards.items()):
             if not world_tensors:
-                destination = torch.distributed.get_global_rank(group, 0)
                 if shard.numel() > 0:  # not padding alone
-                    requests.append(torch.distributed.isend(shard, destination, group, tag))
+                    requests.append(torch.distributed.isend(shard, ranks[0], group, tag))
                 continue
-            for rank, shard_range in enumerate(shard_ranges[1:], start=1):
+            for source, shard_range in zip(ranks[1:], shard_ranges[1:], strict=True):
                 if len(shard_range) > 0:
                     place = world_tensors[key][shard_range.start : shard_range.stop]
-                    source = torch.distributed.get_global_rank(group, rank)
                     requests.append(torch.distributed.irecv(place, source, group, tag))
         for request in requests:
             request.wait()
@@ -182,9 +181,10 @@ class DistributedOptimizer:
                 else:
                     destination = torch.distributed.get_global_rank(group, 0)
                     torch.distributed.gather(piece, list(received), destination, group)
-                for rank, row in enumerate(received):
+                for rank in range(len(received)):
                     part = shard_ranges[rank][start : start + numel]
-                    world_tensors[key][part.start : part.stop].copy_(row[: len(part)])
+                    place = world_tensors[key][part.start : part.stop]
+                    place.copy_(received[rank, : len(part)])
                 del piece, received  # before the next ones are allocated
 
     def _padded_shards(
@@ -341,10 +341,11 @@ def agree_first(source: Source) -> None:
     save, load = source.function(SAVE), source.function(LOAD)
     insert_agreement(
         source,
-        fix.name,
+        f"{fix.name}.2",  # before it ranks sent each other other messages
         by_upstream=source.has("self._gather_shards(...)", save),
         announce=source.one("self.data_parallel_group = data_parallel_group"),
         check=(save, load),
         ranks="torch.distributed.get_process_group_ranks(self.data_parallel_group)",
-        before=source.class_named(CLASS),
+        patience=30,
+        before=source.class_named("Range"),
     )

@@ -294,13 +294,16 @@ def import_modules(source: Source) -> None:
 def agree_first(source: Source) -> None:
     """`_raise_failures` and upstream's barrier do not meet."""
     save = source.function("ZarrSaveShardedStrategy.save")
-    made = "ZarrSaveShardedStrategy.__init__"  # since 0.8 when a save asks for it, before ranks wait for each other
+    # Since 0.9 the strategy is made when a save asks for it, before ranks wait for each other the first time.
+    made = "ZarrSaveShardedStrategy.__init__"
+    by_save = source.has_function("register_default_zarr_strategies") and source.has_function(made)
     insert_agreement(
         source,
-        fix.name,
+        f"{fix.name}.1",
         by_upstream=source.has("_raise_failures(failures)", save),
-        announce=source.function(made).body[-1] if source.has_function(made) else None,
+        announce=source.function(made).body[-1] if by_save else None,
         check=(save,),
         ranks="list(range(torch.distributed.get_world_size()))",
+        patience=30 if by_save else 300,
         before=source.class_named("ZarrSaveShardedStrategy"),
     )

@@ -2,7 +2,8 @@
 
 Prints a line of JSON: the error (its first line), or nothing, and the seconds that it took.
 
-    ranks_that_differ.py OUT gather|zarr    by RANK, WORLD_SIZE and MASTER_PORT
+    ranks_that_differ.py OUT gather|zarr    by RANK, WORLD_SIZE and MASTER_PORT; seconds late by
+                                         RANKS_THAT_DIFFER_LATE
 """
 
 import json
@@ -25,6 +26,7 @@ def worker(rank: int, out: Path, what: str) -> None:
     mt.use_inner_optimizer("fused")
     model, optimizer = mt.build()
     mt.step(model, optimizer, 0)
+    time.sleep(float(os.environ.get("RANKS_THAT_DIFFER_LATE", "0")))
     start, error = time.monotonic(), ""
     try:
         save(model, optimizer, out / "first", what)
