@@ -31,7 +31,8 @@ def on_ranks(what: str, out: Path, differs: dict[int, dict[str, str]]) -> list[d
         return list(pool.map(one, range(RANKS)))
 
 
-@pytest.mark.parametrize("what", [pytest.param("zarr", marks=pytest.mark.slow), "gather"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ON)
 def test_ranks_that_are_alike_ask_each_other_once(what: str, tmp_path: Path) -> None:
     assert [found["error"] for found in on_ranks(what, tmp_path, {})] == [""] * RANKS
 

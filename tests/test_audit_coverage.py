@@ -110,6 +110,7 @@ def experts(stage: int) -> Path:
     return shared.once(f"experts-{stage}", lambda out: run("experts", out, str(stage), tree=release)) / "global_step8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_experts_are_judged_by_expert_parallel_ranks(stage: int) -> None:
     report = audit(experts(stage))

@@ -31,6 +31,7 @@ def universal(kind: str) -> Path:
     return shared.once(f"universal-experts-{kind}", lambda out: ours(source, out / "universal", INJECT)) / "universal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", SHARED, ids=str)
 def test_autoep_is_judged_by_the_ranks_that_share_experts(arguments: tuple[Any, ...]) -> None:
     report = audit(autoep(*arguments))

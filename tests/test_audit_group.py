@@ -251,6 +251,7 @@ ranged.RangedFiles.read = recorded
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: written(ZARR_TP).whole[-1], test_audit.stage3_groups], ids=["zarr", "stage3"])
 def test_each_byte_is_read_by_one_process(make: Callable[[], Path]) -> None:
     def reads(errors: str) -> list[tuple[str, int, int]]:
@@ -276,6 +277,7 @@ def test_a_large_file_is_divided(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     path = damaged_zarr(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]

@@ -47,6 +47,7 @@ def test_model_states_in_one_file_are_found() -> None:
     assert (finding.array, finding.detail) == (FILES[0], "3 ranks have none of their own")
 
 
+@pytest.mark.slow
 def test_a_repaired_one_resumes_and_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the unpatched release, and bit for bit as the run that had saved it went on."""
     damaged, output = one_file(), tmp_path / "training" / STEP
@@ -76,6 +77,7 @@ def resume(folder: Path, tag: str | Path) -> Any:
     return run_json("zero_training", *arguments, tree=tree("deepspeed", WRITER))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_of_the_other_ranks_are_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank's model states have its part of them."""
     damaged = one_file("stage3_frozen")

@@ -42,7 +42,6 @@ def with_nccl(version: str) -> bool:
     return numbers(version) >= (0, 15)
 
 
-@pytest.mark.slow
 @pytest.mark.compat(fix=FIX)
 @pytest.mark.parametrize("delivery", ["none"])
 @pytest.mark.parametrize("version", ALL)

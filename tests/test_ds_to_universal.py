@@ -52,6 +52,7 @@ def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
     assert both(tmp_path, *checkpoints.values(), version=NEWEST) == {"stage3_groups": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
     """Tied, replicated, averaged, row-parallel and vocabulary parameters, sub-parameters, none of no elements."""
@@ -143,6 +144,7 @@ def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, caps
     assert "exists" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_options_change_nothing_in_the_output(source: Path, tmp_path: Path) -> None:
     expected = ours(source, tmp_path / "plain")
     assert expected.stderr == ""  # quiet, no terminal

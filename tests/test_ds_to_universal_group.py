@@ -68,6 +68,7 @@ def test_a_launchers_variable_that_is_no_number() -> None:
         Group.of({**POD, **TORCHRUN, "RANK": "x"})
 
 
+@pytest.mark.slow
 def test_under_torchrun(source: Path, tmp_path: Path) -> None:
     ours(source, tmp_path / "alone")
     output = tmp_path / "together" / "universal"

@@ -311,6 +311,7 @@ print(before, megatron.OWNER, type(converter.__loader__).__name__, converter.__f
 """
 
 
+@pytest.mark.slow
 def test_regular_package_megatron_beside_a_script(tmp_path: Path) -> None:
     """The stack of the DP=768 report: `megatron` is the script's own package, DeepSpeed is patched all the same."""
     (tmp_path / "megatron").mkdir()

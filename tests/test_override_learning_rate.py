@@ -115,6 +115,7 @@ def test_each_group_keeps_its_own_where_all_are_told_global_bounds(tmp_path: Pat
     assert found == {name: [] for name in runs_for(NEWEST)}
 
 
+@pytest.mark.slow
 def test_where_the_scheduler_is_loaded_first_the_rates_are_right_from_its_next_step_on(tmp_path: Path) -> None:
     found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, scheduler_first=True)
     assert {key.rpartition("/")[2] for wrong in found.values() for key in wrong} == {"now"}

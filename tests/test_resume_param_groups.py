@@ -135,6 +135,7 @@ def test_without_the_distributed_optimizer(version: str, name: str, tmp_path: Pa
     assert resumes(version, "hook", "hook", tmp_path / "hook", names, *options) == {name: [] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "bug"), [("0.12.0", "stages"), (WITH_COLLISIONS, "decoupled")])
 def test_the_fix_is_in_the_load_alone(version: str, bug: str, tmp_path: Path) -> None:
     """A checkpoint that a run without it has saved loads right, and one that a run with it has saved is the same."""

@@ -79,6 +79,7 @@ def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> Non
             assert "GLOBAL deepspeed." in error, (step, kind)
 
 
+@pytest.mark.slow
 def test_converts_to_the_same_files(tmp_path: Path) -> None:
     """As without this fix, and torch told from outside to take every class."""
     sources = [written(NEWEST) / kind / "global_step2" for kind in KINDS]

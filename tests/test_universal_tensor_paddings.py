@@ -71,6 +71,7 @@ def test_the_report_dp768(version: str, tmp_path: Path) -> None:
     assert differences(converted(tmp_path / "dp768"), source) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", "0.12.6")])
 def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """As `python -m`, and as a bare script: that is __main__, which no hook sees, saved by the modules it imports."""
@@ -79,6 +80,7 @@ def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_
     assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
 
 
+@pytest.mark.slow
 def test_upstream_crashes_as_a_script(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
     done = run("converter_as", "script", *arguments, tree=tree("deepspeed", NEW_WRITER), check=False)

@@ -61,6 +61,7 @@ def drawn(count: int) -> list[Case]:
     return found
 
 
+@pytest.mark.slow
 def test_the_files_are_those_of_a_synchronized_save(tmp_path: Path) -> None:
     folder, batch = tmp_path, drawn(60 if all_releases() else 30)
     assert {case["dtype"] for case in batch} == set(DTYPES)
