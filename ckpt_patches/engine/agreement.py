@@ -52,23 +52,29 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int]", patience: int) -> No
         return  # a store that cannot be asked, as that of a group for dry runs
     if torch.distributed.get_backend() == "fake":
         return
+    looked = f"{place}/looked"
     try:
         if first:
             store.wait(announced, timedelta(seconds=patience))
-            store.set(f"{place}/all", "have it")
+            store.set(looked, "all have it")
         else:
-            store.wait([f"{place}/all"], timedelta(seconds=patience + 10))
-        return
+            store.wait([looked], timedelta(seconds=patience + 10))
+        if store.get(looked) == b"all have it":
+            return
     except RuntimeError:
-        there = [store.check([key]) for key in announced] if hasattr(store, "check") else [False]
-    if all(there):  # one was late
-        return
+        if first:
+            store.set(looked, "not all")  # the others look for themselves: one may have been late
+    found = "not all ranks have it"
+    if hasattr(store, "check"):  # torch before 2.3 cannot ask for a key without waiting for it
+        there = [store.check([key]) for key in announced]
+        if all(there):
+            return
+        found = f"{sum(there)} of {len(ranks)} ranks have it, rank {ranks[there.index(False)]} has not"
     checked.discard((fix, tuple(ranks)))
-    count = f"{sum(there)} of {len(ranks)}" if len(there) == len(ranks) else f"not all {len(ranks)}"
     raise RuntimeError(
-        f"{fix.partition('.')[0]}: {count} ranks have it, rank {ranks[there.index(False)]} has not. With and without "
-        "this fix ranks wait for each other for ever: expected it on all or on none. Install the same "
-        "training-checkpoint-patches on all ranks, with the same CKPT_PATCHES and CKPT_PATCHES_SKIP"
+        f"{fix.partition('.')[0]}: {found}. With and without this fix ranks wait for each other for ever: expected it "
+        "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES and "
+        "CKPT_PATCHES_SKIP"
     )
 
 
