@@ -36,7 +36,7 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def killed(source: Path, output: Path, point: int) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_conversion.py", source, output, point))]
+    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_in_time.py", "convert", source, output, point))]
     return subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
 
 

@@ -40,7 +40,7 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def killed(source: Path, output: Path, point: int) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_migration.py", source, output, point))]
+    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_in_time.py", "migrate", source, output, point))]
     return subprocess.run(arguments, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 
@@ -77,6 +77,7 @@ def test_a_kill_comes_at_every_kind_of_change(expected: dict[str, bytes]) -> Non
     assert len(POINTS) > 10
 
 
+@pytest.mark.slow
 def test_killed_at_any_time_with_two_workers(tmp_path: Path) -> None:
     source = write(tmp_path / "old", {f"layer{number}.weight": (1024, 1024) for number in range(24)})
     output = tmp_path / "new"

@@ -1,0 +1,45 @@
+"""Convert or migrate a checkpoint, and be killed with all workers just before the Nth change in the file system.
+
+killed_in_time.py convert|migrate INPUT OUTPUT N     prints "done" if it has come to its end before that
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from file_changes import before_each_change
+
+left = int(sys.argv[4])
+
+
+def convert(source: str, output: str) -> None:
+    from deepspeed_patches.ds_to_universal import Options, convert
+
+    before_each_change(kill_in_time)
+    convert(source, output, Options(workers=1))
+
+
+def migrate(source: str, output: str) -> None:
+    from ckpt_patches.migrate import plan
+    from ckpt_patches.migrate.migrate import Options, migrate
+
+    plan.FILE = 1000  # bytes: several files
+    before_each_change(kill_in_time)
+    migrate(Path(source), Path(output), Options(workers=1), warn=lambda _: None)
+
+
+def kill_in_time(event: str, arguments: tuple[Any, ...]) -> None:
+    """Forked workers count as well, on from where they began."""
+    global left
+    left -= 1
+    if left < 0:
+        os.killpg(0, signal.SIGKILL)
+
+
+os.setpgid(0, 0)
+{"convert": convert, "migrate": migrate}[sys.argv[1]](sys.argv[2], sys.argv[3])
+print("done")
