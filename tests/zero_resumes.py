@@ -12,12 +12,13 @@ PROGRAM = "zero_resuming"
 Found = dict[str, dict[str, Any]]
 
 
-def trained(version: str, delivery: str, *cases: str, ranks: int = 2) -> Path:
+def trained(version: str, delivery: str, *cases: str, ranks: int = 2, nodes: int = 1) -> Path:
     """The folder with the checkpoints of trainings, by case; made once a session."""
-    name = f"zero-{version}-{delivery.replace(' ', '-')}-{ranks}-{'-'.join(cases)}"
+    name = f"zero-{version}-{delivery.replace(' ', '-')}-{ranks}-{nodes}-{'-'.join(cases)}"
 
     def train(folder: Path) -> None:
-        found = _json(_run("train", folder, *cases, version=version, delivery=delivery, ranks=ranks))
+        output = _run("train", folder, *cases, version=version, delivery=delivery, ranks=ranks, nodes=nodes)
+        found = _json(output)
         (folder / "trained.json").write_text(json.dumps(found))
 
     return shared.once(name, train)
@@ -29,16 +30,18 @@ def optimizers(folder: Path) -> dict[str, str]:
     return {case: one.get("optimizer") or one["error"] for case, one in found.items()}
 
 
-def resumed(version: str, delivery: str, *folders: Path, ranks: int = 2, tag: str = "") -> list[dict[str, Any]]:
-    """What came of a resume from each of those checkpoints."""
-    found = _json(output_of_resume(version, delivery, *folders, ranks=ranks, tag=tag))
+def resumed(version: str, delivery: str, *folders: Path, **keywords: Any) -> list[dict[str, Any]]:
+    """What came of a resume from each of those checkpoints; the keywords are those of `output_of_resume`."""
+    found = _json(output_of_resume(version, delivery, *folders, **keywords))
     return [found[str(folder)] for folder in folders]
 
 
-def output_of_resume(version: str, delivery: str, *folders: Path, ranks: int = 2, tag: str = "") -> str:
-    """All that such a program prints, the last line of which has the results."""
-    options = ("--tag", tag) if tag else ()
-    return _run("resume", *folders, *options, version=version, delivery=delivery, ranks=ranks)
+def output_of_resume(
+    version: str, delivery: str, *folders: Path, ranks: int = 2, nodes: int = 1, tag: str = "", spoil: int | None = None
+) -> str:
+    """All that such a program prints, the last line of which has the results. `spoil` is a rank to damage."""
+    options = [*(("--tag", tag) if tag else ()), *(("--spoil", str(spoil)) if spoil is not None else ())]
+    return _run("resume", *folders, *options, version=version, delivery=delivery, ranks=ranks, nodes=nodes)
 
 
 def exact(found: dict[str, Any]) -> bool:
@@ -48,11 +51,12 @@ def exact(found: dict[str, Any]) -> bool:
     return bool(found["different"] == found["different_end"] == [] and found["losses"] == found["expected"])
 
 
-def _run(*arguments: str | Path, version: str, delivery: str, ranks: int) -> str:
+def _run(*arguments: str | Path, version: str, delivery: str, ranks: int, nodes: int) -> str:
     """Without the fixes torch is told to load as it used to, so that the bug is reached."""
     env = PERMISSIVE if delivery == "none" else {}
-    options = ("--ranks", str(ranks))
-    return run(PROGRAM, *arguments, *options, tree=tree("deepspeed", version), delivery=delivery, env=env).stdout
+    options = ("--ranks", str(ranks), "--node", str(ranks // nodes))
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": env, "timeout": 900}
+    return run(PROGRAM, *arguments, *options, **on).stdout
 
 
 def _json(output: str) -> Found:

@@ -1,12 +1,14 @@
 """Train and resume at every ZeRO stage with the real DeepSpeed on CPU ranks; print what came of it, as JSON by case.
 
     zero_resuming.py train FOLDER CASE... --ranks N
-    zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal]
+    zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--spoil RANK]
 
+With `--node N` there are N ranks on a node. `--spoil` changes a weight of that rank after the load: it must be found.
 A case is a kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, goes on for two
 steps more, and writes what the run held at the save and at the end beside it. `resume` loads that into a new run of
-other weights, says what differs, and takes the same two steps; what it prints is by the folders as they were given. A
-case in which a rank dies has the "error" of it.
+other weights, says what differs on any rank, and takes the same two steps; what it prints is by the folders as they
+were given. A case in which a rank dies has the "error" of it, and what differs if it had loaded by then. Where the
+settings of param groups alone differ, the two steps are taken with the right ones.
 """
 
 import argparse
@@ -22,9 +24,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import zero_training
+from own_files import OneTensorParallelRank
 from zero_training import BF16, FP16, HIDDEN, SAMPLES, STEPS, TAG, Tiny, zero
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -92,13 +96,19 @@ def snapshot(run: Any) -> dict[str, Any]:
     else:
         states = flattened(run)
     inner = optimizer.optimizer
-    for number, group in enumerate(inner.param_groups):
+    for number, group in enumerate(groups_of(run)):
         states[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
     steps = {float(own["step"]) for own in inner.state.values() if "step" in own}
     states["steps"] = sorted(set().union(*gathered(steps)))
     states["counters"] = [run.global_steps, run.global_samples, run.skipped_steps]
     states["scale"] = [getattr(optimizer, "loss_scale", None), getattr(scaler_of(optimizer), "cur_iter", None)]
     return states
+
+
+def groups_of(run: Any) -> list[dict[str, Any]]:
+    """Those that the inner optimizer steps by."""
+    groups: list[dict[str, Any]] = run.optimizer.optimizer.param_groups
+    return groups
 
 
 def scaler_of(optimizer: Any) -> Any:
@@ -164,6 +174,15 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name, value in expected.items() if not same(found[name], value)]
 
 
+def is_settings(name: str) -> bool:
+    return name.startswith("group ")
+
+
+def on_any_rank(names: list[str]) -> list[str]:
+    """What a rank has for itself, as its copy of the weights, may be wrong there alone."""
+    return sorted(set().union(*gathered(names)))
+
+
 def same(one: Any, other: Any) -> bool:
     return bool(one.equal(other) if isinstance(other, torch.Tensor) else one == other)
 
@@ -176,6 +195,8 @@ def masters_are_weights(states: dict[str, Any]) -> bool:
 def begin(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     run = engine(args.folder.name, args.ranks, universal=False, seed=0)
     train(run, rank, args.ranks, first=0)
+    for group in groups_of(run):
+        group["lr"] /= 2  # as a scheduler would: it is not what the next run is started with
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     run.save_checkpoint(str(args.folder), tag=TAG, client_state={**info, "iteration": STEPS})
     truth: dict[str, Any] = {"saved": snapshot(run), "losses": train(run, rank, args.ranks, first=STEPS)}
@@ -188,16 +209,40 @@ def begin(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     truth = torch.load(args.folder / "truth.pt", weights_only=False)
     run = engine(args.folder.name, args.ranks, universal=args.tag != TAG, seed=1)
-    run.load_checkpoint(str(args.folder), tag=args.tag)
+    load(run, args.folder, args.tag)
+    if rank == args.spoil:
+        next(run.module.parameters()).data.view(-1)[0] += 1
     states = snapshot(run)
-    return {
-        "different": differences(states, truth["saved"]),
-        "masters are weights": masters_are_weights(states),
-        "steps": states["steps"],
-        "losses": train(run, rank, args.ranks, first=STEPS),
-        "expected": truth["losses"],
-        "different_end": differences(snapshot(run), truth["end"]),
-    }
+    different = on_any_rank(differences(states, truth["saved"]))
+    if different and all(is_settings(name) for name in different):  # see what else is wrong
+        for number, group in enumerate(groups_of(run)):
+            group.update(truth["saved"][f"group {number}"])
+    found = {"different": different, "masters are weights": masters_are_weights(states), "steps": states["steps"]}
+    try:
+        losses = train(run, rank, args.ranks, first=STEPS)
+    except Exception as error:
+        return {**found, "error": last_words(error)}
+    end = on_any_rank(differences(snapshot(run), truth["end"]))
+    return {**found, "losses": losses, "expected": truth["losses"], "different_end": end}
+
+
+def load(run: Any, folder: Path, tag: str) -> None:
+    """Load a checkpoint; up to 0.14.0 a universal one is loaded only with an object for model parallelism."""
+    needed = tag != TAG and numbers(deepspeed.__version__) <= (0, 14, 0)
+    if needed:
+        run.optimizer.mpu = OneTensorParallelRank
+    run.load_checkpoint(str(folder), tag=tag)
+    if needed:
+        run.optimizer.mpu = None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("+")[0].split("."))
+
+
+def last_words(error: Exception) -> str:
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}"
 
 
 def work_and_tell(rank: int, args: argparse.Namespace) -> None:
@@ -205,8 +250,7 @@ def work_and_tell(rank: int, args: argparse.Namespace) -> None:
     try:
         told = args.do(rank, args)
     except Exception as error:
-        traceback.print_exc()
-        told = {"error": f"{type(error).__name__}: {error}"}
+        told = {"error": last_words(error)}
     Path(args.told, str(rank)).write_text(json.dumps(told))
     if "error" in told:
         raise SystemExit(1)
@@ -236,6 +280,22 @@ def on_ranks(args: argparse.Namespace) -> dict[str, Any]:
     return dict([*causes, *errors, *found][0])
 
 
+def reduce_as_on_a_gpu() -> None:
+    """Let the engine reduce 16-bit gradients itself, as it does without ZeRO and for BF16_Optimizer.
+
+    Up to 0.16 it reduces those of types that the accelerator lists, where a CPU does not list fp16. Up to 0.12 it looks
+    for `torch.cpu.HalfTensor`, which torch calls `torch.HalfTensor`.
+    """
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+    if numbers(deepspeed.__version__) < (0, 13):
+        deepspeed.runtime.engine.split_half_float_double_sparse = by_type
+
+
+def by_type(gradients: list[torch.Tensor]) -> list[tuple[str, list[torch.Tensor]]]:
+    kinds = sorted({gradient.type() for gradient in gradients})
+    return [(kind, [gradient for gradient in gradients if gradient.type() == kind]) for kind in kinds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
@@ -244,12 +304,15 @@ def main() -> None:
     training.add_argument("folder", type=Path)
     resuming.set_defaults(do=resume, folder=Path())
     resuming.add_argument("--tag", default=TAG)
+    resuming.add_argument("--spoil", type=int, metavar="RANK")
     for command in (training, resuming):
         command.set_defaults(work=work_and_tell)
         command.add_argument("cases", nargs="+")
         command.add_argument("--ranks", type=int, required=True)
+        command.add_argument("--node", type=int)
     args = parser.parse_args()
     zero_training.prepare()
+    reduce_as_on_a_gpu()
     found = {}
     for case in args.cases:
         with tempfile.TemporaryDirectory() as told:
