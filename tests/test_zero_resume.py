@@ -22,7 +22,7 @@ from zero_checkpoints import convert
 from zero_resumes import exact, optimizers, resumed, trained
 
 # Those on the page. The default run has the newest alone, and few of its cases.
-ALL_RELEASES = ["0.19.8", "0.18.9", "0.18.4", "0.17.6", "0.16.2", "0.14.5", "0.14.0", "0.12.6"]
+ALL_RELEASES = ["0.19.8", "0.18.9", "0.18.4", "0.18.0", "0.17.6", "0.16.2", "0.14.5", "0.14.0", "0.12.6"]
 RELEASES = ALL_RELEASES if all_releases() else ALL_RELEASES[:1]
 DELIVERIES = ["none", "hook"] if all_releases() else ["hook"]
 CASES = [f"{kind}-{groups}" for kind in resume_table.KINDS for groups in (1, 2)]
