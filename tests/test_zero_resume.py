@@ -22,7 +22,7 @@ from zero_checkpoints import convert
 from zero_resumes import exact, optimizers, resumed, trained
 
 # Those on the page. The default run has the newest alone, and few of its cases.
-ALL_RELEASES = ["0.19.8", "0.18.4", "0.17.6", "0.14.5", "0.14.0", "0.12.6"]
+ALL_RELEASES = ["0.19.8", "0.18.9", "0.18.4", "0.18.0", "0.17.6", "0.16.2", "0.14.5", "0.14.0", "0.12.6"]
 RELEASES = ALL_RELEASES if all_releases() else ALL_RELEASES[:1]
 DELIVERIES = ["none", "hook"] if all_releases() else ["hook"]
 CASES = [f"{kind}-{groups}" for kind in resume_table.KINDS for groups in (1, 2)]
@@ -107,6 +107,7 @@ def partitioned(row: dict[str, Any]) -> bool:
     return not kind.startswith("stage0") or (kind == "stage0" and numbers(row["version"]) < (0, 17))
 
 
+@pytest.mark.skipif(all_releases(), reason="such a run writes the record anew, and then the page")
 def test_every_cell_of_the_page_was_run_and_none_is_wrong_with_the_fixes() -> None:
     rows = [row for found in json.loads(resume_table.ZERO.read_text()).values() for row in found]
     assert [row for row in rows if not as_it_should_be(row)] == []
