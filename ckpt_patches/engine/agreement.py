@@ -25,7 +25,7 @@ def _announce_fix(fix: str) -> None:
         pass  # no group yet, or one without a store: nobody is asked
 
 
-def _check_all_ranks_have_fix(fix: str, ranks: "list[int]", patience: int) -> None:
+def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int) -> None:
     """Raise a RuntimeError, on all of these ranks that have a fix, if one of them has not; once for the same ranks.
 
     The first rank that comes here looks whether all have announced it, and leaves in the store that
@@ -33,11 +33,15 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int]", patience: int) -> No
 
     Args:
         fix: its name, and behind a dot a number that changes with what ranks send each other.
-        ranks: in the default process group.
+        ranks: in the default process group; None for all of them.
         patience: seconds that a rank may be late.
     """
     from datetime import timedelta
 
+    if not torch.distributed.is_initialized():
+        return
+    if ranks is None:
+        ranks = list(range(torch.distributed.get_world_size()))
     checked = _check_all_ranks_have_fix.__dict__.setdefault("checked", set())
     if len(ranks) < 2 or (fix, tuple(ranks)) in checked:
         return
@@ -100,7 +104,7 @@ def insert_agreement(
         by_upstream: whether what the fix changes is in the source already.
         announce: a statement that every rank has run long before it saves.
         check: the functions that call other collectives with the fix.
-        ranks: an expression in them, the list of the ranks that call these collectives.
+        ranks: an expression in them, the list of the ranks that call these collectives; None for all.
         patience: seconds that a rank may come later than the first one, if it has not announced the fix before.
         before: a definition of the module, which the functions come before.
 
