@@ -34,6 +34,8 @@ def optimizer():
     optimizer.model_param_group_index_map = {param: (0, 0)}
     optimizer.gbuf_ranges = [{DTYPE: [{"param_map": {param: ranges}}]}]
     optimizer.data_parallel_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    bucket = SimpleNamespace(grad_data=torch.zeros(NUMEL), numel_unpadded=NUMEL)
+    optimizer.buffers = [SimpleNamespace(buckets=[bucket])]
     optimizer.ddp_config = SimpleNamespace(use_custom_fsdp=False, use_megatron_fsdp=False)
     optimizer.config = SimpleNamespace(
         use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True
