@@ -51,19 +51,17 @@ class UnfinishedFolder:
         Raises:
             UserError: something else is there.
         """
+        # What is there is seen before whose it is: others of this work may make the mark, or rename, at any moment.
+        taken, begun = _holds_any(self.final), _holds_any(self.working)
         if self.is_of_this(self.final):
             return
-        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
+        if taken:
             raise UserError(f"{self.final} exists; name another output folder, or remove it")
-        if not self.is_of_this(self.working) and self._has_files():
+        if begun and not self.is_of_this(self.working) and not self.is_of_this(self.final):
             raise UserError(
                 f"{self.working} holds the unfinished {self.work} of another checkpoint, or of this one before it "
                 "changed; remove it to begin anew"
             )
-
-    def _has_files(self) -> bool:
-        """Whether anything is in the working folder, but what another process of this work just begins with."""
-        return self.working.exists() and any(not p.name.startswith(TEMPORARY) for p in self.working.iterdir())
 
     def begin(self) -> None:
         """Make the folder; what it holds belongs to this work from now on."""
@@ -139,6 +137,16 @@ class UnfinishedFolder:
         except (OSError, ValueError):
             return False
         return bool(found == {"fingerprint": self.fingerprint})
+
+
+def _holds_any(folder: Path) -> bool:
+    """Whether a folder has a file, but for what another process just begins with; or is no folder."""
+    try:
+        return any(not name.startswith(TEMPORARY) for name in os.listdir(folder))
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def meeting_folder(folder: Path) -> Path:
