@@ -53,6 +53,7 @@ for store in (FakeStore(), dist.HashStore()):
 """
 
 
+@pytest.mark.slow
 def test_a_dry_run_without_other_ranks_is_not_stopped(tmp_path: Path) -> None:
     """Nor a program without a process group."""
     (tmp_path / "fake.py").write_text(FAKE)

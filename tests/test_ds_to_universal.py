@@ -37,6 +37,7 @@ def knows(version: str, oldest: str) -> bool:
     return numbers(version) >= numbers(oldest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_real_trainings(version: str, tmp_path: Path) -> None:
     """Every file, entry, type and bit, of both optimizers that write bf16, and of fp16."""

@@ -199,7 +199,7 @@ def test_a_defect_of_one_stops_the_others(source: Path, tmp_path: Path) -> None:
     assert (status, errors.splitlines()[0]) == (1, "Traceback (most recent call last):")
 
 
-@pytest.mark.parametrize("interrupted", [0, 1])
+@pytest.mark.parametrize("interrupted", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_that_is_interrupted_stops_the_others(interrupted: int, source: Path, tmp_path: Path) -> None:
     running = pair(source, tmp_path / "universal", [SLOW, SLOW])
     wait_until_they_have_met(tmp_path / "universal", 2)
@@ -208,7 +208,7 @@ def test_one_that_is_interrupted_stops_the_others(interrupted: int, source: Path
     assert ended(running[interrupted], 30)[0] == 130
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_that_is_killed_on_the_same_machine_is_missed_at_once(killed: int, source: Path, tmp_path: Path) -> None:
     running = pair(source, tmp_path / "universal", [SLOW] * 2)
     wait_until_they_have_met(tmp_path / "universal", 2)
@@ -218,7 +218,7 @@ def test_one_that_is_killed_on_the_same_machine_is_missed_at_once(killed: int, s
     assert time.monotonic() - begin < 20
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_that_is_killed_is_missed(killed: int, source: Path, tmp_path: Path) -> None:
     """On another machine, after 2 s without a sign of it."""
     running = pair(source, tmp_path / "universal", [f"{IMPATIENT}\n{SLOW}\n{ELSEWHERE}"] * 2)
@@ -238,7 +238,7 @@ def wait_until_they_have_met(output: Path, size: int) -> None:
     time.sleep(1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_that_never_comes_is_not_waited_for_for_ever(rank: int, source: Path, tmp_path: Path) -> None:
     alone = start(source, tmp_path / "universal", "--group", f"{rank}/2", change=f"{IMPATIENT}; meeting.HEARD = 1")
     assert ended(alone, 30) == told(1 - rank, 2, NEVER_CAME)

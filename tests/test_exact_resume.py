@@ -47,7 +47,13 @@ def refused_by_upstream(version: str, inner: str) -> set[str]:
 def cases() -> list[Any]:
     """Release, delivery and inner optimizer."""
     return [
-        pytest.param(*release.values, delivery, inner, id=f"{release.id}-{delivery}-{inner}")
+        pytest.param(
+            *release.values,
+            delivery,
+            inner,
+            id=f"{release.id}-{delivery}-{inner}",
+            marks=[] if (delivery, inner) == ("hook", "fused") else [pytest.mark.slow],
+        )
         for release in newest_by_default(releases("megatron-core"))
         for delivery in ("none", "hook")
         for inner in inner_optimizers(str(release.id))

@@ -102,7 +102,7 @@ def no_links(*_: object, **__: object) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["links", "no links"])
 @pytest.mark.parametrize("name", BOTH)
 def test_killed_at_any_change_of_the_file_system(
     name: str, links: bool, templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def trained(own: Gpt) -> Path:
     return shared.once(f"gpt-{name}", lambda folder: lines("gpt_resume", own.version, "save", folder, *options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", LOADED_BY)
 @pytest.mark.parametrize("own", [own for own in GPTS if own.default or all_releases()], ids=str)
 def test_a_gpt_goes_on_bit_for_bit_and_is_the_same_in_another_layout(own: Gpt, version: str, tmp_path: Path) -> None:

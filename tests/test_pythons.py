@@ -80,7 +80,10 @@ class Installed:
     environment: Environment
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+PYTHONS = [pytest.param(version, marks=[] if version == RUNNING else [pytest.mark.slow]) for version in VERSIONS]
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     version = request.param
     python = find_python(version)
@@ -224,6 +227,7 @@ EDITED = {
 }
 
 
+@pytest.mark.slow
 def test_the_hook_runs_what_apply_writes_and_shows_it(runs: dict[str, Run]) -> None:
     """In the real packages, in strict mode: in the source that Python shows, in what happens, and in a traceback."""
     found, said = runs["strict"].found, runs["strict"].said
@@ -236,6 +240,7 @@ def test_the_hook_runs_what_apply_writes_and_shows_it(runs: dict[str, Run]) -> N
     assert said.splitlines()[-1].startswith("AttributeError: 'NoneType' object has no attribute 'optimizer'")
 
 
+@pytest.mark.slow
 def test_without_the_hook_upstreams_own_code_runs(runs: dict[str, Run]) -> None:
     found, said = runs["off"].found, runs["off"].said
     for package, (name, module) in EDITED.items():

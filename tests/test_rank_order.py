@@ -69,6 +69,7 @@ def test_the_one_pass_converter_writes_what_upstreams_writes(tmp_path: Path) -> 
     assert both(tmp_path, *map(of_ranks, COUNTS), version=OLD) == {str(count): [] for count in COUNTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", releases("deepspeed", newest=NEWEST_OF_FILES))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

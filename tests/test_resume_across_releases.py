@@ -33,7 +33,7 @@ def exact_resume(version: str, delivery: str, folder: Path, *options: str) -> li
 
 
 @pytest.mark.parametrize("inner", ["fused", pytest.param("torch", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("delivery", ["none", "hook"])
+@pytest.mark.parametrize("delivery", [pytest.param("none", marks=pytest.mark.slow), "hook"])
 @pytest.mark.parametrize(("saved_by", "version"), PAIRS)
 def test_a_later_release_resumes_exactly_or_refuses(
     saved_by: str, version: str, delivery: str, inner: str, record_property: Callable[[str, object], None]

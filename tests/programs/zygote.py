@@ -57,8 +57,10 @@ def main() -> None:
 def serve(listening: int, modules: list[str]) -> tuple[str, list[str]]:
     """Import, then serve; it returns in a fork for each request, with the program and its arguments."""
     os.set_inheritable(listening, False)
+    gc.disable()  # it would look at all modules again and again
     for name in modules:
         importlib.import_module(name)
+    gc.enable()
     if len(os.listdir("/proc/self/task")) != 1:
         sys.exit(f"expected no thread but the first, which alone a fork has, after the import of {modules}")
     sys.stdout.flush()
