@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
-# Each process begins with one half of the tests, in their order: what those of a file share is made for one of them.
-PYTEST := $(PY) -m pytest -n 2 --dist worksteal
+# Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
+PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
 .PHONY: test rest quick test-all lint check bench demo compatibility clean
 

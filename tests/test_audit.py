@@ -436,8 +436,9 @@ def test_what_an_interrupted_conversion_leaves(universal: Path) -> None:
 
 def test_a_conversion_with_the_zero3_bug() -> None:
     report = audit(converted() / "stage3")
-    assert (report.verdict, names(report)) == (DAMAGED, {"element_count"})
-    details = {finding.array: finding.detail for finding in report.findings}
+    # What is too many is padding, which nobody initialises.
+    assert (report.verdict, names(report) - {"not_finite"}) == (DAMAGED, {"element_count"})
+    details = {f.array: f.detail for f in report.findings if f.kind.name == "element_count"}
     assert details["w1.weight/fp32.pt"] == "14 elements, 9 in the model's shape (3, 3)"
 
 

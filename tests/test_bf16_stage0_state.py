@@ -109,6 +109,7 @@ def test_a_checkpoint_without_the_state_keeps_its_weights(version: str, delivery
         assert one["losses"][1] == pytest.approx(one["expected"][1], abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default([*STATELESS, *LATER]))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

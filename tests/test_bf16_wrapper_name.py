@@ -49,6 +49,7 @@ def test_the_optimizer_that_was_asked_for_resumes_as_if_it_had_not_stopped(versi
     assert {case: exact(result) for case, result in results.items()} == dict.fromkeys(CASES, True), results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

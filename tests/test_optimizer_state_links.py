@@ -46,6 +46,7 @@ def test_those_of_every_group_are_found(version: str, delivery: str) -> None:
         assert found["losses"] == written(version, "none")[kind]["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -170,6 +170,7 @@ def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> No
     assert found["ran"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", releases("deepspeed", newest=NEWEST))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -75,6 +75,7 @@ def test_without_the_other_fixes() -> None:
     assert all(result["losses"] == result["expected"] for result in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -50,6 +50,7 @@ def test_every_rank_is_where_the_run_was(version: str, delivery: str) -> None:
             assert found["losses"] == found["expected"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -152,6 +152,7 @@ def test_what_an_old_release_has_saved_is_converted_after_a_resume(tmp_path: Pat
     ours(tmp_path / "new/global_step8", tmp_path / "universal", "--inject_missing_state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -54,6 +54,7 @@ def test_the_master_is_taken_for_the_master(version: str, delivery: str) -> None
         assert found["losses"] == found["expected"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -123,6 +123,7 @@ def test_stripping_upstream() -> None:
     assert CRASH in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default(RELEASES))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

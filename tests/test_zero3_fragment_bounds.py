@@ -109,6 +109,7 @@ def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp
     assert resumed["losses"] == pytest.approx(losses(checkpoint), rel=0.01)  # bf16 has 8 bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

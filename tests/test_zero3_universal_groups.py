@@ -61,6 +61,7 @@ def test_one_group_that_is_cut_in_several(delivery: str) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

@@ -42,6 +42,7 @@ def test_resumes_with_one_rank_on_each_node() -> None:
     assert resumed("0.16.2", *RUN, "hook", "--node", "1") == uninterrupted("0.16.2", *RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""

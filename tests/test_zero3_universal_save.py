@@ -72,6 +72,7 @@ def test_the_run_that_saves_is_as_without_the_fix() -> None:
     assert kept(before) == kept(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
