@@ -40,7 +40,7 @@ def as_bytes(made: TreePlan) -> bytes:
 
 
 def check_twice_changes_nothing(copy: Path, fix: str) -> None:
-    """Check that a fix, written into a copy, finds nothing more to do there."""
+    """Check that a fix, which is then written into a copy, finds nothing more to do there."""
     write(plan(copy, fix)[1])
     result, made = plan(copy, fix)
     assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})

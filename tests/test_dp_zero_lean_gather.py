@@ -164,12 +164,6 @@ def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: st
     edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)
 
 
-@pytest.mark.parametrize("version", ["0.7.0", NEWEST])
-def test_a_second_time_changes_nothing(version: str, tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", version), FIX, tmp_path)
-    edits.check_twice_changes_nothing(copy, FIX)
-
-
 BUILD = [
     "shard_ranges = self._shard_ranges(",
     "offset_in_world_tensors,",

@@ -181,12 +181,12 @@ IN_PARTS = {
     "hybrid_offload_resume": "0.14.0 0.19.2",
     "dp_zero_lean_gather": "0.7.0 0.14.0 0.19.2",
     "numpy2_product": "0.7.0 0.14.0",
-    "universal_tensor_paddings": "0.12.6 0.16.2",
-    "zero3_fragment_bounds": "0.16.2",
-    "zero3_universal_rank": "0.16.2",
+    "universal_tensor_paddings": "0.12.6 0.16.2 0.19.8",
+    "zero3_fragment_bounds": "0.16.2 0.19.2",
+    "zero3_universal_rank": "0.14.5 0.16.2",
     "zero3_universal_groups": "0.19.2 0.19.8",
-    "zero3_universal_save": "0.16.2",
-    "torch_load_weights_only": "0.12.6",
+    "zero3_universal_save": "0.14.5 0.16.2",
+    "torch_load_weights_only": "0.12.6 0.15.4",
     "universal_fragment_rebind": "0.16.2 0.19.2",
     "optimizer_state_links": "0.16.2 0.19.8",
     "universal_empty_group": "0.16.2 0.19.8",
@@ -213,9 +213,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_told_what_is_missing(
     assert plan._try(name, planned).outcome is Outcome.APPLIES
     sources = {module: source for module, source in planned.sources.items() if source and source.edits}
     whole = {module: source.edited() for module, source in sources.items()}
-    for source in sources.values():
-        Path(source.path).write_bytes(source.edited())
-    assert plan_tree(str(tmp_path), package, [name]).results[0].outcome is Outcome.ALREADY_THERE
+    edits.check_twice_changes_nothing(copy, name)
     for module, source in sources.items():
         wanted = list(source.edits)
         for left_out in wanted:

@@ -118,10 +118,6 @@ def copy(tmp_path: Path) -> Path:
     return edits.copy_of(tree("deepspeed", NEWEST), FIX, tmp_path)
 
 
-def test_twice_changes_nothing(copy: Path) -> None:
-    edits.check_twice_changes_nothing(copy, FIX)
-
-
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [

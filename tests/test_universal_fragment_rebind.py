@@ -94,10 +94,6 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
 
 
-def test_twice_changes_nothing(copy: Path) -> None:
-    edits.check_twice_changes_nothing(copy, FIX)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
