@@ -39,6 +39,7 @@ def test_a_module_that_no_fix_edits_keeps_its_ordinary_loader(tmp_path: Path) ->
 
 def test_what_is_not_a_target_is_left_to_the_other_finders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [])  # nobody else is asked
+    monkeypatch.delattr("ckpt_patches.hook.finder", raising=False)  # by a test before this one
     monkeypatch.setitem(sys.modules, "ckpt_patches.hook.finder", None)  # cannot be imported
     finder = PatchFinder(Switches({}))
     assert finder.find_spec("numpy") is None
