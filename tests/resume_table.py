@@ -5,7 +5,7 @@ python tests/resume_table.py
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -278,13 +278,24 @@ def zero_cell(patched: list[Row | None], upstream: list[Row | None]) -> str:
     return text if others == text else f"{text} (upstream: {others})"
 
 
-def zero_section(version: str, rows: Iterable[Row]) -> str:
-    """The table of one release of DeepSpeed."""
+def zero_sections(rows: Sequence[Row]) -> list[str]:
+    """A table for each release of DeepSpeed, newest first; neighbours that gave the same share one."""
+    sharing: list[tuple[str, list[str]]] = []
+    for version in sorted({row["version"] for row in rows}, key=numbers, reverse=True):
+        table = zero_table([row for row in rows if row["version"] == version])
+        if not sharing or sharing[-1][0] != table:
+            sharing.append((table, []))
+        sharing[-1][1].append(version)
+    return [f"### DeepSpeed {', '.join(versions)}\n\n{table}" for table, versions in sharing]
+
+
+def zero_table(rows: Iterable[Row]) -> str:
+    """What one release gave."""
     keys = ("format", "saved", "ranks", "nodes", "delivery")
     by = {(row["case"], *(row[key] for key in keys)): row for row in rows}
     columns = list(dict.fromkeys(key[1:5] for key in by))
     head = ["", *(zero_title(*column) for column in columns)]
-    table = [f"### DeepSpeed {version}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for kind, title in KINDS.items():
         cells = []
         for column in columns:
@@ -309,8 +320,7 @@ def zero(record: Mapping[str, Iterable[Row]]) -> str:
     shown = [one for one in LIMITS if any(limit(row) == one for row in rows)]
     limits = "\n".join(fill(f"- *{one.word}*: {one.text}", 120, subsequent_indent="  ") for one in shown)
     run = f"Run: {', '.join(versions)}. Other releases were not run."
-    parts = [zero_section(v, [r for r in rows if r["version"] == v]) for v in versions]
-    return "\n\n".join([(ZERO_HEAD + limits).rstrip(), CPU_HEAD.rstrip(), run, *parts]) + "\n"
+    return "\n\n".join([(ZERO_HEAD + limits).rstrip(), CPU_HEAD.rstrip(), run, *zero_sections(rows)]) + "\n"
 
 
 def main() -> int:

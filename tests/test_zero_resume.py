@@ -236,6 +236,19 @@ def test_the_page_names_a_limit_of_upstream_and_its_releases() -> None:
     assert page.count("- *no step*: 0.17.6 to 0.18.2 ") == 1
     assert page.count("| bf16, stage 1 | not run / no step (upstream: not run) |") == 1
     assert page.count("| bf16, stage 1 | not run / **IndexError (training)** (upstream: not run) |") == 2
+    assert [line for line in page.splitlines() if line.startswith("###")] == [
+        f"### DeepSpeed {version}" for version in ("0.18.3", "0.17.6", "0.17.5")
+    ]
+
+
+def test_neighbours_of_the_same_results_share_a_table() -> None:
+    results = {"0.18.4": "exact", "0.18.9": "exact", "0.19.8": "differs: 3 after the load", "0.17.6": "exact"}
+    rows = [page_row(case="stage1-1", result=result, version=version) for version, result in results.items()]
+    page = resume_table.zero({"test": rows})
+    assert [line for line in page.splitlines() if line.startswith("###")] == [
+        "### DeepSpeed 0.19.8",
+        "### DeepSpeed 0.18.9, 0.18.4, 0.17.6",
+    ]
     assert "- *one group only*" not in page
 
 
