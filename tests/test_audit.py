@@ -22,7 +22,7 @@ import torch
 
 from ckpt_patches.audit import coverage, damages
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, find
-from ckpt_patches.audit.checkpoint import Checkpoint, Shard
+from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard
 from ckpt_patches.audit.checksums import update_checksum
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
@@ -74,6 +74,18 @@ def copied(path: Path, to: Path) -> Path:
 
 def names(report: Report, *, notes: bool = False) -> set[str]:
     return {finding.kind.name for finding in report.findings if notes or finding.kind.severity != damages.NOTE}
+
+
+def check_that_a_nan_is_found(path: Path, shard: Shard, extent: Extent) -> None:
+    """Set the first element of a stream's part, audit the checkpoint, and put back what was there."""
+    whole = Path(extent.path).read_bytes()
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset)
+        file.write(b"\0\0\xc0\x7f")
+    report = audit(path)
+    assert report.verdict == DAMAGED
+    assert (shard.parameter, shard.label) in {(f.array.rpartition(".")[0], f.shard) for f in report.findings}
+    Path(extent.path).write_bytes(whole)
 
 
 def chunk(checkpoint: Path, array: str, label: str = "0.0") -> np.memmap:  # type: ignore[type-arg]

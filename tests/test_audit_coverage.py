@@ -13,7 +13,7 @@ from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats import zero as zero_files
 from megatron_checkpoints import Configuration, written
-from test_audit import copied, names
+from test_audit import check_that_a_nan_is_found, copied, names
 from upstream import run, tree
 from zero_checkpoints import trained
 
@@ -124,15 +124,7 @@ def test_damage_in_the_state_of_every_expert_is_found(tmp_path: Path) -> None:
     shards = [shard for shard in audit(path).checkpoint.shards if "expert" in shard.label]
     assert len(shards) == 8
     for shard in shards:
-        extent = shard.streams["exp_avg_sq"].extents[0]
-        whole = Path(extent.path).read_bytes()
-        with open(extent.path, "r+b") as file:
-            file.seek(extent.offset)
-            file.write(b"\0\0\xc0\x7f")  # NaN
-        report = audit(path)
-        assert report.verdict == DAMAGED
-        assert (shard.parameter, shard.label) in {(f.array.rpartition(".")[0], f.shard) for f in report.findings}
-        Path(extent.path).write_bytes(whole)
+        check_that_a_nan_is_found(path, shard, shard.streams["exp_avg_sq"].extents[0])
 
 
 @pytest.mark.parametrize("name", ["layer_0_expert_2_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"])

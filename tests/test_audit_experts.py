@@ -11,7 +11,7 @@ import pytest
 import shared
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MIXED_RANKS
-from test_audit import copied, names
+from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
 from test_ds_to_universal_experts import NEIGHBOURS, autoep, load, save
 from universal import ours
@@ -48,14 +48,7 @@ def test_damage_in_each_part_of_autoeps_experts_is_found(arguments: tuple[Any, .
     shards = [shard for shard in audit(path).checkpoint.shards if "expert" in shard.label]
     for shard in (shards[0], shards[-1]):
         for extent in shard.streams["exp_avg_sq"].extents:
-            whole = Path(extent.path).read_bytes()
-            with open(extent.path, "r+b") as file:
-                file.seek(extent.offset)
-                file.write(b"\0\0\xc0\x7f")  # NaN
-            report = audit(path)
-            assert report.verdict == DAMAGED
-            assert (shard.parameter, shard.label) in {(f.array.rpartition(".")[0], f.shard) for f in report.findings}
-            Path(extent.path).write_bytes(whole)
+            check_that_a_nan_is_found(path, shard, extent)
 
 
 def test_a_rank_in_a_group_of_others_is_damage(tmp_path: Path) -> None:
