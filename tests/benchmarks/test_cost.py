@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -113,3 +114,48 @@ def test_status() -> None:
     times = [seconds(command, env) for _ in range(15)]
     nothing = statistics.median(seconds([sys.executable, "-c", "pass"], env) for _ in range(15)) * 1000
     show("status", statistics.median(times) * 1000 - nothing, nothing, 500)
+
+
+# Of a rank, what the hook does at its first target module, without what the package itself imports.
+PLAN = """
+import sys, time
+begin = time.perf_counter()
+from ckpt_patches.engine.kept import plan_or_kept
+from ckpt_patches.engine.plan import fixes_for
+from ckpt_patches.engine.registry import TARGETS
+package = TARGETS[sys.argv[2]]
+assert plan_or_kept(sys.argv[1], package, fixes_for(package)).files
+print(time.perf_counter() - begin)
+"""
+OPENING = "open,openat,stat,newfstatat,lstat,statx,access,readlink,getdents64"
+
+
+def test_64_processes_at_once_from_one_folder(tmp_path: Path) -> None:
+    """All of a node's ranks and more read one tree, one package of ours and one folder of kept plans."""
+    root = str(tree("megatron-core", NEWEST))
+    kept = {**environment(), "XDG_CACHE_HOME": str(tmp_path), "RANK": "0"}
+    own = [sys.executable, "-c", PLAN, root, DISTRIB_OPTIMIZER]
+    cases = {
+        "nothing": ([sys.executable, "-c", "pass"], {**kept, "CKPT_PATCHES": "off"}),
+        "plan kept": (own, kept),
+        "plan made": (own, {**kept, "XDG_CACHE_HOME": "", "HOME": "/dev/null"}),
+    }
+    subprocess.run(own, env=kept, check=True, capture_output=True)
+    for name, (command, env) in cases.items():
+        begin = time.perf_counter()
+        running = [
+            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(64)
+        ]
+        assert [process.wait() for process in running] == [0] * 64
+        taken = time.perf_counter() - begin
+        print(f"\n64 processes, {name}: {taken:.2f} s on {os.cpu_count()} processors{calls(command, env)}")
+
+
+def calls(command: list[str], env: dict[str, str]) -> str:
+    """How often one process asks the file system for a name, where strace can say it."""
+    if not shutil.which("strace"):
+        return ""
+    strace = ["strace", "-f", "-qq", "-c", "-U", "name,calls,errors", "-e", f"trace={OPENING}"]
+    done = subprocess.run([*strace, *command], env=env, capture_output=True, text=True, check=True)
+    total = next(line for line in done.stderr.splitlines() if line.strip().startswith("total"))
+    return f"; {total.split()[1]} names are asked for"

@@ -1,0 +1,64 @@
+"""What ten thousand rank files cost before the first element is read: the converter's plan, and the audit's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from upstream import run, tree
+
+COUNTS = (1000, 3000, 10_000)  # rank files
+PARAMETERS, ELEMENTS = 720, 97_222_222  # 70e9 elements, 12 bytes each in the states
+TIME, MEMORY = 20.0, 500e6  # seconds and bytes, to reach for the most files
+
+CONVERTER = """
+from deepspeed_patches.ds_to_universal import read_headers, traits
+from deepspeed_patches.ds_to_universal.conversion_plan import plan
+known, _ = traits.installed()
+found = read_headers.read(path / "global_step10", known, trust=False, inject_missing_state=False)
+work = len(plan(found, known, strict=True).outputs)
+"""
+AUDIT = """
+from ckpt_patches.audit import audit, coverage, scan
+found = audit.reader_of(path / "global_step10")(path / "global_step10")
+found.shards += coverage.others(found)
+assert found.findings == [], found.findings[:3]
+shards = audit.all_shards(found)
+work = sum(1 for _ in scan.spans(shards, frozenset(record.path for record in found.records)))
+"""
+MEASURED = """
+import json, resource, sys, time
+from pathlib import Path
+path, begin = Path(sys.argv[1]), time.perf_counter()
+{code}
+taken = time.perf_counter() - begin
+opened = json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, work])
+read = open("/proc/self/io").read().split()
+print(opened[:-1] + ", " + read[1] + ", " + read[5] + "]")
+"""
+
+
+@pytest.fixture(scope="module", params=COUNTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
+    release = tree("deepspeed", "0.19.8")
+    run("write_sparse_ranks", folder, *map(str, (request.param, PARAMETERS, ELEMENTS)), tree=release)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("tool", ["converter", "audit"])
+def test_the_plan_of_many_rank_files(tool: str, checkpoint: tuple[int, Path]) -> None:
+    count, folder = checkpoint
+    code = MEASURED.format(code={"converter": CONVERTER, "audit": AUDIT}[tool])
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seconds, memory, work, nbytes, reads = json.loads(done.stdout)
+    size = sum(path.stat().st_size for path in (folder / "global_step10").iterdir())
+    print(f"\n{tool}: {count} rank files of {size / 1e9:.0f} GB are planned in {seconds:.1f} s, {memory / 1e6:.0f} MB")
+    print(f"  {work} pieces of work; {nbytes / count / 1e3:.1f} kB and {reads / count:.1f} reads a file")
+    if count == max(COUNTS):
+        print(f"  to reach: {TIME:.0f} s, {MEMORY / 1e6:.0f} MB")
+        assert seconds < TIME
+        assert memory < MEMORY

@@ -1,0 +1,53 @@
+"""Write a ZeRO-1 checkpoint of many ranks in its real size, whose tensors are holes in the files.
+
+write_sparse_ranks.py OUT RANKS PARAMETERS ELEMENTS     OUT/global_step10: of PARAMETERS tensors of ELEMENTS each
+"""
+
+import math
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from write_dp768_checkpoint import TAG, adam, model_states, save
+
+
+def main() -> None:
+    out, (ranks, parameters, elements) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    shapes: dict[str, tuple[int, ...]] = {f"layers.{number}.weight": (elements,) for number in range(parameters)}
+    partition = math.ceil(parameters * elements / (2 * ranks)) * 2
+    padding = partition * ranks - parameters * elements
+    master, *moments = (torch.empty(partition) for _ in range(3))
+    with torch.serialization.skip_data():
+        for rank in range(ranks):
+            optimizer = {
+                "base_optimizer_state": {
+                    "state": {0: adam(*moments)},
+                    "param_groups": [{"lr": 1e-4, "params": [0]}],
+                },
+                "single_partition_of_fp32_groups": [master],
+                "zero_stage": 1,
+                "group_paddings": [padding if rank == ranks - 1 else 0],
+                "partition_count": [ranks],
+                "param_slice_mappings": [fragments(rank * partition, partition, parameters, elements)],
+            }
+            name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            save({"optimizer_state_dict": optimizer, "ds_version": "0.16.2"}, out / TAG, name)
+    save(model_states([shapes], ranks), out / TAG, "mp_rank_00_model_states.pt")
+
+
+def fragments(first: int, partition: int, parameters: int, elements: int) -> "OrderedDict[str, fragment_address]":
+    """Where each parameter's fragment lies in the partition that begins at an element of the flattened group."""
+    found = OrderedDict()
+    for number in range(first // elements, parameters):
+        low, high = max(number * elements, first), min((number + 1) * elements, first + partition)
+        if low >= high:
+            break
+        found[f"layers.{number}.weight"] = fragment_address(numel=high - low, start=low - first)
+    return found
+
+
+if __name__ == "__main__":
+    main()
