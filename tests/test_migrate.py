@@ -5,9 +5,10 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import shared
 import test_audit_shifted
@@ -60,6 +61,7 @@ RUNS = [
     *(Run(version, optimizer="precision-aware") for version in ("0.13.1", "0.14.0", "0.15.3")),
     *(Run(version, inner="torch") for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3")),
     Run("0.14.0", GATHERED, inner="torch"),
+    *(Run("0.7.0", name, "plain-aligned") for name in (BUCKETS, GATHERED)),
 ]
 
 
@@ -153,6 +155,41 @@ def test_a_gpt_goes_on_bit_for_bit_and_is_the_same_in_another_layout(own: Gpt, v
         assert result["loaded"] == "bit-equal"
     else:  # of others nothing was kept
         assert elements(folder / "again") == elements(new)
+
+
+class Whole(NamedTuple):
+    """A release that saves in zarr with an optimizer that is not distributed, or the weights alone."""
+
+    version: str
+    optimizer: str
+    default: bool = False
+
+
+WHOLE = [
+    Whole("0.12.3", "whole", default=True),
+    Whole("0.12.3", "none"),
+    Whole("0.9.0", "whole"),
+    Whole("0.9.0", "none"),
+    Whole("0.15.3", "whole"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", LOADED_BY)
+@pytest.mark.parametrize("own", [own for own in WHOLE if own.default or all_releases()], ids=str)
+def test_weights_and_an_optimizer_that_is_not_distributed(own: Whole, version: str, tmp_path: Path) -> None:
+    options = ("--tp", "2", "--dp", "2", "--optimizer", own.optimizer)
+
+    def save(out: Path) -> None:
+        lines("gpt_resume", own.version, "save", out, "--backend", "zarr", *options)
+
+    folder = shared.once(f"{own.optimizer}-{own.version}", save)
+    saved, _ = torch.load(folder / "tp2-pp1-ep1-0-0-0.pt")
+    assert any(name.endswith("exp_avg_sq") for name in saved) == (own.optimizer == "whole")
+    new = migrated(folder / "checkpoint", tmp_path / "new")
+    (result,) = lines("gpt_resume", version, "resume", folder, "--checkpoint", new, *options)
+    assert result["loaded"] == "bit-equal"
+    assert result["after"] == "bit-equal" or own.optimizer == "none"  # that one begins anew
 
 
 def elements(folder: Path) -> dict[str, bytes]:

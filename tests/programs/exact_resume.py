@@ -15,6 +15,7 @@ An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -43,6 +44,8 @@ class Optimizer:
             precision_aware="precision" in words,
             overlap="overlap" in words,
             native_fp32="fp32" in words,
+            # Parameters that begin at a multiple of 64 elements in any release's buffers.
+            make_model=functools.partial(mt.tiny_model, hidden=64, out=64) if "aligned" in words else None,
         )
 
 

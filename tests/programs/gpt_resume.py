@@ -7,6 +7,9 @@ later; `resume` loads a checkpoint and prints JSON: for what it has "loaded", an
 
     gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
         [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--fp32] [--inner fused|torch]
+        [--optimizer distributed|whole|none]
+
+A `whole` optimizer is not distributed: each rank has all of its state. With `none` the model's weights are saved alone.
 """
 
 import argparse
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--inner", default="fused")
+    parser.add_argument("--optimizer", default="distributed")
     options = parser.parse_args()
     ranks = options.tp * options.pp * options.dp
     parallel = {"tensor_parallel": options.tp, "pipeline_parallel": options.pp}
@@ -44,7 +48,7 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The model under Megatron's DDP, and its distributed optimizer."""
+    """The model under Megatron's DDP, and its optimizer."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -100,11 +104,12 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
         position_embedding_type="rope",
     )
     model = model.to(dtype).cuda()
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    distributed = options.optimizer == "distributed"
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     model = DistributedDataParallel(config, ddp, model)
     chosen = OptimizerConfig(
         optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=not options.fp32, params_dtype=dtype, clip_grad=1.0,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=distributed,
     )  # fmt: skip
     return model, get_megatron_optimizer(chosen, [model])
 
@@ -160,11 +165,14 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+def everything(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
     """Every weight, main parameter and moment of this model-parallel rank, in fp32, and the groups' settings."""
     found = mt.weights(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for own in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for own in getattr(optimizer, "chained_optimizers", [optimizer]) if kind != "none" else []:
+        if kind == "whole":
+            found.update(whole_state(own, names))
+            continue
         for parameter, (group, order) in sorted(own.model_param_group_index_map.items(), key=lambda kv: names[kv[0]]):
             main = own.optimizer.param_groups[group]["params"][order]
             state, owned = own.optimizer.state[main], own._get_model_param_range_map(parameter)["param"]
@@ -179,6 +187,21 @@ def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
                     multiplier = group.get("wd_mult", number)
                     found[f"{key} of {multiplier} {group.get('is_expert_parallel')}"] = torch.tensor(list(mine))
     return found
+
+
+def whole_state(own: Any, names: dict[Any, str]) -> dict[str, torch.Tensor]:
+    """Of an optimizer that is not distributed: by Megatron's groups of weights in 16 bits, and of their masters."""
+    found = {}
+    masters = getattr(own, "fp32_from_float16_groups", []), getattr(own, "float16_groups", [])
+    pairs = [pair for groups in zip(*masters, strict=True) for pair in zip(*groups, strict=True)]
+    alone = [parameter for group in own.optimizer.param_groups for parameter in group["params"] if parameter in names]
+    for main, parameter in [*pairs, *zip(alone, alone, strict=True)]:
+        found[f"{names[parameter]}.param"] = main.detach().float()
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{names[parameter]}.{key}"] = own.optimizer.state[main][key].float()
+    for group in own.optimizer.param_groups:
+        found[f"settings of {group.get('wd_mult')}"] = torch.tensor([group["lr"], group["weight_decay"], group["step"]])
+    return {f"whole {name}": tensor for name, tensor in found.items()}
 
 
 def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -204,8 +227,13 @@ def place() -> str:
     return "-".join(map(str, (*ranks, parallel_state.get_expert_model_parallel_rank())))
 
 
-def sharded(name: str, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+def sharded(options: argparse.Namespace, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     of_model = model.module.sharded_state_dict()
+    if options.optimizer == "none":
+        return {"model": of_model}
+    if options.optimizer == "whole":
+        return {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, is_loading=is_loading)}
+    name = options.format
     chosen: dict[str, Any] = {"sharding_type": name}
     if "kwargs" in str(optimizer.sharded_state_dict.__code__.co_varnames) or name.endswith("reshardable"):
         chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": True}}
@@ -221,12 +249,12 @@ def save(rank: int, options: argparse.Namespace) -> None:
     model, optimizer = build(options)
     for number in range(STEPS_BEFORE):
         step(model, optimizer, number)
-    state = sharded(options.format, model, optimizer, is_loading=False)
+    state = sharded(options, model, optimizer, is_loading=False)
     mt.write({**state, "args": argparse.Namespace(iteration=3)}, options.out / "checkpoint", options.backend)
-    saved = summed(everything(model, optimizer))
+    saved = summed(everything(model, optimizer, options.optimizer))
     for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         step(model, optimizer, number)
-    after = summed(everything(model, optimizer))
+    after = summed(everything(model, optimizer, options.optimizer))
     file = options.out / f"{layout(options)}-{place()}.pt"
     if not any(p == place() for p in places()[:rank]):
         torch.save((saved, after), file)
@@ -247,22 +275,23 @@ def resume(rank: int, options: argparse.Namespace) -> None:
     from megatron.core import dist_checkpointing
 
     model, optimizer = build(options)
-    state = sharded(options.format, model, optimizer, is_loading=True)
+    state = sharded(options, model, optimizer, is_loading=True)
     loaded = dist_checkpointing.load(state, str(options.checkpoint))
     model.module.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    if "optimizer" in loaded:
+        optimizer.load_state_dict(loaded["optimizer"])
     file = options.out / f"{layout(options)}-{place()}.pt"
     if not file.exists():
-        state = sharded(options.format, model, optimizer, is_loading=False)
+        state = sharded(options, model, optimizer, is_loading=False)
         mt.write(state, options.out / "again", "torch_dist")
         if rank == 0:
             print(json.dumps({"result": "saved again"}))
         return
     expected = torch.load(file)
-    found = [summed(everything(model, optimizer))]
+    found = [summed(everything(model, optimizer, options.optimizer))]
     for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         step(model, optimizer, number)
-    found.append(summed(everything(model, optimizer)))
+    found.append(summed(everything(model, optimizer, options.optimizer)))
     differ = [different(before, after) for before, after in zip(expected, found, strict=True)]
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, differ)

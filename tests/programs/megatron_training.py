@@ -224,15 +224,15 @@ def transformer_config(dtype: torch.dtype) -> Any:
     )
 
 
-def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Model:
-    """Two linear layers of 16 x 33 and 33 x 7 elements, and with `native_fp32` a scale that stays in fp32."""
+def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool, hidden: int = 33, out: int = 7) -> Model:
+    """Two linear layers, 16 x hidden and hidden x out, and with `native_fp32` a scale that stays in fp32."""
     from megatron.core.transformer.module import MegatronModule
 
     class Tiny(MegatronModule):
         def __init__(self) -> None:
             super().__init__(config)
-            self.a = torch.nn.Linear(16, 33)
-            self.b = torch.nn.Linear(33, 7)
+            self.a = torch.nn.Linear(16, hidden)
+            self.b = torch.nn.Linear(hidden, out)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.b(torch.relu(self.a(x)))
@@ -240,7 +240,7 @@ def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Model:
 
     model = Tiny().to(dtype)
     if native_fp32:
-        model.scale = torch.nn.Parameter(torch.full((7,), 1.5))
+        model.scale = torch.nn.Parameter(torch.full((out,), 1.5))
     return model
 
 
