@@ -114,7 +114,8 @@ def test_several_processes_write_what_one_writes(
     size: int, source: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     """As torchrun and srun start them."""
-    code = "import sys; from ckpt_patches.migrate import plan; plan.FILE = 1000; from ckpt_patches import cli; "
+    code = "import sys; from ckpt_patches import cli; from ckpt_patches.migrate import migration_plan as planned; "
+    code += "planned.FILE = 1000; "
     program = [sys.executable, "-c", f"{code}sys.exit(cli.main(sys.argv[1:]))", "migrate", str(source)]
     running = [
         subprocess.Popen(

@@ -11,7 +11,7 @@ from ckpt_patches.errors import UserError
 
 if TYPE_CHECKING:
     from ckpt_patches.migrate.migrate import Options, Summary
-    from ckpt_patches.migrate.plan import Plan
+    from ckpt_patches.migrate.migration_plan import Plan
 
 MOST_SHOWN = 10  # findings
 EPILOG = """examples:

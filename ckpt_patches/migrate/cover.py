@@ -10,7 +10,7 @@ from ckpt_patches.audit.checkpoint import Extent
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
-from ckpt_patches.migrate.source import Array, Chunk, Shape
+from ckpt_patches.migrate.old_checkpoint import Array, Chunk, Shape
 
 MOST_CELLS = 64  # for each chunk; more are no grid that Megatron cuts
 

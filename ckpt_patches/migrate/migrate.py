@@ -26,9 +26,9 @@ from ckpt_patches.formats.torch_writer import torch_file as written_file
 from ckpt_patches.formats.unfinished import UnfinishedFolder, meeting_folder, write_at_once
 from ckpt_patches.group import Group, processors
 from ckpt_patches.meeting import Meeting
-from ckpt_patches.migrate import keys, move, source
-from ckpt_patches.migrate.plan import OutputFile, Plan, needs_nothing, plan, source_type
-from ckpt_patches.migrate.source import Source
+from ckpt_patches.migrate import keys, move, old_checkpoint
+from ckpt_patches.migrate.migration_plan import OutputFile, Plan, needs_nothing, plan, source_type
+from ckpt_patches.migrate.old_checkpoint import Source
 from ckpt_patches.pause import without_garbage_collection
 from ckpt_patches.progress import Progress
 
@@ -82,7 +82,7 @@ def prepare(path: Path, step: int | None, *, trust: bool = False) -> tuple[Sourc
         NeedsNothingError: it need not be.
     """
     with without_garbage_collection():
-        found = source.read(path, trust=trust)
+        found = old_checkpoint.read(path, trust=trust)
         if needs_nothing(found):
             raise _nothing_to_do(found)
         checkpoint = found.found

@@ -22,8 +22,8 @@ from ckpt_patches.formats.checksum import combined, crc32
 from ckpt_patches.formats.durable import make_folder
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.unfinished import TEMPORARY, reported, write_at_once
-from ckpt_patches.migrate.layout import Torch
-from ckpt_patches.migrate.plan import OutputFile
+from ckpt_patches.migrate.entry_layout import Torch
+from ckpt_patches.migrate.migration_plan import OutputFile
 from ckpt_patches.processes import in_shares, largest_first
 
 JUDGED = ".judged"  # the folder with what was odd, by file

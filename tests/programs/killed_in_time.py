@@ -24,10 +24,10 @@ def convert(source: str, output: str) -> None:
 
 
 def migrate(source: str, output: str) -> None:
-    from ckpt_patches.migrate import plan
+    from ckpt_patches.migrate import migration_plan
     from ckpt_patches.migrate.migrate import Options, migrate
 
-    plan.FILE = 1000  # bytes: several files
+    migration_plan.FILE = 1000  # bytes: several files
     before_each_change(kill_in_time)
     migrate(Path(source), Path(output), Options(workers=1), warn=lambda _: None)
 

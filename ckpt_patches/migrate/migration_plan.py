@@ -12,11 +12,11 @@ from ckpt_patches.audit.checksums import rest
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
-from ckpt_patches.migrate import cover, keys, layout, settings
+from ckpt_patches.migrate import cover, entry_layout, keys, settings
 from ckpt_patches.migrate.cover import Part
+from ckpt_patches.migrate.entry_layout import Raw, Torch
 from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
-from ckpt_patches.migrate.layout import Raw, Torch
-from ckpt_patches.migrate.source import Array, Object, Shape, Source
+from ckpt_patches.migrate.old_checkpoint import Array, Object, Shape, Source
 
 ALIGNMENT = 64  # elements: where parameters begin in the buffers of 0.8 and later
 FILE = 256 << 20  # bytes at least of a file of the output, as far as there are as many: large enough to be read quickly
@@ -268,7 +268,7 @@ def _check_parameter(source: Source, name: str, size: Shape) -> None:
 
 
 def _chunk(name: str, dtype: str, part: Part) -> Item:
-    return Item(name, layout.of_tensor(dtype, part.shape, part.extents), part.offsets, part.shape)
+    return Item(name, entry_layout.of_tensor(dtype, part.shape, part.extents), part.offsets, part.shape)
 
 
 def _row_of(old: str, new: str) -> tuple[str, str, str]:
@@ -305,8 +305,8 @@ def _content(own: Object, target: str, step: int | None) -> Torch | Raw:
     settings.check_steps(own.value, step)
     if settings.steps(own.value) - {step} and step is not None:
         value = settings.renewed(own.value, target, step)
-        return layout.of_value(value if own.is_list else [value], own.extent.path)
-    return Raw(own.extent) if own.is_list else layout.of_value([own.value], own.extent.path)
+        return entry_layout.of_value(value if own.is_list else [value], own.extent.path)
+    return Raw(own.extent) if own.is_list else entry_layout.of_value([own.value], own.extent.path)
 
 
 # What is read
