@@ -233,17 +233,6 @@ LIMITS = [
         STAGE3,
         "universal",
     ),
-    Limit(
-        "own settings",
-        "up to 0.14.0 a universal checkpoint has no settings of param groups: learning rate, betas, weight decay are,"
-        " without a word, those that the run was started with, until a scheduler sets them. With the saved ones set by"
-        " hand after the load all else is exact, and so are the two steps.",
-        "differs in settings: ",
-        "0.12.0",
-        "0.14.0",
-        (*ONE_OR_TWO, "bf16_optimizer"),
-        "universal",
-    ),
 ]
 
 

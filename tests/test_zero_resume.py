@@ -252,21 +252,12 @@ def test_neighbours_of_the_same_results_share_a_table() -> None:
     assert "- *one group only*" not in page
 
 
-def test_settings_that_differ_are_a_limit_of_old_universal_checkpoints_alone() -> None:
-    result = "differs in settings: group 0"
+@pytest.mark.parametrize("result", ["differs: 3 after the load", "differs in settings: group 0"])
+def test_nothing_that_differs_after_a_load_is_taken_for_a_limit(result: str) -> None:
     rows = [
-        page_row(case="stage1-1", result=result, version=version, format=name)
-        for version in ("0.14.0", "0.14.1")
-        for name in FORMATS
-    ]
-    assert [bool(resume_table.limit(row)) for row in rows] == [False, True, False, False]
-
-
-def test_nothing_that_differs_after_a_load_is_taken_for_a_limit() -> None:
-    rows = [
-        page_row(case=f"{kind}-2", result="differs: 3 after the load", version=version, format=name)
+        page_row(case=f"{kind}-2", result=result, version=version, format=name)
         for kind in resume_table.KINDS
-        for version in RELEASES
+        for version in ALL_RELEASES
         for name in FORMATS
     ]
     assert not any(resume_table.limit(row) for row in rows)

@@ -58,6 +58,13 @@ def resumed(
     )
 
 
+def output_of_resume(version: str, delivery: str, *options: str) -> tuple[dict[str, dict[str, Any]], str]:
+    """As `resumed`, and all that the run prints."""
+    folder = checkpoints(version)
+    done = run(PROGRAM, "resume", folder, *kinds(version), *options, tree=tree("deepspeed", version), delivery=delivery)
+    return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
+
+
 def error_of_resume(version: str, *options: str, small: bool = False, writer: str = "") -> str:
     """What the unedited release says when it dies of such a load, at stage 1."""
     folder = checkpoints(writer or version, small=small)

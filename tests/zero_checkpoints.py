@@ -70,11 +70,19 @@ def with_layers(folder: Path) -> Path:
     return folder
 
 
-def convert(output: Path, *inputs: Path, version: str, delivery: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+def convert(
+    output: Path,
+    *inputs: Path,
+    version: str,
+    delivery: str,
+    options: tuple[str, ...] = (),
+    fixes: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Convert with the imported converter; what it raised for every input ("" if nothing), by kind."""
     arguments: tuple[str | Path, ...] = (*inputs, "--output", output, *options)
     env = PERMISSIVE if delivery == "none" else {}
-    outcome = run_json("convert", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=env)
+    root = tree("deepspeed", version)
+    outcome = run_json("convert", *arguments, tree=root, delivery=delivery, fixes=fixes, env=env)
     assert isinstance(outcome, dict)
     return outcome
 

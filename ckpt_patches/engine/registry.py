@@ -72,6 +72,11 @@ FIXES = {
         "deepspeed.runtime.bf16_optimizer",
         "deepspeed.runtime.engine",
     ),
+    "universal_group_settings": (
+        "deepspeed.checkpoint.ds_to_universal",
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "deepspeed.runtime.bf16_optimizer",
+    ),
     "rank_order": ("deepspeed.checkpoint.reshape_utils", "deepspeed.checkpoint.ds_to_universal"),
     "bf16_stage0_state": ("deepspeed.runtime.engine",),
     "bf16_wrapper_name": (

@@ -129,7 +129,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         tuple(_model(index, value, reader) for index, value in read),
         copied,
         _info(reader, read[0][1], inject_missing_state),
-        _common(first, dp_degree, reader.traits),
+        _common(first, dp_degree),
         known,
         local,
         rewritten=tuple(
@@ -232,15 +232,15 @@ def _with_moments(path: Path, partitions: tuple[Partition, ...]) -> tuple[Partit
     return partitions
 
 
-def _common(optimizer: Mapping[str, Any], dp_degree: int, traits: Traits) -> dict[str, Any]:
+def _common(optimizer: Mapping[str, Any], dp_degree: int) -> dict[str, Any]:
     """The common state as upstream saves it: a rank's, less what is sharded, with no paddings any more."""
     common = {key: value for key, value in optimizer.items() if key not in SHARDED}
     if common.get("partition_count"):
         common["partition_count"] = [dp_degree] * len(common["partition_count"])
     if common.get("group_paddings"):
         common["group_paddings"] = [0] * len(common["group_paddings"])
-    if traits.param_groups:
-        common["param_groups"] = optimizer["base_optimizer_state"]["param_groups"]
+    # Up to 0.14.0 upstream leaves them out; see universal_group_settings.
+    common["param_groups"] = optimizer["base_optimizer_state"]["param_groups"]
     return common
 
 

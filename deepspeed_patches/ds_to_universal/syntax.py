@@ -14,7 +14,6 @@ class Facts:
 
     functions: frozenset[str]  # that it defines, methods included
     used: frozenset[str]  # names and attributes; one that is imported only is not
-    subscripts: frozenset[str]  # names that something is subscripted with
     strings: frozenset[str]  # constants, and constant parts of f-strings
     digest: str  # of the syntax tree but for docstrings; the same in every Python
 
@@ -25,11 +24,9 @@ def read(text: str | bytes) -> Facts:
     nodes = list(_nodes(tree))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     constants = (node.value for node in nodes if isinstance(node, ast.Constant))
-    indices = (node.slice for node in nodes if isinstance(node, ast.Subscript))
     return Facts(
         functions=frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef)),
         used=frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}),
-        subscripts=frozenset(index.id for index in indices if isinstance(index, ast.Name)),
         strings=frozenset(value for value in constants if isinstance(value, str)),
         digest=shortened("\n".join(_tokens(tree)).encode()),
     )

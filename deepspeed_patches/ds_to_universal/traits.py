@@ -17,7 +17,6 @@ class Traits:
 
     zero3: bool = True
     steps: bool = True  # zero/<parameter>/step.pt
-    param_groups: bool = True  # in zero/optimizer_state.pt
     sub_params: bool = True  # `parameter_with_sub_params`
     # Sub-parameters of unequal shares, a count of them turned into widths, shapes by tensor-parallel rank
     shard_widths: bool = True
@@ -34,7 +33,6 @@ SINCE = {
     "vocab_tensor": "0.12.3",
     "two_sub_params": "0.12.4",
     "steps": "0.14.1",
-    "param_groups": "0.14.1",
     "sub_params": "0.14.1",
     "zero3": "0.14.5",
     "zero3_tensor_parallel": "0.19.4",
@@ -89,7 +87,6 @@ def of_syntax(module: Facts) -> Traits:
     return Traits(
         zero3="extract_zero_shards_stage3" in module.functions,
         steps=any(text.rpartition("/")[2] == "step.pt" for text in module.strings),
-        param_groups="PARAM_GROUPS" in module.subscripts,
         sub_params="PARAMETER_WITH_SUB_PARAMS" in module.used,
         shard_widths="SUB_PARAM_SHARD_WIDTHS" in module.used,
         module_weights="module_state" in module.used,

@@ -1,16 +1,18 @@
 """Train param groups at ZeRO 1 and 2 with the real DeepSpeed, load what was saved, and print what came of it, as JSON.
 
     universal_loading.py write FOLDER KIND... [--small]
-    universal_loading.py resume FOLDER KIND... [--small] [--steps N] [--load-only]
+    universal_loading.py resume FOLDER KIND... [--small] [--steps N] [--load-only] [--universal OTHER] [--settings]
 
 `write` trains, saves in FOLDER/KIND, converts into FOLDER/KIND/universal with this project's converter, and trains on.
 `resume` loads that into a new run that has taken N steps; overwrites a master, trains, loads it again, and trains on.
-With --small there is a group of one element, of which one of the two ranks owns nothing but padding.
+With --small there is a group of one element, of which one of the two ranks owns nothing but padding. With --universal
+it loads OTHER/KIND, and with --settings into a run whose groups were started with others.
 """
 
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +28,10 @@ from zero_training import KINDS, SAMPLES, STEPS, TAG, Tiny, on_ranks, train
 RANKS = 2
 UNIVERSAL = "universal"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OTHER_SETTINGS: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2}
 
 
-def engine(kind: str, universal: bool, small: bool, seed: int) -> Any:
+def engine(kind: str, universal: bool, small: bool, seed: int, *, other: bool = False) -> Any:
     """A run whose groups differ in their learning rates and weight decays."""
     gc.freeze()  # see zero_training
     torch.manual_seed(seed)
@@ -46,6 +49,8 @@ def engine(kind: str, universal: bool, small: bool, seed: int) -> Any:
         "checkpoint": {"load_universal": universal},
         **KINDS[kind],
     }
+    if other:
+        groups = [{**group, **OTHER_SETTINGS} for group in groups]
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
 
 
@@ -157,10 +162,11 @@ def resume(rank: int, args: argparse.Namespace) -> None:
     results = {}
     for kind in args.kinds:
         truth = torch.load(args.folder / kind / "truth.pt", weights_only=False)
-        run = engine(kind, universal=True, small=args.small, seed=1)
+        run = engine(kind, universal=True, small=args.small, seed=1, other=args.settings)
         if args.steps:
             train(run, rank, RANKS, first=100)
-        load(run, args.folder / kind / UNIVERSAL)
+        universal = args.universal / kind if args.universal else args.folder / kind / UNIVERSAL
+        load(run, universal)
         result: dict[str, Any] = {"loaded": differences(snapshot(run), truth["saved"])}
         results[kind] = result
         if args.load_only:
@@ -171,7 +177,7 @@ def resume(rank: int, args: argparse.Namespace) -> None:
         result["overwritten"] = differences(snapshot(run), truth["saved"])
         train(run, rank, RANKS, first=STEPS)
         result["unlinked after a step"] = unlinked(run)
-        load(run, args.folder / kind / UNIVERSAL)
+        load(run, universal)
         result["loaded again"] = differences(snapshot(run), truth["saved"])
         result["losses"], result["expected"] = train(run, rank, RANKS, first=STEPS), truth["losses"]
     if rank == 0:
@@ -194,11 +200,14 @@ def main() -> None:
         chosen.add_argument("--small", action="store_true")
     chosen.add_argument("--steps", type=int, default=0)
     chosen.add_argument("--load-only", action="store_true")
+    chosen.add_argument("--universal", type=Path, metavar="OTHER")
+    chosen.add_argument("--settings", action="store_true")
     args = parser.parse_args()
     args.ranks = RANKS
     name_release()
     args.folder.mkdir(exist_ok=True)
-    args.result = args.folder / f"{args.work.__name__}.json"
+    # Of one folder there are several resumes at a time.
+    args.result = args.folder / ("write.json" if args.work is write else f"resume-{os.getpid()}.json")
     on_ranks(args)
     if args.work is write:
         for kind in args.kinds:
