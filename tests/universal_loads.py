@@ -58,10 +58,12 @@ def resumed(
     )
 
 
-def output_of_resume(version: str, delivery: str, *options: str) -> tuple[dict[str, dict[str, Any]], str]:
-    """As `resumed`, and all that the run prints."""
-    folder = checkpoints(version)
-    done = run(PROGRAM, "resume", folder, *kinds(version), *options, tree=tree("deepspeed", version), delivery=delivery)
+def output_of_resume(
+    version: str, delivery: str, *options: str, of: Sequence[str] = ()
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """As `resumed`, of some kinds or of all, and all that the run prints."""
+    arguments: tuple[str | Path, ...] = ("resume", checkpoints(version), *(of or kinds(version)), *options)
+    done = run(PROGRAM, *arguments, tree=tree("deepspeed", version), delivery=delivery)
     return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
 
 

@@ -23,6 +23,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
 from own_files import OneTensorParallelRank
+from zero_resuming import numbers, reduce_as_on_a_gpu
 from zero_training import KINDS, SAMPLES, STEPS, TAG, Tiny, on_ranks, train
 
 RANKS = 2
@@ -205,6 +206,8 @@ def main() -> None:
     args = parser.parse_args()
     args.ranks = RANKS
     name_release()
+    if (0, 12) <= numbers(deepspeed.__version__) < (0, 13):
+        reduce_as_on_a_gpu()
     args.folder.mkdir(exist_ok=True)
     # Of one folder there are several resumes at a time.
     args.result = args.folder / ("write.json" if args.work is write else f"resume-{os.getpid()}.json")
