@@ -179,9 +179,9 @@ def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str)
 @pytest.mark.parametrize(
     ("version", "others"),
     [
-        (OLD, ("rank_order", "torch_load_weights_only")),
-        (OLD, ("universal_tensor_paddings",)),
-        (NEWEST, ("rank_order", "torch_load_weights_only")),
+        pytest.param(OLD, ("rank_order", "torch_load_weights_only"), marks=pytest.mark.slow),
+        pytest.param(OLD, ("universal_tensor_paddings",), marks=pytest.mark.slow),
+        pytest.param(NEWEST, ("rank_order", "torch_load_weights_only"), marks=pytest.mark.slow),
         (NEWEST, ("universal_all_moments", "optimizer_state_links")),
         (NEWEST, ("universal_tensor_paddings",)),
     ],
