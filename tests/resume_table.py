@@ -71,7 +71,7 @@ checkpoints of pipelines alone, which it knows by their files of layers, and was
 0.14.0 the load asks for an `mpu`, and was given one of one tensor-parallel rank. *On two nodes*: 4 ranks, of which
 `LOCAL_RANK` says that two and two share a node.
 
-- *refused*: DeepSpeed resumes an ordinary checkpoint with ZeRO on as many ranks as saved it, and says so; up to 0.16.2
+- *refused*: DeepSpeed resumes an ordinary checkpoint with ZeRO on as many ranks as saved it, and says so; up to 0.17.0
   also one in bf16 without ZeRO, where BF16_Optimizer runs.
 - *differs*: without a word. Any other word: it dies with that exception (*conversion*: already the converter;
   *training*: in a step, before the save or after an exact load).
