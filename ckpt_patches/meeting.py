@@ -53,19 +53,22 @@ class Marker:
     heard: dict[str, str]  # by rank, the tokens that it has seen
     state: str = RUNNING
     failed: int = 0  # the rank of the process that failed, if one has
+    failed_on: str = ""  # the name of its host, where that is known
     message: str = ""
     gone: bool = False  # it says nothing more
     beat: int = 0
     sent: int = 0  # messages
     place: str = ""  # where it runs, and its number there; empty if that cannot be told
+    host: str = ""  # the name of the machine that it runs on
 
 
 class OthersFailed(UserError):
     """Another process of this group has failed."""
 
-    def __init__(self, rank: int, size: int, message: str) -> None:
-        super().__init__(f"process {rank} of {size}, counted from 0, has failed: {message}")
-        self.rank, self.message = rank, message
+    def __init__(self, rank: int, size: int, message: str, host: str = "") -> None:
+        elsewhere = f"on {host}, " if host not in ("", host_name()) else ""
+        super().__init__(f"process {rank} of {size}, counted from 0, {elsewhere}has failed: {message}")
+        self.rank, self.message, self.host = rank, message, host
 
 
 class Meeting:
@@ -76,7 +79,7 @@ class Meeting:
 
     def __init__(self, group: Group, folder: Path) -> None:
         self._group, self._folder = group, folder
-        self._own = Marker(os.urandom(8).hex(), {}, place=place())
+        self._own = Marker(os.urandom(8).hex(), {}, place=place(), host=host_name())
         everybody_else = [rank for rank in range(group.size) if rank != group.rank]
         self._others = everybody_else if group.rank == 0 else [0]  # whom it hears
         # The markers that are trusted, and when they came, by this process's clock.
@@ -109,15 +112,11 @@ class Meeting:
         finally:
             self._end()
 
-    def _reason(self, error: BaseException) -> tuple[int, str]:
-        """Which process failed, and at what."""
+    def _reason(self, error: BaseException) -> tuple[int, str, str]:
+        """Which process failed, on which host, and at what."""
         if isinstance(error, OthersFailed):
-            return error.rank, error.message
-        if isinstance(error, UserError | OSError):
-            return self._group.rank, str(error)
-        if isinstance(error, KeyboardInterrupt):
-            return self._group.rank, "it was interrupted"
-        return self._group.rank, f"{type(error).__name__} {str(error).rpartition(os.linesep)[2]}".strip()
+            return error.rank, error.host, error.message
+        return self._group.rank, self._own.host, _message_of(error)
 
     def check(self) -> None:
         """That all is well with the others.
@@ -128,11 +127,15 @@ class Meeting:
         now = time.monotonic()
         for rank, (marker, at) in self._heard_of().items():
             if marker.state == FAILED:
-                raise OthersFailed(marker.failed, self._group.size, marker.message)
+                raise OthersFailed(marker.failed, self._group.size, marker.message, marker.failed_on)
             if rank in self._dead:
-                raise OthersFailed(rank, self._group.size, "it has ended without a word, as one that is killed")
+                raise self._failed(rank, "it has ended without a word, as one that is killed")
             if not marker.gone and now - at > SILENT:
-                raise OthersFailed(rank, self._group.size, f"there was no sign of it for {SILENT:.0f} s")
+                raise self._failed(rank, f"there was no sign of it for {SILENT:.0f} s")
+
+    def _failed(self, rank: int, message: str) -> OthersFailed:
+        """Of one that has been heard of."""
+        return OthersFailed(rank, self._group.size, message, self._heard_of()[rank][0].host)
 
     def _heard_of(self) -> dict[int, tuple[Marker, float]]:
         with self._lock:
@@ -252,9 +255,9 @@ class Meeting:
             time.sleep(SHORTEST)
             self._listen()
 
-    def _say(self, state: str, failed: int = 0, message: str = "") -> None:
+    def _say(self, state: str, failed: int = 0, failed_on: str = "", message: str = "") -> None:
         with self._lock:
-            self._own = replace(self._own, state=state, failed=failed, message=message)
+            self._own = replace(self._own, state=state, failed=failed, failed_on=failed_on, message=message)
         self._news.set()
 
     def _keep_talking(self) -> None:
@@ -305,12 +308,25 @@ class Meeting:
         os.replace(temporary, path)
 
 
+def _message_of(error: BaseException) -> str:
+    if isinstance(error, UserError | OSError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return f"{type(error).__name__} {str(error).rpartition(os.linesep)[2]}".strip()
+
+
 def _read(path: Path) -> Marker | None:
     """What a process says; None if there is nothing, or nothing that can be read."""
     try:
         return Marker(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def host_name() -> str:
+    """What people call this machine."""
+    return os.uname().nodename
 
 
 def place() -> str:

@@ -1,0 +1,269 @@
+"""On several hosts that share a folder: all is done that is done on one, and a host that stops is named."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hosts import Host, NoHostsError, hosts
+from test_audit_many import arrays
+from test_audit_many import written as by_hand
+from test_audit_repair import contents
+from test_ds_to_universal_group import TORCHRUN
+from test_migrate_interrupted import write as write_old
+from universal import MODULE, environment, parallel
+
+pytestmark = pytest.mark.slow
+
+PORT = "29400"  # of hosts that nobody else has
+LIMIT = 90  # seconds until all have ended
+
+
+MakeHosts = Callable[[int], list[Host]]
+
+
+@pytest.fixture
+def make_hosts(tmp_path: Path) -> Iterator[MakeHosts]:
+    with ExitStack() as stack:
+
+        def make(count: int) -> list[Host]:
+            try:
+                return stack.enter_context(hosts(count, tmp_path))
+            except NoHostsError as error:
+                pytest.skip(f"no hosts can be made here: {error}")
+
+        yield make
+
+
+def finished(running: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Of each its status, its output and its errors."""
+    ended = [(*process.communicate(timeout=LIMIT), process.returncode) for process in running]
+    return [(status, out, errors) for out, errors, status in ended]
+
+
+# The tools
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command of the tools."""
+
+    command: str
+    options: tuple[str | Path, ...]
+    output: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*([] if self.command == "convert" else [self.command]), *map(str, self.options)]
+
+    def start(self, host: Host, rank: int, size: int, change: str = "") -> subprocess.Popen[str]:
+        """As torchrun starts it, with something in it changed."""
+        program = f"""
+import sys, time
+from ckpt_patches import cli, meeting
+from ckpt_patches.audit import audit, copies, scan
+from ckpt_patches.formats import ranged
+from ckpt_patches.migrate import migrate, move, plan
+from deepspeed_patches.ds_to_universal import command, convert, workers
+{change}
+sys.exit({"command" if self.command == "convert" else "cli"}.main(sys.argv[1:]))
+"""
+        launched = {**TORCHRUN, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": PORT}
+        return host.start(sys.executable, "-c", program, *self.arguments, env=environment(**launched))
+
+    def start_all(self, on: Sequence[Host], change: str = "") -> list[subprocess.Popen[str]]:
+        return [self.start(host, rank, len(on), change) for rank, host in enumerate(on)]
+
+    def result(self, ended: Sequence[tuple[int, str, str]]) -> object:
+        """What it comes to, whoever has done it."""
+        return "".join(out for _, out, _ in ended) if self.command == "audit" else contents(self.output)
+
+    def meeting_files(self) -> list[Path]:
+        """Those by which processes say that they are there."""
+        beside = [self.output.parent, *(Path(option).parent for option in self.options)]
+        return [file for folder in beside for pattern in MEET for file in folder.glob(f"{pattern}/[0-9]")]
+
+    def is_in_the_middle(self) -> bool:
+        """There is some of what it writes, under another name; an audit writes nothing."""
+        name = self.output.name
+        begun = [*self.output.parent.glob(f"{name}.unfinished"), *self.output.parent.glob(f".{name}.*")]
+        files = (file for folder in begun for file in folder.rglob("*") if file.is_file())
+        return self.command == "audit" or any(not file.name.startswith(".ckpt-patches") for file in files)
+
+
+MEET = ("*.group", ".ckpt-patches-group-*")
+PACED = """
+import functools
+def paced(own):
+    @functools.wraps(own)
+    def slow(*given):
+        result = own(*given)
+        time.sleep(SECONDS)
+        return result
+    return slow
+"""
+SLOW = {
+    "convert": "workers.Writer.write = paced(workers.Writer.write)",
+    "migrate": "move.write = paced(move.write)",
+    "audit": "ranged.RangedFiles.read = paced(ranged.RangedFiles.read)",
+    "repair": "copies._copy = paced(copies._copy)",
+}
+SMALL = "plan.FILE = copies.AT_A_TIME = scan.SPAN = scan.BLOCK = 1000"  # so that there are many pieces
+IMPATIENT = "meeting.BEAT, meeting.SILENT, meeting.ABSENT = 0.2, 4, 30"
+
+
+def slowly(command: str) -> str:
+    seconds = 3 if command in ("convert", "migrate") else 0.5  # files are few
+    return f"{SMALL}\nSECONDS = {seconds}\n{PACED}\n{SLOW[command]}\n{IMPATIENT}"
+
+
+def work(command: str, tmp_path: Path, to: str) -> Work:
+    """What it works on is made at the first call."""
+    output = tmp_path / to / command
+    output.parent.mkdir(exist_ok=True)
+    if command == "convert":
+        folders = ("--input_folder", parallel("megatron")["megatron"], "--output_folder", output)
+        return Work(command, (*folders, "--num_extract_workers", "1"), output)
+    source = tmp_path / ("old" if command == "migrate" else "damaged")
+    if not source.exists():
+        write_old(source) if command == "migrate" else write_damaged(source)
+    options = ("--json",) if command == "audit" else ("--output", output)
+    return Work(command, (source, *options, "--workers", "1"), output)
+
+
+def write_damaged(path: Path) -> None:
+    states = arrays(400, 64)
+    states["fp32_param"].reshape(-1)[5::7000] = np.nan
+    by_hand(path, states, arrays(400, 64)["fp32_param"])
+
+
+def until(there: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def until_in_the_middle(own: Work, size: int) -> None:
+    def have_met() -> bool:
+        said = [json.loads(file.read_bytes()) for file in own.meeting_files()]
+        return len({token for one in said for token in one["heard"].values()}) == size
+
+    until(have_met)
+    until(own.is_in_the_middle)
+    time.sleep(0.5)
+
+
+# What is left beside the output in the end.
+BESIDE = {"convert": ["convert", "latest_universal"], "migrate": ["migrate"], "audit": [], "repair": ["repair"]}
+
+
+def start_alone(command: str, tmp_path: Path, host: Host, change: str = "") -> tuple[Work, subprocess.Popen[str]]:
+    own = work(command, tmp_path, "alone")
+    return own, own.start(host, 0, 1, change)
+
+
+@pytest.mark.parametrize(
+    ("command", "happens"), [("convert", "stop"), ("migrate", "kill"), ("audit", "stop"), ("repair", "kill")]
+)
+def test_a_host_that_ends_or_hangs_is_named_and_the_same_command_finishes_the_work(
+    command: str, happens: str, make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    """And one that goes on again after that changes nothing any more."""
+    first, lost, third = make_hosts(3)
+    by_one, single = start_alone(command, tmp_path, first, SMALL)
+    own = work(command, tmp_path, "together")
+    running = own.start_all([first, lost, third], slowly(command))
+    until_in_the_middle(own, 3)
+    begin = time.monotonic()
+    lost.kill() if happens == "kill" else lost.stop()
+    (status, _, errors), (status_of_third, _, errors_of_third) = finished([running[0], running[2]])
+    assert time.monotonic() - begin < LIMIT / 2
+    message = "process 1 of 3, counted from 0, on host1, has failed: there was no sign of it for 4 s\n"
+    assert (status, status_of_third) == (2, 2)
+    assert errors.endswith(message)
+    assert errors_of_third.endswith(message) or command in ("audit", "repair")  # there the first one says it for all
+    assert not own.output.exists()
+
+    again = own.start_all([first, third], SMALL)
+    found = own.result(finished(again))
+    assert found == by_one.result(finished([single]))
+    assert sorted(path.name for path in own.output.parent.iterdir()) == BESIDE[command]
+    if happens == "stop":
+        lost.go_on()
+        assert finished([running[1]])[0][0] == 2
+        assert command == "audit" or contents(own.output) == found
+
+
+def test_one_that_is_killed_is_known_at_once_on_its_host_and_named_with_it_on_others(
+    make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    one, other = make_hosts(2)
+    own = work("convert", tmp_path, "together")
+    patient = slowly("convert").replace(", 4, 30", ", 60, 60")
+    running = own.start_all([one, one, other], patient)
+    until_in_the_middle(own, 3)
+    own_of_host = Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children").read_text().split()
+    os.kill(int(own_of_host[0]), signal.SIGKILL)
+    begin = time.monotonic()
+    here, _, there = finished(running)
+    assert time.monotonic() - begin < 30  # nobody has waited until it had been silent
+    ended = "has failed: it has ended without a word, as one that is killed\n"
+    assert here[2].endswith(f"process 1 of 3, counted from 0, {ended}")
+    assert there[2].endswith(f"process 1 of 3, counted from 0, on host0, {ended}")
+
+
+def test_a_cut_network_does_not_stop_the_work(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    """The processes meet in the folder that they share; their network goes on, where it is that of the machines."""
+    first, cut = make_hosts(2)
+    by_one, single = start_alone("convert", tmp_path, first)
+    own = work("convert", tmp_path, "together")
+    running = own.start_all([first, cut], slowly("convert").replace("= 3\n", "= 0.5\n"))
+    until_in_the_middle(own, 2)
+    cut.cut_network()
+    ended = finished(running)
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert own.result(ended) == by_one.result(finished([single]))
+
+
+# Under torchrun
+
+
+def torchrun(on: Sequence[Host], *command: str, env: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    """A process on each host."""
+    options = ["--nnodes", str(len(on)), "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "hosts"]
+    options += ["--rdzv-endpoint", f"{on[0].name}:{PORT}", "--no-python"]
+    started = [sys.executable, "-m", "torch.distributed.run", *options, *command]
+    return [host.start(*started, env={**environment(), **(env or {})}) for host in on]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_tools_under_torchrun(size: int, make_hosts: MakeHosts, tmp_path: Path) -> None:
+    """One after the other, in one run of it."""
+    made = make_hosts(size)
+    by_one = [start_alone(command, tmp_path, made[0]) for command in SLOW]
+    works = [work(command, tmp_path, "together") for command in SLOW]
+    module = {"convert": MODULE}
+    lines = [
+        f"{shlex.join([sys.executable, '-m', module.get(own.command, 'ckpt_patches'), *own.arguments])} "
+        f"> {tmp_path}/$RANK-{own.command}; echo $? >> {tmp_path}/$RANK-status"
+        for own in works
+    ]
+    ended = finished(torchrun(made, "bash", "-c", "\n".join(lines)))
+    assert [status for status, _, _ in ended] == [0] * size, ended
+    for rank in range(size):
+        assert (tmp_path / f"{rank}-status").read_text().split() == ["0", "0", "1", "0"], ended
+    for own, (single, process) in zip(works, by_one, strict=True):
+        out = "".join((tmp_path / f"{rank}-{own.command}").read_text() for rank in range(size))
+        assert own.result([(0, out, "")]) == single.result(finished([process]))
+        assert not own.meeting_files()
