@@ -110,3 +110,17 @@ def test_a_new_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output"), durable.new_folder(tmp_path / "new") as temporary:
         fail(temporary)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_new_folder_is_not_taken_for_that_of_a_process_of_the_same_number(tmp_path: Path) -> None:
+    """In another container, or of one that was killed."""
+    of_killed = [tmp_path / f".new.{os.getpid()}", tmp_path / f".new.{os.getpid()}" / "file"]
+    of_killed[0].mkdir()
+    of_killed[1].touch()
+    with durable.new_folder(tmp_path / "new") as temporary:
+        temporary.mkdir()
+        with durable.new_folder(tmp_path / "other" / "new") as another:
+            another.mkdir()
+    assert of_killed[1].exists()
+    assert (tmp_path / "new").is_dir()
+    assert temporary.name != another.name

@@ -154,10 +154,11 @@ def until(there: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def until_in_the_middle(own: Work, size: int) -> None:
+def until_in_the_middle(own: Work, running: Sequence[subprocess.Popen[str]]) -> None:
     def have_met() -> bool:
+        assert [process.poll() for process in running] == [None] * len(running), finished(running)
         said = [json.loads(file.read_bytes()) for file in own.meeting_files()]
-        return len({token for one in said for token in one["heard"].values()}) == size
+        return len({token for one in said for token in one["heard"].values()}) == len(running)
 
     until(have_met)
     until(own.is_in_the_middle)
@@ -184,7 +185,7 @@ def test_a_host_that_ends_or_hangs_is_named_and_the_same_command_finishes_the_wo
     by_one, single = start_alone(command, tmp_path, first, SMALL)
     own = work(command, tmp_path, "together")
     running = own.start_all([first, lost, third], slowly(command))
-    until_in_the_middle(own, 3)
+    until_in_the_middle(own, running)
     begin = time.monotonic()
     lost.kill() if happens == "kill" else lost.stop()
     (status, _, errors), (status_of_third, _, errors_of_third) = finished([running[0], running[2]])
@@ -212,7 +213,7 @@ def test_one_that_is_killed_is_known_at_once_on_its_host_and_named_with_it_on_ot
     own = work("convert", tmp_path, "together")
     patient = slowly("convert").replace(", 4, 30", ", 60, 60")
     running = own.start_all([one, one, other], patient)
-    until_in_the_middle(own, 3)
+    until_in_the_middle(own, running)
     own_of_host = Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children").read_text().split()
     os.kill(int(own_of_host[0]), signal.SIGKILL)
     begin = time.monotonic()
@@ -229,7 +230,7 @@ def test_a_cut_network_does_not_stop_the_work(make_hosts: MakeHosts, tmp_path: P
     by_one, single = start_alone("convert", tmp_path, first)
     own = work("convert", tmp_path, "together")
     running = own.start_all([first, cut], slowly("convert").replace("= 3\n", "= 0.5\n"))
-    until_in_the_middle(own, 2)
+    until_in_the_middle(own, running)
     cut.cut_network()
     ended = finished(running)
     assert [status for status, _, _ in ended] == [0, 0], ended

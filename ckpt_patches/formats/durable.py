@@ -77,7 +77,8 @@ def new_folder(output: Path) -> Iterator[Path]:
         OSError: the folder cannot be made, or `output` exists and is no empty folder.
     """
     make_folder(output.parent)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    # Not the number of this process alone: one in another container has the same.
+    temporary = output.with_name(f".{output.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield temporary
         for folder, _, files in os.walk(temporary):
