@@ -129,13 +129,11 @@ class Meeting:
             if marker.state == FAILED:
                 raise OthersFailed(marker.failed, self._group.size, marker.message, marker.failed_on)
             if rank in self._dead:
-                raise self._failed(rank, "it has ended without a word, as one that is killed")
+                message = "it has ended without a word, as one that is killed"
+                raise OthersFailed(rank, self._group.size, message, marker.host)
             if not marker.gone and now - at > SILENT:
-                raise self._failed(rank, f"there was no sign of it for {SILENT:.0f} s")
-
-    def _failed(self, rank: int, message: str) -> OthersFailed:
-        """Of one that has been heard of."""
-        return OthersFailed(rank, self._group.size, message, self._heard_of()[rank][0].host)
+                message = f"there was no sign of it for {SILENT:.0f} s"
+                raise OthersFailed(rank, self._group.size, message, marker.host)
 
     def _heard_of(self) -> dict[int, tuple[Marker, float]]:
         with self._lock:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ckpt_patches.audit.checkpoint import Extent, Record, Shard, Stream
+from ckpt_patches.audit.ranges import Range, joined
 from ckpt_patches.formats import stored_zip
 from ckpt_patches.formats.checksum import combined
 
@@ -28,7 +29,7 @@ def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
         for stream in shard.streams.values():
             for extent in stream.extents:
                 read.setdefault(extent.path, []).append((extent.offset, extent.offset + extent.nbytes))
-    read = {path: _joined(ranges) for path, ranges in read.items()}
+    read = {path: joined(ranges) for path, ranges in read.items()}
     return [
         Shard(
             record.path,
@@ -41,18 +42,7 @@ def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
     ]
 
 
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In order, with those as one that overlap or touch."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _gaps(begin: int, end: int, ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _gaps(begin: int, end: int, ranges: list[Range]) -> Iterator[Range]:
     for number in range(max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), len(ranges)):
         first, last = ranges[number]
         if first >= end:

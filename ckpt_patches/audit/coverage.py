@@ -11,19 +11,17 @@ from pathlib import Path
 from ckpt_patches.audit import damages, torch_files
 from ckpt_patches.audit.checkpoint import WEIGHT, Checkpoint, Extent, Held, Shard, Stream
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.ranges import Range, joined
 
 
 class _Ranges:
     """Ranges of the bytes of files, joined where they overlap or touch."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
-        self._by_path: dict[str, list[tuple[int, int]]] = {}
-        for path, offset, nbytes in sorted(extents):
-            ranges, end = self._by_path.setdefault(path, []), offset + nbytes
-            if ranges and offset <= ranges[-1][1]:
-                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
-            else:
-                ranges.append((offset, end))
+        by_path: dict[str, list[Range]] = {}
+        for path, offset, nbytes in extents:
+            by_path.setdefault(path, []).append((offset, offset + nbytes))
+        self._by_path = {path: joined(ranges) for path, ranges in by_path.items()}
 
     def meet(self, extent: Extent) -> bool:
         """Whether one of them has a byte of this one."""
@@ -35,7 +33,7 @@ class _Ranges:
         begin, end = self._last_before(extent)
         return begin <= extent.offset and extent.offset + extent.nbytes <= end
 
-    def _last_before(self, extent: Extent) -> tuple[int, int]:
+    def _last_before(self, extent: Extent) -> Range:
         """The last that begins before the end of this one."""
         ranges = self._by_path.get(extent.path, [])
         at = bisect.bisect_left(ranges, (extent.offset + extent.nbytes, 0))

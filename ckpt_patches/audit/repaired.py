@@ -11,6 +11,7 @@ from typing import Any
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.ranges import Range, joined
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.durable import write_durably
@@ -21,14 +22,13 @@ SCHEMA = 2
 AT_A_TIME = 1 << 24  # bytes
 
 Key = tuple[str, str]  # array and shard
-Range = tuple[int, int]  # elements of the shard
 
 
 @dataclass
 class Repaired:
     """What was repaired in a checkpoint, in all repairs of it."""
 
-    ranges: dict[Key, list[Range]] = field(default_factory=dict)
+    ranges: dict[Key, list[Range]] = field(default_factory=dict)  # elements of the shard
     sources: dict[Key, str] = field(default_factory=dict)  # what the last repair took
     files: dict[str, tuple[int, int]] = field(default_factory=dict)  # by name in the folder: size, checksum
     moved: list[dict[str, Any]] = field(default_factory=list)  # for people: what of a shifted state came from where
@@ -36,7 +36,7 @@ class Repaired:
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
         """Elements that were repaired; those of an earlier repair stay."""
-        self.ranges[key] = _joined([*self.ranges.get(key, []), *ranges])
+        self.ranges[key] = joined([*self.ranges.get(key, []), *ranges])
         self.sources[key] = source
 
     def elements(self, key: Key) -> int:
@@ -107,13 +107,3 @@ def _range(begin: Any, end: Any) -> Range:
     if type(begin) is not int or type(end) is not int or not 0 <= begin < end:
         raise ValueError(f"expected a range of elements, found {begin!r} to {end!r}")
     return begin, end
-
-
-def _joined(ranges: list[Range]) -> list[Range]:
-    found: list[Range] = []
-    for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found

@@ -34,9 +34,9 @@ from pathlib import Path
 path, begin = Path(sys.argv[1]), time.perf_counter()
 {code}
 taken = time.perf_counter() - begin
-opened = json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, work])
-read = open("/proc/self/io").read().split()
-print(opened[:-1] + ", " + read[1] + ", " + read[5] + "]")
+counted = dict(line.split(": ") for line in open("/proc/self/io"))
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([taken, memory, work, int(counted["rchar"]), int(counted["syscr"])]))
 """
 
 
