@@ -192,6 +192,7 @@ IN_PARTS = {
     "universal_empty_group": "0.16.2 0.19.8",
     "universal_experts": "0.14.4 0.19.8",
     "universal_all_moments": "0.14.0",
+    "universal_step": "0.12.2",
     "universal_group_settings": "0.12.6 0.14.0",
     "rank_order": "0.12.6 0.14.0",
     "bf16_stage0_state": "0.18.4 0.19.8",

@@ -15,7 +15,7 @@ from ckpt_patches.engine.source import function_text
 from deepspeed_patches.universal_group_settings import ZeROOptimizer
 from universal import ours
 from universal_loads import checkpoints, kinds, output_of_resume, resumed
-from upstream import DELIVERIES, all_releases, check_upstream_test, numbers, releases, tree
+from upstream import DELIVERIES, all_releases, check_upstream_test, releases, tree
 from zero_checkpoints import PERMISSIVE, convert, of_ranks, with_layers
 
 FIX = "universal_group_settings"
@@ -28,11 +28,6 @@ TAG = "global_step2"
 GROUPS = ["group 0", "group 1"]
 SETTINGS = "--settings"
 WARNING = "This universal checkpoint has settings of 0 param groups, and this run has 2: "
-
-
-def without_step(version: str) -> list[str]:
-    """Up to 0.12.2 no universal load sets the step, with the settings or without."""
-    return ["group 0.steps", "group 1.steps"] if numbers(version) < (0, 12, 3) else []
 
 
 def converted(version: str, delivery: str, to: Path, fixes: tuple[str, ...] = ()) -> Path:
@@ -78,8 +73,7 @@ def test_goes_on_with_the_settings_that_were_saved(version: str, delivery: str, 
     """As the release's own converter keeps them; and all else is that of the run that saved, as ever."""
     universal = converted(version, delivery, tmp_path)
     for found in resumed(version, delivery, SETTINGS, "--universal", str(universal)).values():
-        assert found["loaded"] == without_step(version)
-        assert found["loaded again"] == []  # after as many steps as were saved
+        assert found["loaded"] == found["loaded again"] == []
         assert found["losses"] == found["expected"]
 
 
@@ -89,9 +83,7 @@ def test_says_once_that_a_checkpoint_has_no_settings_and_loads_it_as_ever(versio
     universal = converted(version, "hook", tmp_path, fixes=tuple(name for name in FIXES if name != FIX))
     options = (SETTINGS, "--load-only", "--universal", str(universal))
     found, output = output_of_resume(version, "hook", *options)
-    assert {kind: result["loaded"] for kind, result in found.items()} == {
-        kind: sorted([*GROUPS, *without_step(version)]) for kind in kinds(version)
-    }
+    assert {kind: result["loaded"] for kind, result in found.items()} == dict.fromkeys(kinds(version), GROUPS)
     assert output.count(WARNING) == len(kinds(version))
 
 

@@ -72,6 +72,7 @@ FIXES = {
         "deepspeed.runtime.bf16_optimizer",
         "deepspeed.runtime.engine",
     ),
+    "universal_step": ("deepspeed.runtime.engine", "deepspeed.checkpoint.universal_checkpoint"),
     "universal_group_settings": (
         "deepspeed.checkpoint.ds_to_universal",
         "deepspeed.runtime.zero.stage_1_and_2",

@@ -4,7 +4,8 @@
     universal_loading.py resume FOLDER KIND... [--small] [--steps N] [--load-only] [--universal OTHER] [--settings]
 
 `write` trains, saves in FOLDER/KIND, converts into FOLDER/KIND/universal with this project's converter, and trains on.
-`resume` loads that into a new run that has taken N steps; overwrites a master, trains, loads it again, and trains on.
+`resume` loads that into a new run that has taken N times two steps; overwrites a master, trains, loads it again, and
+trains on.
 With --small there is a group of one element, of which one of the two ranks owns nothing but padding. With --universal
 it loads OTHER/KIND, and with --settings into a run whose groups were started with others.
 """
@@ -164,7 +165,7 @@ def resume(rank: int, args: argparse.Namespace) -> None:
     for kind in args.kinds:
         truth = torch.load(args.folder / kind / "truth.pt", weights_only=False)
         run = engine(kind, universal=True, small=args.small, seed=1, other=args.settings)
-        if args.steps:
+        for _ in range(args.steps):
             train(run, rank, RANKS, first=100)
         universal = args.universal / kind if args.universal else args.folder / kind / UNIVERSAL
         load(run, universal)

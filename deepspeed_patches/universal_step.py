@@ -1,0 +1,64 @@
+"""Set the optimizer's step when a universal checkpoint is loaded: Adam corrects its bias by it.
+
+https://github.com/deepspeedai/DeepSpeed/pull/4588
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+ENGINE = "deepspeed.runtime.engine"
+UNIVERSAL_CHECKPOINT = "deepspeed.checkpoint.universal_checkpoint"
+
+
+def loads_no_step(source: Source) -> bool:
+    """Since 0.14.1 a parameter's folder has the step, and it is loaded beside the moments."""
+    return b'"step"' not in source.data
+
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/4588",),
+    affected="DeepSpeed 0.12.0 to 0.12.2, at ZeRO stages 1 and 2 and in BF16_Optimizer; fixed in 0.12.3",
+    concerns=UNIVERSAL_CHECKPOINT,
+    where=loads_no_step,
+    test="tests/unit/checkpoint/test_universal_step.py",
+)
+
+SET = """if load_zero_checkpoint:
+    self._set_optimizer_step()"""
+
+
+class DeepSpeedEngine:
+    """What its class gets."""
+
+    optimizer: "Any"
+    global_steps: int
+    skipped_steps: int
+
+    def _set_optimizer_step(self) -> None:
+        """Count the steps that the loaded states have taken, and the one that every optimizer takes at its set-up."""
+        step = self.global_steps - self.skipped_steps + 1
+        inner_optimizer = self.optimizer.optimizer
+        for state in [*inner_optimizer.param_groups, *inner_optimizer.state.values()]:
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(step)
+            elif "step" in state:
+                state["step"] = step
+
+
+@fix.edit(ENGINE)
+def set_the_step(source: Source) -> None:
+    """Upstream leaves it at that of the new run."""
+    if b"def update_optimizer_step(" in source.data:  # as the engine takes long to parse
+        raise AlreadyThere
+    load = source.function("DeepSpeedEngine.load_checkpoint")
+    method = DeepSpeedEngine._set_optimizer_step
+    source.check_parts({**source.functions_there("DeepSpeedEngine.", method), SET: source.has(SET, within=load)})
+    source.insert_after(source.one("self.optimizer.update_lp_params()", within=load), SET)
+    source.insert_method_before(load, method)
