@@ -11,7 +11,6 @@ from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import itertools
     import logging
     import math
     import os
@@ -66,35 +65,14 @@ def _chunk_path(arr: "zarr.Array", coordinates: "tuple[int, ...]") -> str:
     return os.path.join(str(arr.store.path), arr._chunk_key(coordinates or (0,)))
 
 
-def _chunk_nbytes(arr: "zarr.Array") -> int:
-    nbytes: int = math.prod(arr.chunks) * arr.dtype.itemsize
-    return nbytes
-
-
 def _create_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path") -> "zarr.Array":
-    """Create the array of a flattened tensor, and choose how all ranks write to it.
-
-    Every chunk file gets its full size now, before any rank writes: a rank that dies leaves a
-    hole, which can be told from data, never a short file.
-    """
+    """Create the array of a flattened tensor, and say how all ranks write to it."""
     arr = _create_zarr_array(replace(sharded_tensor, data=None, flattened_range=None), checkpoint_dir)
     reason = _why_not_byte_ranges(arr, sharded_tensor)
     if reason:
         logger.warning(f"{sharded_tensor.key}: written under locks, which is slow: {reason}")
         return _open_flattened_array(sharded_tensor, checkpoint_dir)
     logger.info(f"{sharded_tensor.key}: written by byte ranges: uncompressed chunks in a local directory")
-    for coordinates in itertools.product(*map(range, arr.cdata_shape)):
-        path = _chunk_path(arr, coordinates)
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                os.ftruncate(file, _chunk_nbytes(arr))
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise CheckpointingException(
-                f"{path}: could not create a chunk file of {_chunk_nbytes(arr)} bytes: {error.strerror}"
-            ) from error
     return arr
 
 
@@ -109,7 +87,10 @@ def _open_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path
 
 
 def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> None:
-    """Write a flattened range of a local shard, which is one chunk, to its bytes in the chunk's file."""
+    """Write a flattened range of a local shard, which is one chunk, to its bytes in the chunk's file.
+
+    Whoever comes first creates the file, so that no rank creates those of all others.
+    """
     if arr.chunks != (1,) * sharded_tensor.prepend_axis_num + tuple(sharded_tensor.local_shape):
         raise CheckpointingException(
             f"{sharded_tensor.key}: expected a local shard of one chunk, {arr.chunks}, "
@@ -120,15 +101,18 @@ def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> Non
     content = memoryview(data.view(torch.uint8).numpy())
     start = sharded_tensor.flattened_range.start * data.element_size()
     path = _chunk_path(arr, tuple(o // c for o, c in zip(sharded_tensor.global_offset, arr.chunks, strict=True)))
+    nbytes = math.prod(arr.chunks) * arr.dtype.itemsize
     written = 0
     try:
-        file = os.open(path, os.O_WRONLY)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             size = os.fstat(file).st_size
-            if size != _chunk_nbytes(arr):
-                raise CheckpointingException(
-                    f"{path}: expected a chunk file of {_chunk_nbytes(arr)} bytes, found {size}"
-                )
+            # Full size before any data: what a rank that dies leaves is a hole, which can be told
+            # from data. Several ranks of a chunk may do it; what one has written stays.
+            if size == 0:
+                os.ftruncate(file, nbytes)
+            elif size != nbytes:
+                raise CheckpointingException(f"{path}: expected a chunk file of {nbytes} bytes, found {size}")
             while written < len(content):
                 count = os.pwrite(file, content[written:], start + written)
                 if count == 0:
@@ -185,7 +169,6 @@ def _remove_lock_directories(checkpoint_dir: "Path") -> None:
 RANGE_WRITERS = (
     _why_not_byte_ranges,
     _chunk_path,
-    _chunk_nbytes,
     _create_flattened_array,
     _open_flattened_array,
     _write_byte_range,
@@ -278,10 +261,8 @@ def fail_on_all_ranks(source: Source) -> None:
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr", independent=True)
 def import_modules(source: Source) -> None:
     """What the inserted functions need, as far as the module does not import it."""
-    if all(source.imports(name) for name in ("itertools", "math", "shutil", "replace")):
+    if all(source.imports(name) for name in ("math", "shutil", "replace")):
         raise AlreadyThere
-    if not source.imports("itertools"):
-        source.insert_before(source.one("import logging"), "import itertools")
     if not source.imports("math"):
         source.insert_after(source.one("import logging"), "import math")
     if not source.imports("shutil"):
@@ -299,7 +280,7 @@ def agree_first(source: Source) -> None:
     by_save = source.has_function("register_default_zarr_strategies") and source.has_function(made)
     insert_agreement(
         source,
-        f"{fix.name}.1",
+        f"{fix.name}.2",
         by_upstream=source.has("_raise_failures(failures)", save),
         announce=source.function(made).body[-1] if by_save else None,
         check=(save,),

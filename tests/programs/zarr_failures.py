@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     if options.failure == "locks" and rank == 0:
         Path(options.out, f"{KEY}.sync").write_text("a file where a directory would be")
     dist.barrier()
-    if rank == VICTIM and options.failure in DAMAGES:
-        DAMAGES[options.failure](options.out / KEY / "1.0", strategy)
+    if options.failure in DAMAGES:
+        damage_when_the_others_have_written(DAMAGES[options.failure], options.out / KEY / "1.0", rank, strategy)
     if rank == VICTIM and options.failure == "dies":
         strategy._write_byte_range = lambda *args: os._exit(9)
     raised = ""
@@ -63,19 +64,25 @@ def shard(rank: int) -> Any:
     return zarr_saving.flattened_shard(KEY, rank, 2, 2, SHAPE)
 
 
-def before_the_write(damage: Any) -> Any:
-    """Do the damage when this rank is about to write: the chunk files are there then."""
+def damage_when_the_others_have_written(
+    damage: Callable[[Path], object], chunk: Path, rank: int, strategy: Any
+) -> None:
+    write = strategy._write_byte_range
 
-    def install(chunk: Path, strategy: Any) -> None:
-        write = strategy._write_byte_range
-
-        def damaged(*args: Any) -> None:
-            damage(chunk)
+    def in_turn(*args: Any) -> None:
+        if rank != VICTIM:
             write(*args)
+            dist.barrier()
+            return
+        dist.barrier()
+        damage(chunk)
+        write(*args)
 
-        strategy._write_byte_range = damaged
+    strategy._write_byte_range = in_turn
 
-    return install
+
+def array_is_gone(chunk: Path) -> None:
+    chunk.parent.rename(chunk.parent.with_suffix(".moved"))
 
 
 def disk_fills_up(chunk: Path) -> None:
@@ -98,11 +105,11 @@ def permission_is_denied(chunk: Path) -> None:
         os.seteuid(65534)
 
 
-DAMAGES = {
-    "missing": before_the_write(Path.unlink),
-    "truncated": before_the_write(lambda chunk: os.truncate(chunk, 1000)),
-    "full": before_the_write(disk_fills_up),
-    "denied": before_the_write(permission_is_denied),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": array_is_gone,
+    "truncated": lambda chunk: os.truncate(chunk, 1000),
+    "full": disk_fills_up,
+    "denied": permission_is_denied,
 }
 
 
