@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_patches import __version__
@@ -12,9 +13,11 @@ from ckpt_patches.audit import command as audit
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint import command as fingerprint
 from ckpt_patches.migrate import command as migrate
 
 if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.states import Fingerprint
     from ckpt_patches.status import Installed, Status
 
 EXAMPLES = """examples:
@@ -27,6 +30,7 @@ EXAMPLES = """examples:
   ckpt-patches revert numpy2_product                   take one out again, byte for byte
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
   ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
+  ckpt-patches fingerprint ONE --against OTHER         whether two DeepSpeed checkpoints hold the same states
   ckpt-patches migrate OLD --output NEW                make of an old Megatron checkpoint one that 0.16 and later load
 
 exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, or a file that
@@ -92,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
     audit.add_to(commands)
     migrate.add_to(commands)
+    fingerprint.add_to(commands, _fingerprints_of_zero)
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="fixes to take (default: all)")
         command.add_argument(
@@ -100,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
             help="a checkout, site-packages or --target folder (default: what this Python imports)",
         )
     return parser
+
+
+def _fingerprints_of_zero(path: Path, trust: bool) -> "Iterator[Fingerprint]":
+    from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
+
+    return fingerprints(path, trust=trust)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -25,9 +25,11 @@ ROOMS = {
     "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine", "ckpt_patches.formats.durable"},
     "ckpt_patches.audit": COMMON | {"ckpt_patches.formats"},
+    "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
     "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "deepspeed_patches.ds_to_universal": COMMON
-    | {"ckpt_patches.formats", "ckpt_patches.engine.installed", "ckpt_patches.engine.registry"},
+    | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.engine.installed"}
+    | {"ckpt_patches.engine.registry"},
     "deepspeed_patches": {"ckpt_patches.engine"},
     "megatron.patches": {"ckpt_patches.engine"},
 }

@@ -78,20 +78,20 @@ def convert(
     if group.note:
         warn(group.note)
     with Meeting(group, meeting_folder(Path(output_folder))) as meeting:
-        planned, folder = prepare(Path(input_folder), Path(output_folder), options)
+        plan_of_all, folder = prepare(Path(input_folder), Path(output_folder), options)
         meeting.check()
         if group.rank == 0:
-            for warning in planned.warnings:
+            for warning in plan_of_all.warnings:
                 warn(warning)
-        own = shares(planned.outputs, group.size)[group.rank]
+        own = shares(plan_of_all.outputs, group.size)[group.rank]
         left = folder.missing(own)
         folder.begin()
         planning = time.monotonic() - begin
         with folder.held() if group.rank == 0 else nullcontext():
-            workers = _move(planned, folder, options, left, meeting)
+            workers = _move(plan_of_all, folder, options, left, meeting)
             if group.rank == 0:
                 meeting.wait_for_shares()
-                folder.finish(planned, sync=options.sync)
+                folder.finish(plan_of_all, sync=options.sync)
         meeting.finish()
     seconds = time.monotonic() - begin
     nbytes = sum(output.nbytes for output in left)
@@ -100,7 +100,7 @@ def convert(
         bytes=nbytes,
         files=len(left),
         files_before=len(own) - len(left),
-        links=len(planned.links) if group.rank == 0 else 0,
+        links=len(plan_of_all.links) if group.rank == 0 else 0,
         seconds=seconds,
         plan_seconds=planning,
         rate=nbytes / max(seconds - planning, 1e-9),
@@ -111,18 +111,27 @@ def convert(
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:
     """Everything that is found out before the first byte is written."""
     known, warning = traits.installed()
+    found = planned(input_folder, known, options)
+    found = replace(found, warnings=(*([warning] if warning else []), *found.warnings))
+    folder = OutputFolder(output_folder, fingerprint(found, known, options.strict))
+    folder.check()
+    folder.check_space(folder.missing(found.outputs))
+    return found, folder
+
+
+def planned(input_folder: Path, known: traits.Traits, options: Options) -> Plan:
+    """The plan for a checkpoint's folder, of which the headers are read.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of a kind that is not converted here.
+    """
     try:
         found = read_headers.read(
             input_folder, known, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
         )
-        planned = plan(found, known, strict=options.strict)
-        planned = replace(planned, warnings=(*([warning] if warning else []), *planned.warnings))
+        return plan(found, known, strict=options.strict)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-    folder = OutputFolder(output_folder, fingerprint(planned, known, options.strict))
-    folder.check()
-    folder.check_space(folder.missing(planned.outputs))
-    return planned, folder
 
 
 def _move(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], meeting: Meeting) -> int:

@@ -109,7 +109,7 @@ class Writer:
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
         """A storage's bytes, in pieces that lie in the file's buffer."""
-        fill = _made_by(content.how)
+        fill = made_by(content.how)
         begin = 0
         while begin < content.nbytes:
             window = file.room(content.nbytes - begin)
@@ -120,7 +120,7 @@ class Writer:
             self.moved(len(window))
 
 
-def _made_by(how: str) -> Fill:
+def made_by(how: str) -> Fill:
     """The function that makes a content; `arithmetic` is imported for those only that need it."""
     if how == "place":
         return place

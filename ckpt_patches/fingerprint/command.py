@@ -1,0 +1,93 @@
+"""The command `ckpt-patches fingerprint`. Its work is imported when it is run: it needs NumPy, others do not."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_patches.errors import UserError
+
+if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.states import Fingerprint
+
+    # Of a ZeRO checkpoint, from its folder; with `trust` for classes that are not listed.
+    OfZero = Callable[[Path, bool], Iterator[Fingerprint]]
+
+EPILOG = """examples:
+  ckpt-patches fingerprint out/global_step1000
+  ckpt-patches fingerprint out/global_step1000 --against out/global_step1000_universal
+  ckpt-patches fingerprint --json out/global_step1000 > fingerprints.json
+
+A state has the same number however it is divided among ranks, and in a universal checkpoint as in the ZeRO checkpoint
+that it was made from.
+
+exit status: 0 all were read, and with --against all are equal; 1 some differ; 2 a checkpoint cannot be read
+"""
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
+    """Add it to the command line."""
+    command = commands.add_parser(
+        "fingerprint",
+        help="a number for every state of a DeepSpeed checkpoint, which no layout changes",
+        description="Print a number of 64 bits for the master parameter and each moment of every parameter in a "
+        "DeepSpeed checkpoint, of ZeRO or universal: the same number wherever the same values are.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder, like global_step1000")
+    command.add_argument("--against", type=Path, metavar="OTHER", help="say what another checkpoint has otherwise")
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument(
+        "--trust_checkpoint",
+        action="store_true",
+        help="let classes pass that checkpoints are not known to hold (none is ever run)",
+    )
+    command.set_defaults(run=lambda options: run(options, of_zero))
+
+
+def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
+    """Run the command; the exit status."""
+    found = list(_fingerprints(options.path, options.trust_checkpoint, of_zero))
+    if options.against is None:
+        _print(found, as_json=options.json)
+        return 0
+    return _compare(options, found, list(_fingerprints(options.against, options.trust_checkpoint, of_zero)))
+
+
+def _fingerprints(path: Path, trust: bool, of_zero: "OfZero") -> "Iterator[Fingerprint]":
+    from ckpt_patches.fingerprint import universal
+    from ckpt_patches.formats.universal import is_universal
+
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder, expected that of a checkpoint")
+    if is_universal(path):
+        return universal.fingerprints(path, trust=trust)
+    return of_zero(path, trust)
+
+
+def _print(found: "list[Fingerprint]", *, as_json: bool) -> None:
+    if as_json:
+        rows = [{**one._asdict(), "value": one.hexadecimal} for one in found]
+        print(json.dumps({"fingerprints": rows}, indent=1))
+        return
+    width = max((len(one.parameter) for one in found), default=0)
+    for one in found:
+        print(f"{one.hexadecimal}  {one.parameter:{width}}  {one.state:10}  {one.numel:>14,} elements")
+
+
+def _compare(options: argparse.Namespace, one: "list[Fingerprint]", other: "list[Fingerprint]") -> int:
+    from ckpt_patches.fingerprint.states import differences
+
+    found = differences(one, other)
+    if options.json:
+        print(json.dumps({"compared": len(one), "differences": [each._asdict() for each in found]}, indent=1))
+    elif found:
+        for each in found:
+            print(f"{each.parameter}  {each.state}  {each.what}")
+        print(f"{len(found)} of {len(one)} states differ: {options.path} and {options.against}")
+    else:
+        parameters = len({each.parameter for each in one})
+        print(f"equal: {len(one)} states of {parameters} parameters in {options.path} and {options.against}")
+    return 1 if found else 0

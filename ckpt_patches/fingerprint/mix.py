@@ -1,0 +1,112 @@
+"""The fingerprint of a tensor: a sum over its elements, modulo 2^64, of what an element's place and bits are mixed to.
+
+    fingerprint(x) = sum over i of mix(i, bits(x_i))        modulo 2^64
+    mix(i, b)      = column(i mod 2^14) * row(i div 2^14) * (b + 1)
+    column(c)      = scrambled(2 c) | 1
+    row(r)         = scrambled(2 r + 1) | 1
+
+`i` is an element's place in the whole flattened tensor, `b` its bits as a 32-bit float, `scrambled` the SplitMix64 of
+a state (Steele, Lea, Flood, OOPSLA 2014). A sum has no order, so that parts of a tensor, however it is divided, add up.
+As a zero is mixed like any other value, an element that is counted twice, or not at all, changes the sum as well.
+
+Every factor of an element's bits is odd: another bit in one element is another sum, always. Two elements change places
+unseen if 64 bits of the difference of their factors and values vanish, by chance once in 2^32 for two given places.
+"""
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+ROW = 1 << 14  # elements: what fits into a core's own memory, with what it is multiplied by
+MODULUS = 1 << 64
+
+
+def scrambled(state: int) -> int:
+    """SplitMix64: what it gives for a state of 64 bits."""
+    z = (state + 0x9E3779B97F4A7C15) % MODULUS
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % MODULUS
+    return z ^ (z >> 31)
+
+
+def mix(index: int, bits: int) -> int:
+    """What one element adds: that of the formula, to hold others against."""
+    column, row = scrambled(2 * (index % ROW)) | 1, scrambled(2 * (index // ROW) + 1) | 1
+    return column * row * (bits + 1) % MODULUS
+
+
+def of_run(bits: npt.NDArray[np.uint32], begin: int) -> int:
+    """What neighbouring elements add.
+
+    Args:
+        bits: of their 32-bit floats, in one dimension.
+        begin: the place of the first of them in the whole flattened tensor.
+    """
+    found, at = 0, 0
+    while at < len(bits):
+        row, column = divmod(begin + at, ROW)
+        whole = (len(bits) - at) // ROW
+        if column == 0 and whole:
+            found += _of_rows(bits[at : at + whole * ROW].reshape(whole, ROW), row)
+            at += whole * ROW
+        else:
+            part = bits[at : at + ROW - column]
+            found += _of_part(part, column) * (scrambled(2 * row + 1) | 1)
+            at += len(part)
+    return found % MODULUS
+
+
+def of_places(bits: npt.NDArray[np.uint32], places: npt.NDArray[np.int64]) -> int:
+    """What elements anywhere in the tensor add; slower than `of_run`, and for elements that are no neighbours."""
+    rows, columns = np.divmod(places, ROW)
+    different, which = np.unique(rows, return_inverse=True)
+    by_row = np.array([scrambled(2 * int(row) + 1) | 1 for row in different], np.uint64)
+    return int((_columns()[columns] * by_row[which] * (bits.astype(np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
+
+
+@functools.cache
+def _columns() -> npt.NDArray[np.uint64]:
+    return np.array([scrambled(2 * column) | 1 for column in range(ROW)], np.uint64)
+
+
+@functools.cache
+def _sums_of_columns() -> list[int]:
+    """Of those before each column: what zeros and the ones that are added to all bits come to."""
+    sums = [0]
+    for column in _columns().tolist():
+        sums.append((sums[-1] + column) % MODULUS)
+    return sums
+
+
+def _of_part(bits: npt.NDArray[np.uint32], column: int) -> int:
+    """What a part of one row adds, but for the factor of its row."""
+    end, sums = column + len(bits), _sums_of_columns()
+    return int((_columns()[column:end] * bits).sum(dtype=np.uint64)) + sums[end] - sums[column]
+
+
+def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
+    """What whole rows add.
+
+    Two elements are one word of 64 bits, low + 2^32 high. Sums of the words and of their high halves, each times the
+    factor of its row, are kept for each column; the factors of the columns come last. So a word is multiplied twice,
+    and nothing has to be made wider.
+    """
+    factors = [np.uint64(scrambled(2 * row + 1) | 1) for row in range(first, first + len(bits))]
+    of_words, of_highs = np.zeros(ROW // 2, np.uint64), np.zeros(ROW // 2, np.uint64)
+    product, aligned = np.empty(ROW // 2, np.uint64), np.empty(ROW, np.uint32)
+    for row, factor in zip(bits, factors, strict=True):
+        if row.ctypes.data % 8:
+            np.copyto(aligned, row)
+            row = aligned
+        words = row.view("<u8")
+        np.multiply(words, factor, out=product)
+        np.add(of_words, product, out=of_words)
+        np.right_shift(words, np.uint64(32), out=product)
+        np.multiply(product, factor, out=product)
+        np.add(of_highs, product, out=of_highs)
+    low, high = _columns()[0::2], _columns()[1::2]
+    of_lows = (of_words * low).sum(dtype=np.uint64)
+    of_rest = (of_highs * (high - (low << np.uint64(32)))).sum(dtype=np.uint64)
+    ones = _sums_of_columns()[ROW] * sum(map(int, factors))
+    return int(of_lows) + int(of_rest) + ones

@@ -1,0 +1,72 @@
+"""Fingerprints of the states of parameters: of elements that come in blocks of bytes, and held against each other."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint.mix import MODULUS, of_run
+
+BLOCK = 1 << 24  # bytes that are read at once; a multiple of any element's size
+
+
+class Fingerprint(NamedTuple):
+    """Of one state of one parameter."""
+
+    parameter: str
+    state: str  # "fp32" for the master parameter, "exp_avg", "exp_avg_sq"
+    numel: int
+    value: int  # of 64 bits; see mix
+
+    @property
+    def hexadecimal(self) -> str:
+        return f"{self.value:016x}"
+
+
+def bits_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
+    """The bits of the 32-bit floats that elements are, which 16-bit ones are exactly.
+
+    Raises:
+        UserError: elements of another type, of which a 32-bit float is not the same number.
+    """
+    if dtype == "float32":
+        return np.frombuffer(data, "<u4")
+    if dtype == "bfloat16":
+        return np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)
+    if dtype == "float16":
+        return np.frombuffer(data, "<f2").astype(np.float32).view(np.uint32)
+    raise UserError(f"expected elements of float32, bfloat16 or float16, found {dtype}: they have no fingerprint")
+
+
+def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:
+    """The fingerprint of a whole tensor, whose elements the blocks hold in order."""
+    found, begin = 0, 0
+    for block in blocks:
+        bits = bits_of(block, dtype)
+        found += of_run(bits, begin)
+        begin += len(bits)
+    return found % MODULUS
+
+
+class Difference(NamedTuple):
+    """Between two checkpoints."""
+
+    parameter: str
+    state: str
+    what: str
+
+
+def differences(one: Sequence[Fingerprint], other: Sequence[Fingerprint]) -> list[Difference]:
+    """What is in one of two checkpoints alone, and what has other values there."""
+    first, second = ({(found.parameter, found.state): found for found in side} for side in (one, other))
+    found = []
+    for key in sorted(first.keys() | second.keys()):
+        if key not in first or key not in second:
+            found.append(Difference(*key, f"in the {'second' if key not in first else 'first'} one alone"))
+        elif first[key].numel != second[key].numel:
+            found.append(Difference(*key, f"{first[key].numel:,} and {second[key].numel:,} elements"))
+        elif first[key].value != second[key].value:
+            found.append(Difference(*key, "other values"))
+    return found

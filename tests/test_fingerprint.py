@@ -1,0 +1,142 @@
+"""`ckpt-patches fingerprint`: real checkpoints have the numbers of the state that the run held, in any layout."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_patches import cli
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint import universal
+from ckpt_patches.fingerprint.mix import MODULUS, mix
+from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks
+from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
+from every_checkpoint import put, tensors
+from universal import ours, parallel
+from zero_checkpoints import KEYS, convert, converted, trained
+
+RELEASE = "0.19.8"
+KINDS = ["stage1", "stage2", "stage3"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    """Of eight ranks, most of which hold parts of a parameter and padding."""
+    return trained(RELEASE, request.param)[request.param]
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy" / checkpoint.name))
+
+
+def by_formula(tensor: torch.Tensor) -> int:
+    """Element by element."""
+    bits = tensor.detach().float().flatten().numpy().view(np.uint32).tolist()
+    return sum(mix(index, value) for index, value in enumerate(bits)) % MODULUS
+
+
+def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None:
+    """Which the run gathered by DeepSpeed's own functions when it saved."""
+    truth = torch.load(checkpoint.parent / "truth.pt")
+    expected = {(name, key): by_formula(states[key]) for name, states in truth.items() for key in KEYS}
+    found = list(fingerprints(checkpoint))
+    assert {(one.parameter, one.state): one.value for one in found} == expected
+    assert sum(one.numel for one in found) == 3 * 23
+
+
+def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """By upstream's converter and by ours."""
+    assert convert(tmp_path / "upstream", checkpoint, version=RELEASE, delivery="hook") == {checkpoint.parent.name: ""}
+    ours(checkpoint, tmp_path / "ours")
+    expected = sorted(fingerprints(checkpoint))
+    for folder in (tmp_path / "upstream" / checkpoint.parent.name, tmp_path / "ours"):
+        assert sorted(universal.fingerprints(folder)) == expected
+
+
+@pytest.mark.parametrize("case", ["megatron", "fused_uneven", "zero3_uneven"])
+def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: str, tmp_path: Path) -> None:
+    source = parallel(case)[case]
+    assert convert(tmp_path, source, version=RELEASE, delivery="hook") == {case: ""}
+    found = sorted(fingerprints(source))
+    assert sorted(universal.fingerprints(tmp_path / case)) == found
+    if case == "megatron":  # the others have classes beside the tensors that torch does not load by itself
+        states = converted(tmp_path / case)
+        expected = {(name, key): by_formula(of[key]) for name, of in states.items() for key in KEYS}
+        assert {(one.parameter, one.state): one.value for one in found} == expected
+
+
+def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = copy.parent / "other"
+    shutil.copytree(copy, other)
+    place = max(tensors(other), key=lambda place: (place.name.endswith("exp_avg"), place.numel))
+    with open(place.path, "rb") as file:
+        file.seek(place.offset)
+        first = file.read(1)
+    put(place, bytes([first[0] ^ 1]))
+    assert cli.main(["fingerprint", str(copy), "--against", str(copy)]) == 0
+    states, parameters = len(list(fingerprints(copy))), len({one.parameter for one in fingerprints(copy)})
+    assert capsys.readouterr().out == f"equal: {states} states of {parameters} parameters in {copy} and {copy}\n"
+    assert cli.main(["fingerprint", str(copy), "--against", str(other)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"1 of {states} states differ: {copy} and {other}"
+    assert said[0].endswith("  exp_avg  other values")
+
+
+def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fingerprint", "--json", str(checkpoint)]) == 0
+    rows = json.loads(capsys.readouterr().out)["fingerprints"]
+    assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == list(fingerprints(checkpoint))
+    assert cli.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"compared": len(rows), "differences": []}
+
+
+def test_what_is_in_one_alone_and_what_has_another_size_is_told() -> None:
+    one = [Fingerprint("a", "fp32", 3, 7), Fingerprint("b", "fp32", 3, 7), Fingerprint("c", "fp32", 3, 7)]
+    other = [Fingerprint("b", "fp32", 4, 7), Fingerprint("c", "fp32", 3, 7), Fingerprint("d", "exp_avg", 3, 7)]
+    assert differences(one, other) == [
+        ("a", "fp32", "in the first one alone"),
+        ("b", "fp32", "3 and 4 elements"),
+        ("d", "exp_avg", "in the second one alone"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_elements_of_sixteen_bits_count_as_the_numbers_that_they_are(dtype: torch.dtype) -> None:
+    values = torch.randn(70_000).to(dtype)
+    data = memoryview(values.view(torch.uint8).numpy())
+    name = str(dtype).removeprefix("torch.")
+    whole = of_blocks([data], name)
+    assert of_blocks([data[:4096], data[4096:]], name) == whole
+    assert of_blocks([memoryview(values.float().view(torch.uint8).numpy())], "float32") == whole
+    assert of_blocks([data[:400]], name) == by_formula(values[: 400 // values.element_size()])
+
+
+def test_elements_of_other_types_are_refused() -> None:
+    with pytest.raises(UserError, match="expected elements of float32, bfloat16 or float16, found float64"):
+        bits_of(memoryview(bytes(8)), "float64")
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_what_is_no_checkpoint_is_said_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["fingerprint", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ckpt-patches: ")
+    assert str(tmp_path / name) in said
+    assert said.count("\n") == 1
+
+
+def test_a_file_that_is_cut_short_is_said_in_a_line(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours(checkpoint, tmp_path / "universal")
+    file = next((tmp_path / "universal" / "zero").rglob("exp_avg.pt"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert cli.main(["fingerprint", str(tmp_path / "universal")]) == 2
+    said = capsys.readouterr().err
+    assert str(file) in said
+    assert said.count("\n") == 1

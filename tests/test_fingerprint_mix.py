@@ -1,0 +1,101 @@
+"""The fingerprint of a tensor does not care how it is divided, and cares for every bit and every place."""
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from ckpt_patches.fingerprint.mix import MODULUS, ROW, mix, of_places, of_run, scrambled
+
+# Few values, so that equal ones meet, and those of 16-bit floats, whose low half is zero.
+VALUES = st.one_of(st.sampled_from([0, 1, 0x3F800000, 0x80000000]), st.integers(0, 2**32 - 1))
+TENSORS = arrays(np.uint32, st.integers(2, 200), elements=VALUES)
+# Around the ends of rows, where another factor comes in.
+BEGINS = st.sampled_from([0, 1, 7, ROW - 100, ROW - 1, ROW, 3 * ROW - 5, 2**40 - 50])
+
+
+def long(seed: int, rows: float) -> npt.NDArray[np.uint32]:
+    return np.random.default_rng(seed).integers(0, 2**32, int(rows * ROW), dtype=np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("index", "bits", "expected"),
+    [
+        (0, 0, 0x2EE0C536C9C0F4EF),
+        (1, 0, 0xAEC20F3165E8D60F),
+        (0, 0x3F800000, 0x45EC21F81240F4EF),
+        (ROW, 0x3F800000, 0x621AE455E1AB2C03),
+        (2**40 + 12345, 0xFFFFFFFF, 0xA8F42CE900000000),
+    ],
+)
+def test_what_one_element_adds(index: int, bits: int, expected: int) -> None:
+    """The test vectors of docs/fingerprint.md."""
+    assert mix(index, bits) == expected
+
+
+def test_the_scrambler_is_splitmix64() -> None:
+    """The first numbers that the authors' program gives from a state of 1234567."""
+    state = 1234567
+    found = [scrambled((state + step * 0x9E3779B97F4A7C15) % MODULUS) for step in range(3)]
+    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(bits=TENSORS, begin=BEGINS)
+def test_a_run_is_the_sum_of_its_elements(bits: npt.NDArray[np.uint32], begin: int) -> None:
+    expected = sum(mix(begin + number, value) for number, value in enumerate(bits.tolist())) % MODULUS
+    assert of_run(bits, begin) == expected
+    assert of_places(bits, np.arange(begin, begin + len(bits))) == expected
+
+
+@given(
+    seed=st.integers(0, 9), begin=BEGINS, rows=st.sampled_from([2, 2.5, 3]), cuts=st.lists(st.floats(0, 1), max_size=4)
+)
+def test_any_split_gives_the_same_sum(seed: int, begin: int, rows: float, cuts: list[float]) -> None:
+    """Whole rows, which are taken two elements at a time, in one piece and in many."""
+    bits = long(seed, rows)
+    ends = sorted({0, len(bits), *(int(cut * len(bits)) for cut in cuts)})
+    parts = [of_run(bits[first:last], begin + first) for first, last in itertools.pairwise(ends)]
+    whole = of_run(bits, begin)
+    assert sum(parts) % MODULUS == whole
+    assert of_places(bits[::-1], np.arange(begin + len(bits) - 1, begin - 1, -1)) == whole
+
+
+@given(bits=TENSORS, begin=BEGINS, bit=st.integers(0, 31), data=st.data())
+def test_one_flipped_bit_gives_another(bits: npt.NDArray[np.uint32], begin: int, bit: int, data: st.DataObject) -> None:
+    flipped = bits.copy()
+    flipped[data.draw(st.integers(0, len(bits) - 1))] ^= np.uint32(1 << bit)
+    assert of_run(flipped, begin) != of_run(bits, begin)
+
+
+@given(bits=TENSORS, begin=BEGINS, data=st.data())
+def test_two_swapped_slices_give_another(bits: npt.NDArray[np.uint32], begin: int, data: st.DataObject) -> None:
+    """Of one element or of many."""
+    numel = data.draw(st.integers(1, len(bits) // 2))
+    one = data.draw(st.integers(0, len(bits) - 2 * numel))
+    other = data.draw(st.integers(one + numel, len(bits) - numel))
+    swapped = bits.copy()
+    swapped[one : one + numel], swapped[other : other + numel] = bits[other : other + numel], bits[one : one + numel]
+    if not np.array_equal(swapped, bits):
+        assert of_run(swapped, begin) != of_run(bits, begin)
+
+
+@given(bits=TENSORS, begin=BEGINS, by=st.integers(1, 100))
+def test_another_place_gives_another(bits: npt.NDArray[np.uint32], begin: int, by: int) -> None:
+    assert of_run(bits, begin) != of_run(bits, begin + by)
+
+
+@given(numel=st.integers(1, 200), begin=BEGINS)
+def test_zeros_count(numel: int, begin: int) -> None:
+    """So that elements that are missing are not taken for zeros."""
+    assert of_run(np.zeros(numel, np.uint32), begin) != of_run(np.zeros(numel - 1, np.uint32), begin)
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_elements_may_begin_anywhere_in_memory(offset: int) -> None:
+    bits = long(1, 2.5)
+    memory = bytearray(offset) + bits.tobytes()
+    assert of_run(np.frombuffer(memory, np.uint32, offset=offset), 0) == of_run(bits, 0)
