@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   ckpt-patches revert numpy2_product                   take one out again, byte for byte
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
   ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
-  ckpt-patches fingerprint ONE --against OTHER         whether two DeepSpeed checkpoints hold the same states
+  ckpt-patches fingerprint ONE --against OTHER         whether two checkpoints hold the same states
   ckpt-patches migrate OLD --output NEW                make of an old Megatron checkpoint one that 0.16 and later load
 
 exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, or a file that

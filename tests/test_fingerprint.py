@@ -12,7 +12,7 @@ from ckpt_patches import cli
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import universal
 from ckpt_patches.fingerprint.mix import MODULUS, mix
-from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks
+from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks, state_named
 from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
 from every_checkpoint import put, tensors
 from universal import ours, parallel
@@ -42,7 +42,7 @@ def by_formula(tensor: torch.Tensor) -> int:
 def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None:
     """Which the run gathered by DeepSpeed's own functions when it saved."""
     truth = torch.load(checkpoint.parent / "truth.pt")
-    expected = {(name, key): by_formula(states[key]) for name, states in truth.items() for key in KEYS}
+    expected = {(name, state_named(key)): by_formula(states[key]) for name, states in truth.items() for key in KEYS}
     found = list(fingerprints(checkpoint))
     assert {(one.parameter, one.state): one.value for one in found} == expected
     assert sum(one.numel for one in found) == 3 * 23
@@ -65,7 +65,7 @@ def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: st
     assert sorted(universal.fingerprints(tmp_path / case)) == found
     if case == "megatron":  # the others have classes beside the tensors that torch does not load by itself
         states = converted(tmp_path / case)
-        expected = {(name, key): by_formula(of[key]) for name, of in states.items() for key in KEYS}
+        expected = {(name, state_named(key)): by_formula(of[key]) for name, of in states.items() for key in KEYS}
         assert {(one.parameter, one.state): one.value for one in found} == expected
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   ckpt-patches fingerprint out/global_step1000
   ckpt-patches fingerprint out/global_step1000 --against out/global_step1000_universal
+  ckpt-patches fingerprint ckpt/iter_0001000 --against migrated/iter_0001000
   ckpt-patches fingerprint --json out/global_step1000 > fingerprints.json
 
-A state has the same number however it is divided among ranks, and in a universal checkpoint as in the ZeRO checkpoint
-that it was made from.
+A state has the same number however it is divided among ranks, in a universal checkpoint as in the ZeRO checkpoint that
+it was made from, and in torch_dist as in zarr.
 
 exit status: 0 all were read, and with --against all are equal; 1 some differ; 2 a checkpoint cannot be read
 """
@@ -30,9 +32,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     """Add it to the command line."""
     command = commands.add_parser(
         "fingerprint",
-        help="a number for every state of a DeepSpeed checkpoint, which no layout changes",
+        help="a number for every state of a checkpoint, which no layout changes",
         description="Print a number of 64 bits for the master parameter and each moment of every parameter in a "
-        "DeepSpeed checkpoint, of ZeRO or universal: the same number wherever the same values are.",
+        "checkpoint of DeepSpeed (ZeRO or universal), or for every tensor of one of Megatron's (torch_dist or zarr): "
+        "the same number wherever the same values are.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -57,14 +60,26 @@ def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
 
 
 def _fingerprints(path: Path, trust: bool, of_zero: "OfZero") -> "Iterator[Fingerprint]":
-    from ckpt_patches.fingerprint import universal
+    from ckpt_patches.fingerprint import megatron, universal
     from ckpt_patches.formats.universal import is_universal
 
     if not path.is_dir():
         raise UserError(f"{path} is no folder, expected that of a checkpoint")
     if is_universal(path):
         return universal.fingerprints(path, trust=trust)
+    if megatron.is_megatron(path):
+        _say_what_is_left_out(path, megatron.left_out(path))
+        return megatron.fingerprints(path)
     return of_zero(path, trust)
+
+
+def _say_what_is_left_out(path: Path, names: list[str]) -> None:
+    if names:
+        print(
+            f"{path}: {len(names)} buckets of the optimizer's state have no fingerprint, as {names[0]}: where "
+            "parameters begin in them is not in the checkpoint",
+            file=sys.stderr,
+        )
 
 
 def _print(found: "list[Fingerprint]", *, as_json: bool) -> None:

@@ -9,6 +9,9 @@ import numpy.typing as npt
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.mix import MODULUS, of_run
 
+FLOATS = ("float32", "bfloat16", "float16")
+# What formats call the master parameter: DeepSpeed, Megatron up to 0.15 and its later formats.
+MASTERS = ("fp32", "fp32_param", "param")
 BLOCK = 1 << 24  # bytes that are read at once; a multiple of any element's size
 
 
@@ -16,13 +19,18 @@ class Fingerprint(NamedTuple):
     """Of one state of one parameter."""
 
     parameter: str
-    state: str  # "fp32" for the master parameter, "exp_avg", "exp_avg_sq"
+    state: str  # "master", "exp_avg", "exp_avg_sq"; "model" for what is no optimizer's state
     numel: int
     value: int  # of 64 bits; see mix
 
     @property
     def hexadecimal(self) -> str:
         return f"{self.value:016x}"
+
+
+def state_named(name: str) -> str:
+    """A state by the name that is the same in all formats."""
+    return "master" if name in MASTERS else name
 
 
 def bits_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:

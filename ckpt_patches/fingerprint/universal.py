@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks
+from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import torch_file, universal
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import STATES
@@ -24,7 +24,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
                 if tensor is None or not tensor.is_contiguous:
                     raise UserError(f"{file}: expected one contiguous tensor, found none")
                 value = of_blocks(_blocks(file, tensor), tensor.dtype)
-                yield Fingerprint(parameter, state, tensor.numel, value)
+                yield Fingerprint(parameter, state_named(state), tensor.numel, value)
 
 
 def _blocks(path: Path, tensor: TensorHeader) -> Iterator[memoryview]:

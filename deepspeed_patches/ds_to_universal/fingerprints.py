@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks
+from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
 from ckpt_patches.formats.zero import STATES
 from deepspeed_patches.ds_to_universal import traits
@@ -32,7 +32,8 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
                 assert tensor is not None, name  # it is what the plan is made of
                 content = outputs[name].contents[tensor.storage.key]
                 value = of_blocks(_windows(sources, content), tensor.dtype)
-                yield Fingerprint(folder.removeprefix(f"{universal.FOLDER}/"), state, tensor.numel, value)
+                parameter = folder.removeprefix(f"{universal.FOLDER}/")
+                yield Fingerprint(parameter, state_named(state), tensor.numel, value)
 
 
 def _windows(sources: Sources, content: Content) -> Iterator[memoryview]:

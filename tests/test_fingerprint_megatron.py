@@ -1,0 +1,135 @@
+"""Fingerprints of Megatron's checkpoints: of the whole tensors that torch and zarr load, whatever they are cut into."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from ckpt_patches import cli
+from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
+from ckpt_patches.fingerprint.megatron import fingerprints, parameter_and_state
+from ckpt_patches.fingerprint.mix import MODULUS, of_run
+from every_checkpoint import EVERY
+from test_fingerprint import by_formula
+from upstream import all_releases
+
+TORCH_DIST = ["0.19, fully_reshardable", "0.16, fully_reshardable, tensor parallel", "0.18, fully_reshardable"]
+ZARR = ["0.14, zarr", "0.14, zarr, tensor parallel", "0.12, zarr"]
+FLATTENED = ["0.14, torch_dist", "0.14, torch_dist, tensor parallel", "0.15, torch_dist"]
+BUCKETS = ["0.14, zarr, buckets", "0.19, dp_reshardable"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def some(names: list[str]) -> list[str]:
+    return names if all_releases() else names[:1]
+
+
+def found_in(path: Path) -> dict[tuple[str, str], int]:
+    return {(one.parameter, one.state): one.value for one in fingerprints(path)}
+
+
+def loaded_by_torch(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors, whole; on one process."""
+    reader = FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if hasattr(entry, "chunks")
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def loaded_by_zarr(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    folders = [file.parent for file in path.glob("*/.zarray")]
+    for folder in [one for one in folders if one.suffix != ".sync"]:  # that is one of locks
+        metadata = (folder / ".zarray").read_text()
+        if "bfloat16" in metadata:  # which it does not know, and stores as these integers
+            copy = path.parent / "as_integers" / folder.name
+            shutil.copytree(folder, copy)
+            (copy / ".zarray").write_text(metadata.replace("bfloat16", "<i2"))
+            tensors[folder.name] = torch.from_numpy(np.array(zarr.open(str(copy), "r"))).view(torch.bfloat16)
+        else:
+            tensors[folder.name] = torch.from_numpy(np.array(zarr.open(str(folder), "r")))
+    return tensors
+
+
+@pytest.mark.parametrize("name", some(TORCH_DIST))
+def test_of_torch_dist_they_are_those_of_what_torch_loads(name: str) -> None:
+    tensors = loaded_by_torch(EVERY[name].path)
+    expected = {parameter_and_state(key): by_formula(t) for key, t in tensors.items() if t.dtype in FLOATS}
+    assert found_in(EVERY[name].path) == expected
+    assert {state for _, state in expected} == {"model", "master", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", some(ZARR))
+def test_of_zarr_they_are_those_of_what_zarr_loads(name: str, tmp_path: Path) -> None:
+    """In chunks of each tensor-parallel rank, which data-parallel ranks have written ranges of."""
+    path = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
+    expected = {parameter_and_state(key): by_formula(t) for key, t in loaded_by_zarr(path).items()}
+    assert found_in(path) == expected
+    assert {state for _, state in expected} == {"model", "master", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", some([*FLATTENED, *ZARR[1:]]))
+def test_a_migrated_checkpoint_has_those_of_the_old_one(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The old one holds flattened ranges, and the new one boxes."""
+    old, new = EVERY[name].path, tmp_path / "new"
+    assert cli.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
+    capsys.readouterr()
+    assert cli.main(["fingerprint", str(old), "--against", str(new)]) == 0
+    assert capsys.readouterr().out.startswith("equal: ")
+    tensors = loaded_by_torch(new)
+    assert found_in(old) == {parameter_and_state(k): by_formula(t) for k, t in tensors.items() if t.dtype in FLOATS}
+
+
+@pytest.mark.parametrize("name", some(BUCKETS))
+def test_buckets_are_said_to_be_left_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fingerprint", str(EVERY[name].path)]) == 0
+    said = capsys.readouterr()
+    assert "buckets of the optimizer's state have no fingerprint" in said.err
+    assert "  model  " in said.out
+    assert "exp_avg" not in said.out
+
+
+@pytest.mark.parametrize("name", ["0.14, zarr", "0.19, fully_reshardable"])
+def test_a_lost_file_is_said_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
+    lost = next(file for pattern in ("*.exp_avg.*/[0-9]*", "*.distcp") for file in sorted(path.glob(pattern)))
+    lost.unlink()
+    assert cli.main(["fingerprint", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(lost) in said
+    assert said.count("\n") == 1
+
+
+# Boxes in a tensor
+
+SIZES = st.sampled_from([1, 2, 3, 7, 40])
+SHAPES = st.one_of(st.lists(SIZES, min_size=1, max_size=4), st.sampled_from([[3, 2 * LONG], [2, 3, LONG + 1], []]))
+
+
+@given(shape=SHAPES, data=st.data())
+def test_boxes_that_fill_a_tensor_add_up(shape: list[int], data: st.DataObject) -> None:
+    """Cut along every axis, and each box in two runs, as ranks write it."""
+    cuts = [sorted({0, size, data.draw(st.integers(0, size))}) for size in shape]
+    whole = np.random.default_rng(len(shape)).integers(0, 2**32, tuple(shape), dtype=np.uint32)
+    total = 0
+    for index in np.ndindex(*(len(ends) - 1 for ends in cuts)):
+        begins = tuple(ends[number] for ends, number in zip(cuts, index, strict=True))
+        ends = tuple(ends[number + 1] for ends, number in zip(cuts, index, strict=True))
+        part = np.ascontiguousarray(whole[tuple(map(slice, begins, ends))]).reshape(-1)
+        box = Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)), tuple(shape))
+        middle = data.draw(st.integers(0, len(part)))
+        total += of_box(part[:middle], 0, box) + of_box(part[middle:], middle, box)
+    assert total % MODULUS == of_run(whole.reshape(-1), 0)
