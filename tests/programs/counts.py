@@ -1,0 +1,86 @@
+"""Count what a rank does in a save or a load: messages and bytes, files that it opens and creates, metadata operations.
+
+Files are those that Python opens under one folder; what torch writes in C++ is not among the opened ones. A message is
+a collective, or a tensor that is sent, that this rank takes part in; its bytes are those of this rank's own tensors.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+METADATA = {
+    f"os.{name}"
+    for name in ("mkdir", "rename", "remove", "rmdir", "link", "symlink", "truncate", "chmod", "listdir", "scandir")
+}
+# Of each collective the argument with what this rank sends; those that are not named here send their first one.
+SENT = {"allgather_": 1, "_allgather_base_": 1, "allgather_into_tensor_coalesced_": 1, "gather_": 1, "scatter_": 1}
+SENT |= {"reduce_scatter_": 1, "_reduce_scatter_base_": 1, "alltoall_": 1, "alltoall_base_": 1}
+NO_DATA = ("barrier", "recv_", "recv_any_source_", "monitored_barrier_")
+
+_counting: list[tuple[str, Counter[str]]] = []  # at most one: the folder, and what is counted
+
+
+class Messages(TorchDispatchMode):
+    """What goes through the dispatcher to a process group, whoever asks for it."""
+
+    def __init__(self, counts: "Counter[str]") -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            self._counts["messages"] += not name.startswith("recv")  # as it is counted where it is sent
+            self._counts["bytes"] += 0 if name in NO_DATA else _nbytes(args[SENT.get(name, 0)])
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return int(tensors.nbytes)
+    return sum(map(_nbytes, tensors)) if isinstance(tensors, Iterable) else 0
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if not _counting or (event not in METADATA and event != "open"):
+        return
+    folder, counts = _counting[0]
+    path = os.fspath(args[0]) if isinstance(args[0], str | bytes | os.PathLike) else args[0]
+    if isinstance(path, int):
+        counts["metadata"] += event == "os.truncate"
+    elif str(path).startswith(folder):
+        if event == "open":
+            counts["opened"] += 1
+            counts["created"] += bool(args[2] & os.O_CREAT) and not os.path.exists(path)
+        else:
+            counts["metadata"] += 1
+
+
+@contextmanager
+def counted(folder: Path) -> Iterator["Counter[str]"]:
+    """What this process does meanwhile; in a fork of it, nothing is counted."""
+    if not getattr(sys, "_counts_are_noted", False):
+        sys.addaudithook(_note)  # which stays for good
+        vars(sys)["_counts_are_noted"] = True
+    counts: Counter[str] = Counter(dict.fromkeys(("messages", "bytes", "opened", "created", "metadata"), 0))
+    _counting.append((str(folder), counts))
+    before = _moved()
+    try:
+        with Messages(counts):
+            yield counts
+    finally:
+        _counting.clear()
+        counts.update({name: number - before[name] for name, number in _moved().items()})
+
+
+def _moved() -> dict[str, int]:
+    """Bytes that this process has read and written so far."""
+    counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"read": int(counted["rchar"]), "written": int(counted["wchar"])}

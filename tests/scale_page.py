@@ -1,0 +1,167 @@
+"""Write the tables and the picture of docs/scale.md from what tests/benchmarks/test_scale.py has counted.
+
+python tests/scale_page.py
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from upstream import REPOSITORY
+
+RECORD = REPOSITORY / "tests" / "recorded" / "scale.json"
+PAGE = REPOSITORY / "docs" / "scale.md"
+PICTURE = REPOSITORY / "docs" / "scale.svg"
+BEGIN, END = "<!-- counted: by `make bench` -->", "<!-- counted: end -->"
+
+Row = dict[str, Any]
+MEASURES = ("messages", "bytes", "opened", "created", "metadata", "written")
+# What a size is varied in, by the heading of its column; the others are as in the middle one.
+VARIED = {"ranks": "ranks", "layers": "layers", "hidden": "hidden size", "chunks": "chunks"}
+USUAL = {"ranks": 4, "layers": 4, "hidden": 64, "chunks": 64}
+
+
+def row(release: str, part: str, size: Mapping[str, int], side: str, of_ranks: Sequence[Mapping[str, int]]) -> Row:
+    """What the ranks of one run did: all of them, and the one that did most."""
+    counts = {name: [sum(rank[name] for rank in of_ranks), max(rank[name] for rank in of_ranks)] for name in MEASURES}
+    return {"release": release, "part": part, **size, "side": side, **counts}
+
+
+def record(name: str, rows: Iterable[Row]) -> None:
+    """Put one set of runs into the record."""
+    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found[name] = list(rows)
+    sets = [f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, found[key])) + "\n]" for key in sorted(found)]
+    RECORD.write_text("{\n" + ",\n".join(sets) + "\n}\n")
+
+
+def recorded() -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = json.loads(RECORD.read_text())
+    return found
+
+
+def sweeps(rows: Sequence[Row]) -> dict[tuple[str, str], list[dict[str, Row]]]:
+    """By part and what is varied: in the order of that size, the rows of the two sides."""
+    found: dict[tuple[str, str], list[dict[str, Row]]] = {}
+    for part in dict.fromkeys(row["part"] for row in rows):
+        for varied in VARIED:
+            others = {name: usual for name, usual in USUAL.items() if name != varied}
+            chosen = [one for one in rows if one["part"] == part and others.items() <= one.items()]
+            sizes = sorted({one[varied] for one in chosen})
+            if len(sizes) > 1:
+                found[part, varied] = [{one["side"]: one for one in chosen if one[varied] == size} for size in sizes]
+    return found
+
+
+def faster(sweep: Sequence[Mapping[str, Row]]) -> list[str]:
+    """Where ours grows faster than upstream's: more at the largest size, by more than at the smallest."""
+    first, last = sweep[0], sweep[-1]
+    if "upstream" not in first:
+        return []
+    found = []
+    for name, number in itertools.product(MEASURES, (0, 1)):
+        (before, _), (after, upstream) = (
+            [one[side][name][number] for side in ("ours", "upstream")] for one in (first, last)
+        )
+        more = max(before - first["upstream"][name][number], 0)
+        if after > upstream * SAME + more + ALLOWED.get(name, 0) * last["ours"]["ranks"]:
+            found.append(f"{name} of {('all ranks', 'one rank')[number]}: {after:,}, upstream {upstream:,}")
+    return found
+
+
+# Which of two ranks comes first is chance, and so who makes a file.
+SAME = 1.05
+# For each rank: the bytes of a sum of failures twice, in place of barriers; and some that Gloo's sockets write.
+ALLOWED = {"bytes": 16, "written": 1024}
+
+
+def table(varied: str, of_parts: Mapping[str, Sequence[Mapping[str, Row]]]) -> str:
+    """A line for what all ranks of a part do, and one for the rank that does most."""
+    sizes = list(dict.fromkeys(sides["ours"][varied] for sweep in of_parts.values() for sides in sweep))
+    head = [f"by {VARIED[varied]}: {listed(sizes)}", *MEASURES]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for part, sweep in of_parts.items():
+        of_all, of_one = ([cell(sweep, name, number) for name in MEASURES] for number in (0, 1))
+        if of_all == of_one:  # of a tool, which is one process
+            lines.append(f"| {part} | {' | '.join(of_all)} |")
+        else:
+            lines.append(f"| {part}, all ranks | {' | '.join(of_all)} |")
+            lines.append(f"| {part}, one rank | {' | '.join(of_one)} |")
+    return "\n".join(lines)
+
+
+def cell(sweep: Sequence[Mapping[str, Row]], name: str, number: int) -> str:
+    """A count at every size, and in brackets upstream's where they are others."""
+    sides = {side: listed([one[side][name][number] for one in sweep]) for side in sweep[0]}
+    upstream = sides.get("upstream", sides["ours"])
+    return sides["ours"] if sides["ours"] == upstream else f"{sides['ours']} ({upstream})"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """In a row; one alone where all are the same."""
+    return " · ".join(f"{number:,}" for number in (numbers if len(set(numbers)) > 1 else numbers[:1]))
+
+
+def tables() -> str:
+    found = []
+    for rows in recorded().values():
+        found.append(f"### {rows[0]['release']}")
+        by_varied: dict[str, dict[str, list[dict[str, Row]]]] = {}
+        for (part, varied), sweep in sweeps(rows).items():
+            by_varied.setdefault(varied, {})[part] = sweep
+        found += [table(varied, of_parts) for varied, of_parts in by_varied.items()]
+    return "\n\n".join(found)
+
+
+def write() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}", encoding="utf-8")
+    draw()
+
+
+PANELS = (
+    ("zarr strategy", "save", "chunks", "created", 1, "files that the busiest rank creates, zarr save"),
+    ("zarr strategy", "save", "chunks", "metadata", 0, "other metadata operations, zarr save"),
+    ("megatron-core 0.19.2", "torch, save", "ranks", "messages", 0, "messages, save in the format torch"),
+    ("megatron-core 0.19.2", "fully_reshardable, save", "ranks", "messages", 0, "messages, fully_reshardable"),
+    ("DeepSpeed 0.19.8", "stage 1, conversion", "ranks", "opened", 0, "files opened, universal conversion"),
+    ("DeepSpeed 0.19.8", "stage 3, universal load", "layers", "opened", 1, "files one rank opens, universal load"),
+)
+
+
+def draw() -> None:
+    """Ours and upstream's in small pictures; what grows in proportion is a straight line through the origin."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "scale"  # the same picture of the same figures
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6.5), layout="constrained")
+    for axis, (name, part, varied, measure, number, title) in zip(axes.flat, PANELS, strict=True):
+        sweep = sweeps(recorded()[name])[part, varied]
+        for side, style in {"upstream": {"color": "#b04030", "marker": "s"}, "ours": {"color": "#2060a0"}}.items():
+            values = [sides[side][measure][number] for sides in sweep]
+            axis.plot([sides[side][varied] for sides in sweep], values, label=side, **{"marker": "o", **style})
+        sizes = [sides["ours"][varied] for sides in sweep]
+        scale = "log" if sizes[-1] > 100 * sizes[0] else "linear"
+        axis.set(xscale=scale, yscale=scale, title=title, xlabel=VARIED[varied])
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axis.set_xticks([], minor=True)
+        if scale == "linear":
+            axis.set(xlim=(0, None), ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes.flat[0].legend()
+    figure.savefig(PICTURE, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    write()
+    print(f"wrote {PAGE}")
