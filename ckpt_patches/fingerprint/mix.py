@@ -1,7 +1,7 @@
 """The fingerprint of a tensor: a sum over its elements, modulo 2^64, of what an element's place and bits are mixed to.
 
     fingerprint(x) = sum over i of mix(i, bits(x_i))        modulo 2^64
-    mix(i, b)      = column(i mod 2^14) * row(i div 2^14) * (b + 1)
+    mix(i, b)      = column(i mod 2^15) * row(i div 2^15) * (b + 1)
     column(c)      = scrambled(2 c) | 1
     row(r)         = scrambled(2 r + 1) | 1
 
@@ -18,7 +18,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-ROW = 1 << 14  # elements: what fits into a core's own memory, with what it is multiplied by
+ROW = 1 << 15  # elements: what fits into a core's own memory, with what it is multiplied by
 MODULUS = 1 << 64
 
 
@@ -67,16 +67,16 @@ def of_places(bits: npt.NDArray[np.uint32], places: npt.NDArray[np.int64]) -> in
 
 @functools.cache
 def _columns() -> npt.NDArray[np.uint64]:
-    return np.array([scrambled(2 * column) | 1 for column in range(ROW)], np.uint64)
+    z = np.arange(0, 2 * ROW, 2, np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # as in `scrambled`
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
 @functools.cache
 def _sums_of_columns() -> list[int]:
     """Of those before each column: what zeros and the ones that are added to all bits come to."""
-    sums = [0]
-    for column in _columns().tolist():
-        sums.append((sums[-1] + column) % MODULUS)
-    return sums
+    return [0, *np.cumsum(_columns(), dtype=np.uint64).tolist()]
 
 
 def _of_part(bits: npt.NDArray[np.uint32], column: int) -> int:
