@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, o
 from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
 from every_checkpoint import put, tensors
 from universal import ours, parallel
+from upstream import REPOSITORY
 from zero_checkpoints import KEYS, convert, converted, trained
 
 RELEASE = "0.19.8"
@@ -128,6 +131,14 @@ def test_what_is_no_checkpoint_is_said_in_a_line(name: str, tmp_path: Path, caps
     assert said.startswith("ckpt-patches: ")
     assert str(tmp_path / name) in said
     assert said.count("\n") == 1
+
+
+def test_without_numpy_it_says_what_to_install(tmp_path: Path) -> None:
+    program = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}]; from ckpt_patches.cli import main; sys.exit(main())"
+    command = [sys.executable, "-I", "-S", "-c", program, "fingerprint", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "ckpt-patches: a fingerprint needs numpy, which is not installed: pip install numpy\n"
 
 
 def test_a_file_that_is_cut_short_is_said_in_a_line(

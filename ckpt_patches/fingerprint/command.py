@@ -52,6 +52,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
 
 def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
     """Run the command; the exit status."""
+    try:
+        import ckpt_patches.fingerprint.states  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"a fingerprint needs {error.name}, which is not installed: pip install {error.name}") from None
     found = list(_fingerprints(options.path, options.trust_checkpoint, of_zero))
     if options.against is None:
         _print(found, as_json=options.json)
