@@ -10,6 +10,12 @@ A file changes at least every `BEAT` seconds. Its reader notices, on its own clo
 of machines nor what a network file system says of a file's time need agree. A file is always replaced as a whole;
 network file systems show that of a name that they know when it is opened, and a new name within a minute.
 
+Who is silent for `SILENT` seconds is taken for dead, and nine signs are missing then. A process gives them whatever it
+does: a thread of its own writes them, workers do the long reads and writes in processes of their own, and what is long
+in this one, a write, an fsync, NumPy's loops, lets other threads run meanwhile. Where the shared folder itself answers
+nobody, or where this process is the one that hung, the others could not be heard: a look at the files counts for
+`A_LOOK_AT_MOST` seconds of silence, however long it took to come to it.
+
 Where two processes are on one machine, the system says whether the other one still runs, and nobody waits for its sign.
 
 What is larger than a sign is a message: a file of its own, which is opened only when the sender's sign has said that it
@@ -30,10 +36,9 @@ from types import TracebackType
 from ckpt_patches.errors import UserError
 from ckpt_patches.group import Group
 
-BEAT = 10.0  # seconds between two signs of life
-# Seconds without one after which a process is taken for dead: twice the minute for which a network file system may show
-# what it has in its cache, and twelve signs.
-SILENT = 120.0
+BEAT = 5.0  # seconds between two signs of life
+SILENT = 45.0  # seconds without one after which a process is taken for dead: all others end within a minute
+A_LOOK_AT_MOST = 5.0  # seconds of silence that one look tells of; up to 2000 processes, looks are not so far apart
 ABSENT = 600.0  # seconds that a process that has done its share waits for one that has never given a sign
 HEARD = 30.0  # seconds for which one that ends stays at most, so that all others hear why
 SEEN_OFF = 5.0  # seconds that a process whose work is done waits at most until the first has nothing more to do
@@ -63,12 +68,12 @@ class Marker:
 
 
 class OthersFailed(UserError):
-    """Another process of this group has failed."""
+    """Another process of this group has failed; `told`: it has said so, or the first process of it."""
 
-    def __init__(self, rank: int, size: int, message: str, host: str = "") -> None:
+    def __init__(self, rank: int, size: int, message: str, host: str = "", *, told: bool = False) -> None:
         elsewhere = f"on {host}, " if host not in ("", host_name()) else ""
         super().__init__(f"process {rank} of {size}, counted from 0, {elsewhere}has failed: {message}")
-        self.rank, self.message, self.host = rank, message, host
+        self.rank, self.message, self.host, self.told = rank, message, host, told
 
 
 class Meeting:
@@ -82,8 +87,9 @@ class Meeting:
         self._own = Marker(os.urandom(8).hex(), {}, place=place(), host=host_name())
         everybody_else = [rank for rank in range(group.size) if rank != group.rank]
         self._others = everybody_else if group.rank == 0 else [0]  # whom it hears
-        # The markers that are trusted, and when they came, by this process's clock.
-        self._seen: dict[int, tuple[Marker, float]] = {}
+        self._seen: dict[int, Marker] = {}  # those that are trusted
+        self._silence: dict[int, float] = {}  # seconds since they came, as far as this process could have heard more
+        self._looked = time.monotonic()
         self._dead: set[int] = set()  # those that have ended without a word
         self._received: dict[int, int] = {}  # messages
         self._written: Marker | None = None
@@ -124,20 +130,22 @@ class Meeting:
         Raises:
             OthersFailed: one has failed, or gives no sign of life any more.
         """
-        now = time.monotonic()
-        for rank, (marker, at) in self._heard_of().items():
+        for rank, marker in self._heard_of().items():
             if marker.state == FAILED:
-                raise OthersFailed(marker.failed, self._group.size, marker.message, marker.failed_on)
+                raise OthersFailed(marker.failed, self._group.size, marker.message, marker.failed_on, told=True)
             if rank in self._dead:
                 message = "it has ended without a word, as one that is killed"
                 raise OthersFailed(rank, self._group.size, message, marker.host)
-            if not marker.gone and now - at > SILENT:
+            if self._is_silent(rank) and not marker.gone:
                 message = f"there was no sign of it for {SILENT:.0f} s"
                 raise OthersFailed(rank, self._group.size, message, marker.host)
 
-    def _heard_of(self) -> dict[int, tuple[Marker, float]]:
+    def _heard_of(self) -> dict[int, Marker]:
         with self._lock:
             return dict(self._seen)
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._silence[rank] > SILENT
 
     def wait_for_shares(self) -> None:
         """Of the first process: until all others have done their shares.
@@ -205,8 +213,8 @@ class Meeting:
             self.check()
             heard_of = self._heard_of()
             absent = [rank for rank in ranks if rank not in heard_of]
-            if not absent and all(has_come(heard_of[rank][0]) for rank in ranks):
-                return {rank: heard_of[rank][0] for rank in ranks}
+            if not absent and all(has_come(heard_of[rank]) for rank in ranks):
+                return {rank: heard_of[rank] for rank in ranks}
             if absent and time.monotonic() - begin > ABSENT:
                 message = f"there was never a sign of it, for {ABSENT:.0f} s (one that works alone takes --group none)"
                 raise OthersFailed(absent[0], self._group.size, message)
@@ -222,13 +230,13 @@ class Meeting:
 
     def _is_heard(self) -> bool:
         """Whether all others know, or cannot hear any more. When they know it from the first process they are gone."""
-        now, heard_of = time.monotonic(), self._heard_of()
+        heard_of = self._heard_of()
         return all(rank in heard_of for rank in self._others) and all(
             marker.gone
             or rank in self._dead
-            or now - at > SILENT
+            or self._is_silent(rank)
             or (self._group.rank != 0 and marker.state in (FAILED, FINISHED))
-            for rank, (marker, at) in heard_of.items()
+            for rank, marker in heard_of.items()
         )
 
     def _end(self) -> None:
@@ -269,10 +277,13 @@ class Meeting:
             self._news.clear()
 
     def _listen(self) -> None:
+        since, self._looked = self._looked, time.monotonic()
+        passed = min(self._looked - since, A_LOOK_AT_MOST)
         for rank in self._others:
             is_dead = rank in self._seen and has_ended(
-                self._seen[rank][0].place, self._own.place
+                self._seen[rank].place, self._own.place
             )  # before its last words are read
+            self._silence[rank] = self._silence.get(rank, 0.0) + passed
             found = _read(self._folder / str(rank))
             if found is None:
                 continue
@@ -280,8 +291,8 @@ class Meeting:
                 if self._own.heard.get(str(rank)) != found.token:
                     self._own = replace(self._own, heard={**self._own.heard, str(rank): found.token})
                 answers = found.heard.get(str(self._group.rank)) == self._own.token
-                if answers and (rank not in self._seen or self._seen[rank][0] != found):
-                    self._seen[rank] = found, time.monotonic()
+                if answers and self._seen.get(rank) != found:
+                    self._seen[rank], self._silence[rank] = found, 0.0
                     self._tell_the_waiting()
                 if is_dead and not (found.gone or found.state in (FAILED, FINISHED)):
                     self._dead.add(rank)
