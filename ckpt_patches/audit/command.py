@@ -94,8 +94,8 @@ def _together(options: argparse.Namespace, work: Work, beside: Path) -> int:
     try:
         with _met(meeting):
             return _work(options, work, group, meeting)
-    except OthersFailed:
-        if group.rank == 0:
+    except OthersFailed as error:
+        if group.rank == 0 or not error.told:
             raise
         return 2  # the first one says why
 
