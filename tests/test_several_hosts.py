@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt_patches.audit.audit import WHOLE, audit
 from hosts import Host, NoHostsError, hosts
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
@@ -22,7 +23,7 @@ from test_audit_repair import contents
 from test_ds_to_universal_group import TORCHRUN
 from test_migrate_interrupted import write as write_old
 from universal import MODULE, environment, parallel
-from upstream import all_releases
+from upstream import PROGRAMS, all_releases, environment_for, tree
 
 pytestmark = pytest.mark.slow
 
@@ -285,3 +286,49 @@ def test_all_tools_under_torchrun(size: int, make_hosts: MakeHosts, tmp_path: Pa
         out = "".join((tmp_path / f"{rank}-{own.command}").read_text() for rank in range(size))
         assert own.result([(0, out, "")]) == single.result(finished([process]))
         assert not own.meeting_files()
+
+
+# Saves of megatron-core
+
+
+SAVES = [("0.16.1", "torch_dist"), ("0.14.0", "zarr")]
+
+
+def save(
+    on: Sequence[Host], version: str, backend: str, out: Path, *, processes: int = 1, pause: float = 0.0
+) -> list[subprocess.Popen[str]]:
+    """A training on the hosts that saves at its end; Gloo finds the others by the hosts' own addresses."""
+    out.mkdir(exist_ok=True)
+    program = [sys.executable, str(PROGRAMS / "saving_on_hosts.py"), str(out), backend, "--pause", str(pause)]
+    own = environment_for(tree("megatron-core", version), "hook")
+    return torchrun(on, *program, env={**own, "GLOO_SOCKET_IFNAME": "eth0"}, processes=processes)
+
+
+@pytest.mark.parametrize(("version", "backend"), SAVES)
+def test_a_save_of_megatron_core_on_two_hosts_of_which_one_is_lost(
+    version: str, backend: str, make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    """The other ends, nothing says that there is a checkpoint, and the same command with another host saves it."""
+    first, lost, other = make_hosts(3)
+    out = tmp_path / "out"
+    running = save([first, lost], version, backend, out, pause=2)
+    until(lambda: any(out.glob("begun.*")), running)  # in torch_dist this format is written by one rank alone
+    begin = time.monotonic()
+    lost.kill()
+    ((status, _, errors),) = finished(running[:1])
+    assert status == 1, errors
+    assert time.monotonic() - begin < 60
+    assert "Connection closed by peer" in errors
+    left = {path.name for path in out.rglob("*")}
+    assert left & {"latest_checkpointed_iteration.txt", "metadata.json", ".metadata"} == set()
+
+    ended = finished(save([first, other], version, backend, out))
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
+    by_one = finished(save([first], version, backend, tmp_path / "alone", processes=2))
+    assert by_one[0][0] == 0, by_one
+    assert audit(out / "iter_0000003", 1).verdict == WHOLE
+    found, expected = (contents(folder / "iter_0000003") for folder in (out, tmp_path / "alone"))
+    assert found.keys() == expected.keys()
+    named = {".metadata"}  # torch gives each save a random number and its folder's name there
+    assert {name for name in found if found[name] != expected[name]} <= named
