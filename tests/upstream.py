@@ -177,6 +177,12 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     ]
 
 
+def runnable(distribution: str) -> list[str]:
+    """The versions of a distribution that can be run here, newest first."""
+    versions = [release.version for release in RELEASES if release.distribution == distribution and not release.note]
+    return sorted(versions, key=numbers, reverse=True)
+
+
 def newest_by_default(parameters: list[Any]) -> list[Any]:
     """Of a list of releases the last alone in the default run: for what hardly differs between them."""
     return parameters if all_releases() else parameters[-1:]
