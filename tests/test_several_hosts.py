@@ -68,9 +68,9 @@ class Work:
     def arguments(self) -> list[str]:
         return [*([] if self.command == "convert" else [self.command]), *map(str, self.options)]
 
-    def start(self, host: Host, rank: int, size: int, change: str = "") -> subprocess.Popen[str]:
-        """As torchrun starts it, with something in it changed."""
-        program = f"""
+    def program(self, change: str) -> str:
+        """With something in it changed."""
+        return f"""
 import sys, time
 from ckpt_patches import cli, meeting
 from ckpt_patches.audit import audit, copies, scan
@@ -81,8 +81,11 @@ from deepspeed_patches.ds_to_universal import command, convert, workers
 {change}
 sys.exit({"command" if self.command == "convert" else "cli"}.main(sys.argv[1:]))
 """
+
+    def start(self, host: Host, rank: int, size: int, change: str = "") -> subprocess.Popen[str]:
+        """As torchrun starts it."""
         launched = {**TORCHRUN, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": PORT}
-        return host.start(sys.executable, "-c", program, *self.arguments, env=environment(**launched))
+        return host.start(sys.executable, "-c", self.program(change), *self.arguments, env=environment(**launched))
 
     def start_all(self, on: Sequence[Host], change: str = "") -> list[subprocess.Popen[str]]:
         return [self.start(host, rank, len(on), change) for rank, host in enumerate(on)]
@@ -125,8 +128,8 @@ SMALL = "plan.FILE = copies.AT_A_TIME = scan.SPAN = scan.BLOCK = 1000"  # so tha
 IMPATIENT = "meeting.BEAT, meeting.SILENT, meeting.ABSENT = 0.2, 4, 30"
 
 
-def slowly(command: str) -> str:
-    seconds = 3 if command in ("convert", "migrate") else 0.5  # files are few
+def slowly(command: str, pace: float = 1) -> str:
+    seconds = pace * (3 if command in ("convert", "migrate") else 0.5)  # files are few
     return f"{SMALL}\nSECONDS = {seconds}\n{PACED}\n{SLOW[command]}\n{IMPATIENT}"
 
 
@@ -238,17 +241,21 @@ def test_one_that_is_killed_is_known_at_once_on_its_host_and_named_with_it_on_ot
     assert there[2].endswith(f"process 1 of 3, counted from 0, on host0, {ended}")
 
 
-@pytest.mark.parametrize("number", [1, *([0] if all_releases() else [])])
-def test_a_cut_network_does_not_stop_the_work(number: int, make_hosts: MakeHosts, tmp_path: Path) -> None:
+CUT = [("convert", 1)]
+MORE_CUT = [("convert", 0), ("audit", 0), ("migrate", 1), ("repair", 1)]
+
+
+@pytest.mark.parametrize(("command", "number"), [*CUT, *(MORE_CUT if all_releases() else [])])
+def test_a_cut_network_does_not_stop_the_work(command: str, number: int, make_hosts: MakeHosts, tmp_path: Path) -> None:
     """The processes meet in the folder that they share; their network goes on, where it is that of the machines."""
     made = make_hosts(2)
-    by_one, single = start_alone("convert", tmp_path, made[0])
-    own = work("convert", tmp_path, "together")
-    running = own.start_all(made, slowly("convert").replace("= 3\n", "= 0.5\n"))
+    by_one, single = start_alone(command, tmp_path, made[0], SMALL)
+    own = work(command, tmp_path, "together")
+    running = own.start_all(made, slowly(command, 1 / 6))
     until_in_the_middle(own, running)
     made[number].cut_network()
     ended = finished(running)
-    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert [status for status, _, _ in ended] == [1 if command == "audit" else 0] * 2, ended
     assert own.result(ended) == by_one.result(finished([single]))
 
 
@@ -288,6 +295,33 @@ def test_all_tools_under_torchrun(size: int, make_hosts: MakeHosts, tmp_path: Pa
         assert not own.meeting_files()
 
 
+@pytest.mark.parametrize("command", ["convert", *(["audit", "migrate", "repair"] if all_releases() else [])])
+def test_a_host_that_is_killed_with_its_torchrun_is_named_by_the_others(
+    command: str, make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    """Their own torchrun ends when they do; it does not notice by itself."""
+    made = make_hosts(3)
+    first, lost, other = made
+    by_one, single = start_alone(command, tmp_path, first, SMALL)
+    own = work(command, tmp_path, "together")
+    running = torchrun(made, sys.executable, "-c", own.program(slowly(command)), *own.arguments)
+    until_in_the_middle(own, running)
+    begin = time.monotonic()
+    lost.kill()
+    ended = finished([running[0], running[2]])
+    assert time.monotonic() - begin < 60
+    assert [status for status, _, _ in ended] == [1, 1], ended  # torchrun's own
+    message = "of 3, counted from 0, on host1, has failed: there was no sign of it for 4 s\n"
+    assert any(message in errors for _, _, errors in ended), ended
+    assert not own.output.exists()
+    again = torchrun([first, other], sys.executable, "-c", own.program(SMALL), *own.arguments)
+    found = finished(again)
+    if command == "audit":
+        lines = [line for _, out, _ in found for line in out.splitlines(keepends=True)]
+        found = [(0, "".join(lines), "")]
+    assert own.result(found) == by_one.result(finished([single]))
+
+
 # Saves of megatron-core
 
 
@@ -295,11 +329,11 @@ SAVES = [("0.16.1", "torch_dist"), ("0.14.0", "zarr")]
 
 
 def save(
-    on: Sequence[Host], version: str, backend: str, out: Path, *, processes: int = 1, pause: float = 0.0
+    on: Sequence[Host], version: str, backend: str, out: Path, *options: str, processes: int = 1
 ) -> list[subprocess.Popen[str]]:
     """A training on the hosts that saves at its end; Gloo finds the others by the hosts' own addresses."""
     out.mkdir(exist_ok=True)
-    program = [sys.executable, str(PROGRAMS / "saving_on_hosts.py"), str(out), backend, "--pause", str(pause)]
+    program = [sys.executable, str(PROGRAMS / "saving_on_hosts.py"), str(out), backend, *options]
     own = environment_for(tree("megatron-core", version), "hook")
     return torchrun(on, *program, env={**own, "GLOO_SOCKET_IFNAME": "eth0"}, processes=processes)
 
@@ -311,14 +345,14 @@ def test_a_save_of_megatron_core_on_two_hosts_of_which_one_is_lost(
     """The other ends, nothing says that there is a checkpoint, and the same command with another host saves it."""
     first, lost, other = make_hosts(3)
     out = tmp_path / "out"
-    running = save([first, lost], version, backend, out, pause=2)
+    running = save([first, lost], version, backend, out, "--pause", "2")
     until(lambda: any(out.glob("begun.*")), running)  # in torch_dist this format is written by one rank alone
     begin = time.monotonic()
     lost.kill()
     ((status, _, errors),) = finished(running[:1])
     assert status == 1, errors
     assert time.monotonic() - begin < 60
-    assert "Connection closed by peer" in errors
+    assert f"Connection closed by peer [{lost.address}]" in errors
     left = {path.name for path in out.rglob("*")}
     assert left & {"latest_checkpointed_iteration.txt", "metadata.json", ".metadata"} == set()
 
