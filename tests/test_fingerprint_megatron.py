@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from ckpt_patches import cli
 from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
-from ckpt_patches.fingerprint.megatron import fingerprints, parameter_and_state
+from ckpt_patches.fingerprint.megatron import fingerprints, parameter_and_state, read
 from ckpt_patches.fingerprint.mix import MODULUS, of_run
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
@@ -31,7 +31,7 @@ def some(names: list[str]) -> list[str]:
 
 
 def found_in(path: Path) -> dict[tuple[str, str], int]:
-    return {(one.parameter, one.state): one.value for one in fingerprints(path)}
+    return {(one.parameter, one.state): one.value for one in fingerprints(path, read(path))}
 
 
 def loaded_by_torch(path: Path) -> dict[str, torch.Tensor]:

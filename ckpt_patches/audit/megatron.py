@@ -20,22 +20,15 @@ from ckpt_patches.audit.checkpoint import (
 )
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.zarr import METADATA
 
 CONFIG = "metadata.json"
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
-PREFIX = "optimizer.state."
 # Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
-# The formats that keep the buckets of many parameters name them so.
-BUCKETS = "optimizer.distributed."
 Value = TypeVar("Value")
-
-
-def is_bucket(name: str) -> bool:
-    """Whether an array is a bucket of many parameters; where each of them begins is not in the checkpoint."""
-    return BUCKETS in name
 
 
 def parameter_and_role(name: str) -> tuple[str, str]:
@@ -43,8 +36,8 @@ def parameter_and_role(name: str) -> tuple[str, str]:
     if is_bucket(name):
         bucket, _, state = name.rpartition(".")
         return (bucket, STATES[state]) if state in STATES else (name, WEIGHT)
-    start = name.find(PREFIX)  # with several optimizers there is something in front
-    state, _, parameter = name[start + len(PREFIX) :].partition(".")
+    start = name.find(OPTIMIZER_STATE)  # with several optimizers there is something in front
+    state, _, parameter = name[start + len(OPTIMIZER_STATE) :].partition(".")
     if start < 0 or state not in STATES:
         return name, WEIGHT
     return parameter, STATES[state]

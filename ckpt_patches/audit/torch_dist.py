@@ -14,13 +14,13 @@ from ckpt_patches.audit.megatron import (
     by_parameter,
     check_config,
     check_siblings,
-    is_bucket,
     name_other_cuts,
     set_common,
 )
 from ckpt_patches.audit.megatron_torch import judge_object
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError

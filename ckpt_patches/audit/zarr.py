@@ -10,11 +10,11 @@ from ckpt_patches.audit.megatron import (
     by_parameter,
     check_config,
     check_siblings,
-    is_bucket,
     name_other_cuts,
     set_common,
 )
 from ckpt_patches.audit.megatron_torch import judge_object
+from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array

@@ -72,8 +72,9 @@ def _fingerprints(path: Path, trust: bool, of_zero: "OfZero") -> "Iterator[Finge
     if is_universal(path):
         return universal.fingerprints(path, trust=trust)
     if megatron.is_megatron(path):
-        _say_what_is_left_out(path, megatron.left_out(path))
-        return megatron.fingerprints(path)
+        stored = megatron.read(path)
+        _say_what_is_left_out(path, megatron.left_out(stored))
+        return megatron.fingerprints(path, stored)
     return of_zero(path, trust)
 
 

@@ -6,70 +6,80 @@ begin, is not in the checkpoint.
 """
 
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.boxes import Box, of_box
 from ckpt_patches.fingerprint.mix import MODULUS
-from ckpt_patches.fingerprint.states import BLOCK, FLOATS, Fingerprint, bits_of, state_named
+from ckpt_patches.fingerprint.states import FLOATS, Fingerprint, bits_of, blocks, state_named
 from ckpt_patches.formats import torch_dist, zarr
 from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 
-BUCKETS = "optimizer.distributed."
-STATE = "optimizer.state."  # then the state's name, and the parameter's
+Stored = Mapping[str, torch_dist.Tensor | zarr.Array]  # what a checkpoint says of its tensors, by name
 
 
 def is_megatron(path: Path) -> bool:
     """Whether a folder is one of these checkpoints."""
-    return (path / torch_dist.INDEX).exists() or (path.is_dir() and bool(zarr.arrays(path)))
+    return (path / torch_dist.INDEX).exists() or bool(zarr.arrays(path))
 
 
-def fingerprints(path: Path) -> Iterator[Fingerprint]:
+def read(path: Path) -> Stored:
+    """What a checkpoint has; no element is read.
+
+    Raises:
+        UserError: its index or an array's metadata is damaged, or of a kind that is not read.
+    """
+    if (path / torch_dist.INDEX).exists():
+        return torch_dist.read_index(path).tensors
+    return {array.name: array for array in map(zarr.read_array, zarr.arrays(path))}
+
+
+def left_out(stored: Stored) -> list[str]:
+    """The names of buckets, which have none."""
+    return sorted(filter(is_bucket, stored))
+
+
+def fingerprints(path: Path, stored: Stored) -> Iterator[Fingerprint]:
     """Of every tensor of floats but for buckets, in the order of their names.
 
     Raises:
         UserError: the checkpoint is damaged, or a chunk is missing.
     """
-    if (path / torch_dist.INDEX).exists():
-        yield from _of_torch_dist(path)
-    else:
-        yield from _of_zarr(path)
-
-
-def left_out(path: Path) -> list[str]:
-    """The names of buckets, which have none."""
-    index = (path / torch_dist.INDEX).exists()
-    names = torch_dist.read_index(path).tensors if index else [array.name for array in zarr.arrays(path)]
-    return sorted(name for name in names if BUCKETS in name)
+    with RangedFiles() as files:
+        for name, tensor in sorted(stored.items()):
+            if tensor.dtype in FLOATS and not is_bucket(name):
+                yield Fingerprint(*parameter_and_state(name), *_of_tensor(files, path, tensor))
 
 
 def parameter_and_state(name: str) -> tuple[str, str]:
     """Of a tensor's name: `optimizer.state.exp_avg.decoder.weight` is the state exp_avg of decoder.weight."""
-    before, found, rest = name.partition(STATE)
+    before, found, rest = name.partition(OPTIMIZER_STATE)
     state, _, parameter = rest.partition(".")
     return (f"{before}{parameter}", state_named(state)) if found and parameter else (name, "model")
 
 
-def _of_torch_dist(path: Path) -> Iterator[Fingerprint]:
-    index = torch_dist.read_index(path)
-    with RangedFiles() as files:
-        for name, tensor in sorted(index.tensors.items()):
-            if tensor.dtype not in FLOATS or BUCKETS in name:
-                continue
-            shape, found, numel = tensor.whole or tensor.size, 0, 0
-            for offsets in tensor.chunks:
-                if offsets not in tensor.places:
-                    raise UserError(f"{path}: the index has no place of the chunk {list(offsets)} of {name}")
-                box, first, count = _of_chunk(tensor, offsets)
-                header = torch_dist.read_chunk(files, path, tensor, offsets).value
-                file = str(path / tensor.places[offsets].file)
-                found += _of_file(files, file, header.offset, tensor.dtype, box, first, count)
-                numel += count
-            _check_numel(path, name, numel, shape)
-            yield Fingerprint(*parameter_and_state(name), numel, found % MODULUS)
+def _of_tensor(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> tuple[int, int]:
+    """Its number of elements, and what they come to."""
+    return _of_zarr(files, tensor) if isinstance(tensor, zarr.Array) else _of_torch_dist(files, path, tensor)
+
+
+def _of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> tuple[int, int]:
+    found, numel = 0, 0
+    for offsets in tensor.chunks:
+        if offsets not in tensor.places:
+            raise UserError(f"{path}: the index has no place of the chunk {list(offsets)} of {tensor.name}")
+        box, first, count = _of_chunk(tensor, offsets)
+        header = torch_dist.read_chunk(files, path, tensor, offsets).value
+        file = path / tensor.places[offsets].file
+        found += _of_file(files, file, header.offset, tensor.dtype, box, first, count)
+        numel += count
+    expected = math.prod(tensor.whole or tensor.size)
+    if numel != expected:
+        raise UserError(f"{path}: expected {expected:,} elements of {tensor.name}, found {numel:,}")
+    return numel, found % MODULUS
 
 
 def _of_chunk(tensor: torch_dist.Tensor, offsets: torch_dist.Offsets) -> tuple[Box, int, int]:
@@ -83,33 +93,21 @@ def _of_chunk(tensor: torch_dist.Tensor, offsets: torch_dist.Offsets) -> tuple[B
     return Box(begin, local, tensor.whole), offsets[-1], tensor.chunks[offsets][-1]
 
 
-def _of_zarr(path: Path) -> Iterator[Fingerprint]:
-    with RangedFiles() as files:
-        for array in map(zarr.read_array, zarr.arrays(path)):
-            if array.dtype not in FLOATS or BUCKETS in array.name:
-                continue
-            if any(size % chunk for size, chunk in zip(array.shape, array.chunks, strict=True)):
-                raise UserError(f"{array.path}: expected chunks {list(array.chunks)} to divide {list(array.shape)}")
-            found = 0
-            for offsets, label in array.places():
-                box = Box(offsets, array.chunks, array.shape)
-                found += _of_file(files, str(array.path / label), 0, array.dtype, box, 0, box.numel)
-            yield Fingerprint(*parameter_and_state(array.name), math.prod(array.shape), found % MODULUS)
+def _of_zarr(files: RangedFiles, array: zarr.Array) -> tuple[int, int]:
+    if any(size % chunk for size, chunk in zip(array.shape, array.chunks, strict=True)):
+        raise UserError(f"{array.path}: expected chunks {list(array.chunks)} to divide {list(array.shape)}")
+    found = 0
+    for offsets, label in array.places():
+        box = Box(offsets, array.chunks, array.shape)
+        found += _of_file(files, array.path / label, 0, array.dtype, box, 0, box.numel)
+    return math.prod(array.shape), found % MODULUS
 
 
-def _of_file(files: RangedFiles, path: str, offset: int, dtype: str, box: Box, first: int, count: int) -> int:
+def _of_file(files: RangedFiles, path: Path, offset: int, dtype: str, box: Box, first: int, count: int) -> int:
     """Of `count` elements that lie in a file from a byte on, of a box from its element `first` on."""
-    size, found, memory = item_size(dtype), 0, memoryview(bytearray(min(BLOCK, count * item_size(dtype))))
-    for begin in range(0, count, BLOCK // size):
-        window = memory[: min(BLOCK, (count - begin) * size)]
-        try:
-            files.read(path, offset + begin * size, window)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or os.strerror(error.errno or 0)}") from None
-        found += of_box(bits_of(window, dtype), first + begin, box)
+    found = 0
+    for block in blocks(files, path, offset, count * item_size(dtype)):
+        bits = bits_of(block, dtype)
+        found += of_box(bits, first, box)
+        first += len(bits)
     return found
-
-
-def _check_numel(path: Path, name: str, numel: int, shape: tuple[int, ...]) -> None:
-    if numel != math.prod(shape):
-        raise UserError(f"{path}: expected {math.prod(shape):,} elements of {name}, found {numel:,}")

@@ -36,6 +36,25 @@ def mix(index: int, bits: int) -> int:
     return column * row * (bits + 1) % MODULUS
 
 
+def _scrambled(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The same as `scrambled`, of many."""
+    z = states + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@functools.cache
+def _columns() -> npt.NDArray[np.uint64]:
+    """The factors of all columns."""
+    return _scrambled(np.arange(0, 2 * ROW, 2, np.uint64)) | np.uint64(1)
+
+
+def _factors_of_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Their factors."""
+    return _scrambled(2 * rows.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
+
+
 def of_run(bits: npt.NDArray[np.uint32], begin: int) -> int:
     """What neighbouring elements add.
 
@@ -52,7 +71,7 @@ def of_run(bits: npt.NDArray[np.uint32], begin: int) -> int:
             at += whole * ROW
         else:
             part = bits[at : at + ROW - column]
-            found += _of_part(part, column) * (scrambled(2 * row + 1) | 1)
+            found += _of_part(part, column) * int(_factors_of_rows(np.array([row]))[0])
             at += len(part)
     return found % MODULUS
 
@@ -60,17 +79,8 @@ def of_run(bits: npt.NDArray[np.uint32], begin: int) -> int:
 def of_places(bits: npt.NDArray[np.uint32], places: npt.NDArray[np.int64]) -> int:
     """What elements anywhere in the tensor add; slower than `of_run`, and for elements that are no neighbours."""
     rows, columns = np.divmod(places, ROW)
-    different, which = np.unique(rows, return_inverse=True)
-    by_row = np.array([scrambled(2 * int(row) + 1) | 1 for row in different], np.uint64)
-    return int((_columns()[columns] * by_row[which] * (bits.astype(np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
-
-
-@functools.cache
-def _columns() -> npt.NDArray[np.uint64]:
-    z = np.arange(0, 2 * ROW, 2, np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # as in `scrambled`
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    factors = _columns()[columns] * _factors_of_rows(rows)
+    return int((factors * (bits.astype(np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
 
 
 @functools.cache
@@ -92,7 +102,7 @@ def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
     factor of its row, are kept for each column; the factors of the columns come last. So a word is multiplied twice,
     and nothing has to be made wider.
     """
-    factors = [np.uint64(scrambled(2 * row + 1) | 1) for row in range(first, first + len(bits))]
+    factors = _factors_of_rows(np.arange(first, first + len(bits)))
     of_words, of_highs = np.zeros(ROW // 2, np.uint64), np.zeros(ROW // 2, np.uint64)
     product, aligned = np.empty(ROW // 2, np.uint64), np.empty(ROW, np.uint32)
     for row, factor in zip(bits, factors, strict=True):
@@ -108,5 +118,5 @@ def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
     low, high = _columns()[0::2], _columns()[1::2]
     of_lows = (of_words * low).sum(dtype=np.uint64)
     of_rest = (of_highs * (high - (low << np.uint64(32)))).sum(dtype=np.uint64)
-    ones = _sums_of_columns()[ROW] * sum(map(int, factors))
+    ones = _sums_of_columns()[ROW] * int(factors.sum(dtype=np.uint64))
     return int(of_lows) + int(of_rest) + ones

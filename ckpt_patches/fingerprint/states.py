@@ -1,6 +1,7 @@
 """Fingerprints of the states of parameters: of elements that come in blocks of bytes, and held against each other."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.mix import MODULUS, of_run
+from ckpt_patches.formats.ranged import RangedFiles
 
 FLOATS = ("float32", "bfloat16", "float16")
 # What formats call the master parameter: DeepSpeed, Megatron up to 0.15 and its later formats.
@@ -56,6 +58,22 @@ def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:
         found += of_run(bits, begin)
         begin += len(bits)
     return found % MODULUS
+
+
+def blocks(files: RangedFiles, path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """Bytes of a file, in pieces that lie in the same memory one after another.
+
+    Raises:
+        UserError: the file is shorter, or cannot be read.
+    """
+    memory = memoryview(bytearray(min(BLOCK, nbytes)))
+    for begin in range(0, nbytes, BLOCK):
+        window = memory[: min(BLOCK, nbytes - begin)]
+        try:
+            files.read(str(path), offset + begin, window)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        yield window
 
 
 class Difference(NamedTuple):
