@@ -9,7 +9,7 @@ import torch
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import FileSystemReader, load, save
 
 from ckpt_patches import cli
 from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
@@ -97,9 +97,26 @@ def test_a_migrated_checkpoint_has_those_of_the_old_one(
 def test_buckets_are_said_to_be_left_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fingerprint", str(EVERY[name].path)]) == 0
     said = capsys.readouterr()
-    assert "buckets of the optimizer's state have no fingerprint" in said.err
+    assert "no fingerprint, as optimizer.distributed." in said.err
+    assert ": a bucket, and where parameters begin in it is not in the checkpoint\n" in said.err
     assert "  model  " in said.out
     assert "exp_avg" not in said.out
+
+
+def test_tensors_that_no_32_bit_float_holds_are_said_to_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is neither said nor counted would look proven."""
+    doubles, numbers = torch.ones(3, dtype=torch.float64), torch.arange(4)
+    save({"a": torch.ones(2), "b": doubles, "c": numbers, "d": doubles}, checkpoint_id=tmp_path, no_dist=True)
+    assert cli.main(["fingerprint", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert [line.split()[1] for line in said.out.splitlines()] == ["a"]
+    expected = "expected float32, bfloat16, float16"
+    assert said.err.splitlines() == [
+        f"{tmp_path}: 2 tensors have no fingerprint, as b: elements of float64, {expected}",
+        f"{tmp_path}: 1 tensor has no fingerprint, as c: elements of int64, {expected}",
+    ]
 
 
 @pytest.mark.parametrize("name", ["0.14, zarr", "0.19, fully_reshardable"])

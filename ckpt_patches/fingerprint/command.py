@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,18 +74,16 @@ def _fingerprints(path: Path, trust: bool, of_zero: "OfZero") -> "Iterator[Finge
         return universal.fingerprints(path, trust=trust)
     if megatron.is_megatron(path):
         stored = megatron.read(path)
-        _say_what_is_left_out(path, megatron.left_out(stored))
+        _say_what_has_none(path, megatron.left_out(stored))
         return megatron.fingerprints(path, stored)
     return of_zero(path, trust)
 
 
-def _say_what_is_left_out(path: Path, names: list[str]) -> None:
-    if names:
-        print(
-            f"{path}: {len(names)} buckets of the optimizer's state have no fingerprint, as {names[0]}: where "
-            "parameters begin in them is not in the checkpoint",
-            file=sys.stderr,
-        )
+def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
+    for why, count in Counter(left_out.values()).items():
+        example = next(name for name, its in left_out.items() if its == why)
+        tensors = f"{count} tensors have" if count > 1 else "1 tensor has"
+        print(f"{path}: {tensors} no fingerprint, as {example}: {why}", file=sys.stderr)
 
 
 def _print(found: "list[Fingerprint]", *, as_json: bool) -> None:

@@ -37,20 +37,27 @@ def read(path: Path) -> Stored:
     return {array.name: array for array in map(zarr.read_array, zarr.arrays(path))}
 
 
-def left_out(stored: Stored) -> list[str]:
-    """The names of buckets, which have none."""
-    return sorted(filter(is_bucket, stored))
+def left_out(stored: Stored) -> dict[str, str]:
+    """The names of tensors that have none, and why not."""
+    why = {name: _why_none(name, tensor.dtype) for name, tensor in sorted(stored.items())}
+    return {name: reason for name, reason in why.items() if reason}
+
+
+def _why_none(name: str, dtype: str) -> str | None:
+    if is_bucket(name):
+        return "a bucket, and where parameters begin in it is not in the checkpoint"
+    return None if dtype in FLOATS else f"elements of {dtype}, expected {', '.join(FLOATS)}"
 
 
 def fingerprints(path: Path, stored: Stored) -> Iterator[Fingerprint]:
-    """Of every tensor of floats but for buckets, in the order of their names.
+    """Of every tensor but for those that are left out, in the order of their names.
 
     Raises:
         UserError: the checkpoint is damaged, or a chunk is missing.
     """
     with RangedFiles() as files:
         for name, tensor in sorted(stored.items()):
-            if tensor.dtype in FLOATS and not is_bucket(name):
+            if not _why_none(name, tensor.dtype):
                 yield Fingerprint(*parameter_and_state(name), *_of_tensor(files, path, tensor))
 
 
