@@ -1,16 +1,18 @@
 """The fingerprint of a tensor: a sum over its elements, modulo 2^64, of what an element's place and bits are mixed to.
 
-    fingerprint(x) = sum over i of mix(i, bits(x_i))        modulo 2^64
-    mix(i, b)      = column(i mod 2^15) * row(i div 2^15) * (b + 1)
-    column(c)      = scrambled(2 c) | 1
+    fingerprint(x) = sum over i of mix(i, bits(x_i))                        modulo 2^64
+    mix(i, b)      = row(i div 2048) * column(i mod 2048) * (b + 1)
     row(r)         = scrambled(2 r + 1) | 1
+    column(c)      = scrambled(c) | 1             of an even c
+                   = column(c - 1) * (2^32 + 1)   of an odd one
 
 `i` is an element's place in the whole flattened tensor, `b` its bits as a 32-bit float, `scrambled` the SplitMix64 of
 a state (Steele, Lea, Flood, OOPSLA 2014). A sum has no order, so that parts of a tensor, however it is divided, add up.
 As a zero is mixed like any other value, an element that is counted twice, or not at all, changes the sum as well.
 
 Every factor of an element's bits is odd: another bit in one element is another sum, always. Two elements change places
-unseen if 64 bits of the difference of their factors and values vanish, by chance once in 2^32 for two given places.
+unseen if 64 bits of the difference of their factors and values vanish, by chance once in 2^32 for two given places;
+the two of a word, elements 2 j and 2 j + 1, never.
 """
 
 import functools
@@ -18,8 +20,10 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-ROW = 1 << 15  # elements: what fits into a core's own memory, with what it is multiplied by
+ROW = 1 << 11  # elements
+BLOCK = 64  # rows that are mixed together: what fits into a core's own memory
 MODULUS = 1 << 64
+HALF = np.uint64(32)  # bits of a word
 
 
 def scrambled(state: int) -> int:
@@ -32,8 +36,9 @@ def scrambled(state: int) -> int:
 
 def mix(index: int, bits: int) -> int:
     """What one element adds: that of the formula, to hold others against."""
-    column, row = scrambled(2 * (index % ROW)) | 1, scrambled(2 * (index // ROW) + 1) | 1
-    return column * row * (bits + 1) % MODULUS
+    row, column = divmod(index, ROW)
+    factor = (scrambled(2 * row + 1) | 1) * (scrambled(column & ~1) | 1) * ((1 << 32) + 1 if column % 2 else 1)
+    return factor * (bits + 1) % MODULUS
 
 
 def _scrambled(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -45,9 +50,15 @@ def _scrambled(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @functools.cache
+def _words() -> npt.NDArray[np.uint64]:
+    """The factors of even columns: of the words that two elements are."""
+    return _scrambled(np.arange(0, ROW, 2, np.uint64)) | np.uint64(1)
+
+
+@functools.cache
 def _columns() -> npt.NDArray[np.uint64]:
     """The factors of all columns."""
-    return _scrambled(np.arange(0, 2 * ROW, 2, np.uint64)) | np.uint64(1)
+    return np.outer(_words(), np.array([1, (1 << 32) + 1], np.uint64)).ravel()
 
 
 def _factors_of_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -98,25 +109,20 @@ def _of_part(bits: npt.NDArray[np.uint32], column: int) -> int:
 def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
     """What whole rows add.
 
-    Two elements are one word of 64 bits, low + 2^32 high. Sums of the words and of their high halves, each times the
-    factor of its row, are kept for each column; the factors of the columns come last. So a word is multiplied twice,
-    and nothing has to be made wider.
+    Two elements are one word of 64 bits, low + 2^32 high. With its high half added the word is what both elements are
+    with the odd one's other factor, low + (2^32 + 1) high: each word is multiplied once.
     """
     factors = _factors_of_rows(np.arange(first, first + len(bits)))
-    of_words, of_highs = np.zeros(ROW // 2, np.uint64), np.zeros(ROW // 2, np.uint64)
-    product, aligned = np.empty(ROW // 2, np.uint64), np.empty(ROW, np.uint32)
-    for row, factor in zip(bits, factors, strict=True):
-        if row.ctypes.data % 8:
-            np.copyto(aligned, row)
-            row = aligned
-        words = row.view("<u8")
-        np.multiply(words, factor, out=product)
-        np.add(of_words, product, out=of_words)
-        np.right_shift(words, np.uint64(32), out=product)
-        np.multiply(product, factor, out=product)
-        np.add(of_highs, product, out=of_highs)
-    low, high = _columns()[0::2], _columns()[1::2]
-    of_lows = (of_words * low).sum(dtype=np.uint64)
-    of_rest = (of_highs * (high - (low << np.uint64(32)))).sum(dtype=np.uint64)
+    mixed = np.empty((min(BLOCK, len(bits)), ROW // 2), np.uint64)
+    of_rows = np.empty(len(bits), np.uint64)
+    for begin in range(0, len(bits), BLOCK):
+        words = _aligned(bits[begin : begin + BLOCK]).view("<u8")
+        added = np.right_shift(words, HALF, out=mixed[: len(words)])
+        np.add(added, words, out=added)
+        np.einsum("ij,j->i", added, _words(), out=of_rows[begin : begin + BLOCK])
     ones = _sums_of_columns()[ROW] * int(factors.sum(dtype=np.uint64))
-    return int(of_lows) + int(of_rest) + ones
+    return int((of_rows * factors).sum(dtype=np.uint64)) + ones
+
+
+def _aligned(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    return bits.copy() if bits.ctypes.data % 8 else bits
