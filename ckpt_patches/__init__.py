@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 MODES = ("off", "warn", "strict")
+FINGERPRINT_ON = ("1", "warn")
+FINGERPRINT_OFF = ("0", "off", "")
 # What every target module's name begins with. The registry itself is read when the first such name is met.
 PREFIXES = ("megatron.", "deepspeed.")
 # Without one of these in sys.modules no target has been loaded.
@@ -41,17 +43,30 @@ class Switches:
         self.skip: frozenset[str] = frozenset()
         if "CKPT_PATCHES_SKIP" in environ:
             self._read_skip(environ["CKPT_PATCHES_SKIP"])
+        self.fingerprint = False
+        if "CKPT_PATCHES_FINGERPRINT" in environ:
+            self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
 
     def _read_skip(self, value: str) -> None:
-        from ckpt_patches.engine.registry import FIXES
+        from ckpt_patches.engine.registry import EVERYTHING, FIXES
 
         names = [name.strip() for name in value.split(",")]
-        self.skip = frozenset(name for name in names if name in FIXES)
-        unknown = [name for name in names if name and name not in FIXES]
+        self.skip = frozenset(name for name in names if name in EVERYTHING)
+        unknown = [name for name in names if name and name not in EVERYTHING]
         if unknown:
             self.errors.append(
                 f"CKPT_PATCHES_SKIP={','.join(unknown)}: no such fix, nothing is skipped for it; "
                 f"the fixes are {', '.join(FIXES)}"
+            )
+
+    def _read_fingerprint(self, value: str) -> None:
+        self.fingerprint = value not in FINGERPRINT_OFF
+        if value not in (*FINGERPRINT_OFF, *FINGERPRINT_ON):
+            valid = ", ".join(filter(None, (*FINGERPRINT_ON, *FINGERPRINT_OFF)))
+            self.errors.append(f"CKPT_PATCHES_FINGERPRINT={value}: expected one of {valid}; going on with 1")
+        if self.fingerprint and self.mode == "off":
+            self.errors.append(
+                f"CKPT_PATCHES_FINGERPRINT={value} does nothing with CKPT_PATCHES=off: no resume is proven"
             )
 
 

@@ -138,7 +138,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
         return [FixStatus(name, package, NOT_PRESENT, reason) for name in fixes_for(package)]
     in_place = rewrite.read_state(root, package).fixes
     if tree is None and not why_inactive:  # what this process would import, by whichever hook
-        plan, _ = running.make_plan(str(root), package, switches.skip)
+        plan, _ = running.make_plan(str(root), package, switches)
         skipped = plan_or_kept(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
         results = {result.name: result for result in (*plan.results, *skipped.results)}
     else:

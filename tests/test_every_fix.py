@@ -16,7 +16,7 @@ from ckpt_patches.engine import kept, plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.kept import plan_or_kept
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, TARGETS
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, TARGETS
 from ckpt_patches.engine.source import function_text
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, in_place, main_branch, releases, tree
@@ -60,7 +60,7 @@ def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
 
 def test_every_file_of_a_fix_is_in_the_registry() -> None:
     files = {path.stem for package in (CORE, DEEPSPEED) for path in Path(fixes.folder(package)).glob("*.py")}
-    assert files - {"__init__"} == set(FIXES)
+    assert files - {"__init__"} == set(EVERYTHING)
 
 
 @pytest.mark.parametrize("version", releases("megatron-core"))

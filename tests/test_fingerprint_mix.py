@@ -5,10 +5,12 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from ckpt_patches.fingerprint import on_device
 from ckpt_patches.fingerprint.mix import MODULUS, ROW, mix, of_places, of_run, scrambled
 
 # Few values, so that equal ones meet, and those of 16-bit floats, whose low half is zero.
@@ -99,3 +101,22 @@ def test_elements_may_begin_anywhere_in_memory(offset: int) -> None:
     bits = long(1, 2.5)
     memory = bytearray(offset) + bits.tobytes()
     assert of_run(np.frombuffer(memory, np.uint32, offset=offset), 0) == of_run(bits, 0)
+
+
+# The device's arithmetic, which is torch's anywhere: on the CPU it is the same
+
+
+def as_tensor(bits: npt.NDArray[np.uint32]) -> torch.Tensor:
+    return torch.from_numpy(bits.copy().view(np.int32))
+
+
+@given(bits=TENSORS, begin=BEGINS)
+def test_on_a_device_a_run_is_the_same(bits: npt.NDArray[np.uint32], begin: int) -> None:
+    assert on_device.of_run(as_tensor(bits), begin) == of_run(bits, begin)
+
+
+@given(seed=st.integers(0, 9), begin=BEGINS, rows=st.sampled_from([2, 2.5, 3]), cut=st.integers(0, 5000))
+def test_on_a_device_whole_rows_are_the_same(seed: int, begin: int, rows: float, cut: int) -> None:
+    """Wherever they begin in memory."""
+    bits = long(seed, rows)
+    assert on_device.of_run(as_tensor(bits)[cut:], begin + cut) == of_run(bits[cut:], begin + cut)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_patches.engine.registry import FIXES, FOLDERS, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, FOLDERS, TARGETS
 from ckpt_patches.engine.source import Source
 
 EditFunction = Callable[[Source], None]
@@ -44,7 +44,7 @@ class Fix:
     @property
     def package(self) -> str:
         """The upstream package that it edits: `megatron.core` or `deepspeed`."""
-        return TARGETS[FIXES[self.name][0]]
+        return TARGETS[EVERYTHING[self.name][0]]
 
     def edit(
         self, *modules: str, optional: bool = False, independent: bool = False, ours_alone: bool = False
@@ -73,7 +73,7 @@ def folder(package: str) -> str:
 
 def package_of(name: str) -> str:
     """The upstream package that a fix is for."""
-    return TARGETS[FIXES[name][0]]
+    return TARGETS[EVERYTHING[name][0]]
 
 
 def load(name: str) -> Fix:

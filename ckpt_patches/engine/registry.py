@@ -87,7 +87,20 @@ FIXES = {
     ),
 }
 
+# What is no fix, and laid over upstream in the same way by the hook, where CKPT_PATCHES_FINGERPRINT asks for it.
+FINGERPRINTS = {
+    "fingerprint_megatron": (
+        "megatron.core.optimizer.optimizer",
+        "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.dist_checkpointing.serialization",
+    ),
+    "fingerprint_deepspeed": ("deepspeed.runtime.engine",),
+}
+EVERYTHING = {**FIXES, **FINGERPRINTS}
+
 # Upstream module: its package. What the import hook looks every name up in.
 TARGETS = {
-    module: (CORE if module.startswith("megatron.") else DEEPSPEED) for modules in FIXES.values() for module in modules
+    module: (CORE if module.startswith("megatron.") else DEEPSPEED)
+    for modules in EVERYTHING.values()
+    for module in modules
 }

@@ -305,6 +305,19 @@ class Source:
         position = self._span(node)[1 if end else 0]
         self._edit(position, position, text)
 
+    def insert_import(self, text: str) -> None:
+        """Insert an import statement behind the last one of the module itself."""
+        imports = [node for node in self.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        if not imports:
+            raise NoMatch("expected an import statement, found none")
+        self.insert_after(imports[-1], text)
+
+    def decorate(self, function: Function, text: str) -> None:
+        """Insert a decorator, as the outermost one."""
+        self._check_begins_line(function)
+        first = self._lines[min([node.lineno for node in function.decorator_list], default=function.lineno) - 1]
+        self._edit(first, first, self._indent(function) + text + self._newline)
+
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert a method of a class in a fix's file, from its own source text, in front of an upstream method."""
         self._insert_definition_before(method, function, blank_lines=1)

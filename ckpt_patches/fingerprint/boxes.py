@@ -1,14 +1,22 @@
 """Fingerprints of parts of a tensor that are boxes in it, as tensor-parallel ranks and chunks of files are."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.fingerprint.mix import MODULUS, of_places, of_run
+from ckpt_patches.fingerprint import mix
+from ckpt_patches.fingerprint.mix import MODULUS
+
+if TYPE_CHECKING:
+    import torch
+
+    Elements = TypeVar("Elements", npt.NDArray[np.int64], torch.Tensor)
 
 LONG = 1024  # elements: a row of so many is summed by itself, shorter ones together
+TOGETHER = 1 << 19  # elements of short rows, for each of which its place is calculated
 
 
 class Box(NamedTuple):
@@ -30,6 +38,22 @@ class Box(NamedTuple):
             axis -= 1
         return math.prod(self.size[max(axis - 1, 0) :])
 
+    def element(self, place: int) -> int | None:
+        """Which element of the box is at a place of the whole flattened tensor; None where none is."""
+        found, stride = 0, 1
+        for size, offset, whole in zip(reversed(self.size), reversed(self.offsets), reversed(self.shape), strict=True):
+            place, index = divmod(place, whole)
+            if not offset <= index < offset + size:
+                return None
+            found += (index - offset) * stride
+            stride *= size
+        return None if place else found
+
+    def place(self, element: int) -> int:
+        """Where an element of the box is in the whole flattened tensor."""
+        (found,) = places(np.array([element]), self).tolist()
+        return int(found)
+
 
 def of_box(bits: npt.NDArray[np.uint32], first: int, box: Box) -> int:
     """What elements of a box add, in C order of the box from its element `first` on.
@@ -39,23 +63,49 @@ def of_box(bits: npt.NDArray[np.uint32], first: int, box: Box) -> int:
         first: in the box.
         box: whose first element is `box.offsets` in the whole tensor.
     """
+    return of_runs(
+        len(bits),
+        first,
+        box,
+        lambda at, end, place: mix.of_run(bits[at:end], place),
+        lambda at, end: mix.of_places(bits[at:end], places(np.arange(first + at, first + end), box)),
+    )
+
+
+def of_runs(
+    numel: int,
+    first: int,
+    box: Box,
+    of_run: Callable[[int, int, int], int],
+    of_short: Callable[[int, int], int],
+) -> int:
+    """What elements of a box add, from its element `first` on, wherever they lie.
+
+    Args:
+        numel: how many.
+        first: in the box.
+        box: that they are of.
+        of_run: what those from one to another (counted from `first`) add, which are neighbours from a place on.
+        of_short: what those from one to another add, which are not.
+    """
     row, found, at = box.row, 0, 0
-    if len(bits) and row < LONG:
-        return of_places(bits, _places(np.arange(first, first + len(bits)), box))
-    while at < len(bits):
-        part = bits[at : at + row - (first + at) % row]
-        (place,) = _places(np.array([first + at]), box).tolist()
-        found += of_run(part, place)
-        at += len(part)
+    while at < numel:
+        if row < LONG:
+            end = min(at + TOGETHER, numel)
+            found += of_short(at, end)
+        else:
+            end = min(at + row - (first + at) % row, numel)
+            found += of_run(at, end, box.place(first + at))
+        at = end
     return found % MODULUS
 
 
-def _places(elements: npt.NDArray[np.int64], box: Box) -> npt.NDArray[np.int64]:
-    """Where elements of a box are in the whole flattened tensor."""
-    places = np.zeros(len(elements), np.int64)
+def places(elements: "Elements", box: Box) -> "Elements":
+    """Where elements of a box (numbers in it) are in the whole flattened tensor."""
+    found = elements * 0
     stride = 1
     for size, offset, whole in zip(reversed(box.size), reversed(box.offsets), reversed(box.shape), strict=True):
-        elements, index = np.divmod(elements, size)
-        places += (index + offset) * stride
+        found = found + (elements % size + offset) * stride
+        elements = elements // size
         stride *= whole
-    return places
+    return found

@@ -94,6 +94,14 @@ def of_places(bits: npt.NDArray[np.uint32], places: npt.NDArray[np.int64]) -> in
     return int((factors * (bits.astype(np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
 
 
+def zeros(numel: int) -> int:
+    """The fingerprint of so many zeros."""
+    rows, rest = divmod(numel, ROW)
+    factors = _factors_of_rows(np.arange(rows + 1))
+    of_rows = _sums_of_columns()[ROW] * int(factors[:rows].sum(dtype=np.uint64))
+    return (of_rows + _sums_of_columns()[rest] * int(factors[rows])) % MODULUS
+
+
 @functools.cache
 def _sums_of_columns() -> list[int]:
     """Of those before each column: what zeros and the ones that are added to all bits come to."""

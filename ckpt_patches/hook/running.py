@@ -11,7 +11,7 @@ import sys
 from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 
-from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, TARGETS
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
 from ckpt_patches.ranks import is_rank_zero
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 INSTEAD = "import it before another import hook is installed, or write the fix into the files with `ckpt-patches apply`"
 
-# By tree, package, and the fixes to skip: the plan, and why fixes could not edit modules when it was made.
-_plans: "dict[tuple[str, str, frozenset[str]], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
+# By tree, package, the fixes to skip and whether resumes are proven: the plan, and why fixes could not edit modules
+# when it was made.
+_plans: "dict[tuple[str, str, frozenset[str], bool], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
 # Targets in which our loader has run edited code: the module, its spec then, and the file.
 _run: "dict[str, tuple[ModuleType, Any, FilePlan]]" = {}
 # Loads of targets that were not ours, or had no edit, and of which all has been said: the module's name, and its spec.
@@ -70,12 +71,12 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
         return None
 
 
-def make_plan(root: str, package: str, skip: frozenset[str]) -> "tuple[TreePlan, dict[tuple[str, str], str]]":
+def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan, dict[tuple[str, str], str]]":
     """Plan a tree, without the fixes that would run by halves in this process; and why these would."""
     from ckpt_patches.engine.kept import plan_or_kept
     from ckpt_patches.engine.plan import fixes_for, plan_tree
 
-    names = fixes_for(package, skip)
+    names = fixes_for(package, switches.skip, fingerprint=switches.fingerprint)
     unavailable: dict[tuple[str, str], str] = {}
     plan = plan_or_kept(root, package, names)
     while found := _unavailable(plan):
@@ -149,11 +150,11 @@ def _current_plan(
     root: str, package: str, switches: "Switches", module: str = "", text: bytes | None = None
 ) -> "TreePlan":
     """The plan of a tree as it is now, given the text (its digest) of one of its modules."""
-    key = (root, package, switches.skip)
+    key = (root, package, switches.skip, switches.fingerprint)
     plan, unavailable = _plans.get(key, (None, {}))
     changed = plan is not None and text is not None and plan.texts.get(module, text) != text
     if plan is None or changed or _unavailable(plan) or _is_available_again(root, unavailable):
-        plan, unavailable = make_plan(root, package, switches.skip)
+        plan, unavailable = make_plan(root, package, switches)
     _plans[key] = (plan, unavailable)
     return plan
 
@@ -223,7 +224,7 @@ def _other_tree(loader: PatchedLoader | None, path: str) -> str:
 
 def _half(fix: str) -> str:
     """What to say where another part of a fix runs already, and cannot be taken back."""
-    files = {module: _file_in(module) for module in FIXES[fix]}
+    files = {module: _file_in(module) for module in EVERYTHING[fix]}
     loaded = [module for module, file in files.items() if file is not None and fix in file.fixes]
     return f". Its part in {', '.join(loaded)} is loaded already: start again without that hook" if loaded else ""
 

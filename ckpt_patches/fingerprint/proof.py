@@ -1,0 +1,233 @@
+"""What ranks do together: the record of a save, and the proof of a load.
+
+Messages do not grow with the ranks but for the names at a save: each rank says its own states' once, to the first one,
+which tells all what came together. A load sums two numbers a state over all ranks; only where something is wrong they
+say more.
+"""
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import distributed
+
+from ckpt_patches.fingerprint import record as records
+from ckpt_patches.fingerprint.live import Live, Part, Sums, blocks_of, sums
+from ckpt_patches.fingerprint.mix import MODULUS, of_run
+from ckpt_patches.fingerprint.record import NotARecord, Record, SettingDifference
+from ckpt_patches.fingerprint.verdict import Hint, Key, Total, Verdict, judge, sentences, unequal
+from ckpt_patches.ranks import is_rank_zero
+
+Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+SWITCH = "CKPT_PATCHES_FINGERPRINT"
+BELOW_16_BIT_FLOATS = np.uint32(0x1FFF)  # bits of the mantissa that neither of both kinds has
+logger = logging.getLogger("ckpt_patches")
+
+
+class FingerprintError(RuntimeError):
+    """The state after a load is not what was saved."""
+
+
+def recorded(live: Live, group: Any = None) -> dict[str, Any]:
+    """What to put into a checkpoint, the same on all ranks; all of the group call it.
+
+    Args:
+        live: this rank's part of the state.
+        group: of ranks whose parts come together; None for all.
+    """
+    own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
+    parts = _to_first(Record(own, live.settings, live.left_out), group)
+    whole: dict[str, Any] = _from_first(records.merged(parts).as_plain() if parts is not None else None, group)
+    return whole
+
+
+def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
+    """Hold the live state against what a checkpoint says of it, and say what came out; all of the group call it.
+
+    Args:
+        live: this rank's part of the state, after the load.
+        plain: what the checkpoint has; None where it has none.
+        group: of ranks whose parts come together; None for all.
+
+    Raises:
+        FingerprintError: something is not what was saved, on all ranks, unless the switch says `warn`.
+    """
+    verdict = verdict_of(live, plain, group)
+    lines = sentences(verdict)
+    if verdict.is_wrong and os.environ.get(SWITCH) != "warn":
+        raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
+    if is_rank_zero(os.environ):
+        _say(logging.WARNING if verdict.is_wrong or verdict.unproven else logging.INFO, "\n".join(lines))
+    return verdict
+
+
+def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
+    """As `prove`, without a word."""
+    record, problem = _read(plain)
+    said = _from_all((_digest(record), problem), group)
+    if len({digest for digest, _ in said}) > 1:
+        return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"})
+    if record is None:
+        return Verdict(unproven={"the checkpoint": problem})
+    found = sums(live.parts(), main=False)
+    odd = _from_all(_odd(live, record, found), group)
+    totals = _totals(record, found, odd, group)
+    wrong = unequal(record, totals)
+    hints = _from_all(_hints(live, record, wrong), group) if wrong else []
+    by_key = {key: [of_rank[key] for of_rank in hints if key in of_rank] for key in wrong}
+    settings = sorted({_hashable(one): one for of_rank in odd for one in of_rank.settings}.values(), key=_hashable)
+    left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
+    return judge(record, totals, hints=by_key, settings=settings, left_out=left_out)
+
+
+class Odd(NamedTuple):
+    """What one rank has otherwise than the record; mostly nothing."""
+
+    kinds: dict[Key, tuple[int, str]]  # elements of the whole parameter and dtype, where another
+    besides: dict[Key, Total]  # states that the record does not have
+    settings: list[SettingDifference]
+    left_out: dict[str, str]
+
+
+def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
+    known = {key: (one.whole, one.dtype) for key, one in found.items() if key in record.states}
+    kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
+    besides = {key: one.as_total() for key, one in found.items() if key not in record.states}
+    settings = records.setting_differences(record.settings, live.settings)
+    return Odd(kinds, besides, settings, dict(live.left_out))
+
+
+def _hashable(one: SettingDifference) -> tuple[str, ...]:
+    return tuple(map(str, one))
+
+
+def _read(plain: Any) -> tuple[Record | None, str]:
+    if plain is None:
+        return None, f"it has no fingerprint: it was saved without {SWITCH}"
+    try:
+        return records.from_plain(plain), ""
+    except NotARecord as error:
+        return None, str(error)
+
+
+def _digest(record: Record | None) -> str:
+    return hashlib.blake2b(repr(record.as_plain() if record else None).encode(), digest_size=16).hexdigest()
+
+
+def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
+    """Of all ranks together: of the record's states that any rank holds, and of those that it has besides."""
+    known = list(record.states)
+    table = np.array([(found[key].numel, found[key].value) if key in found else (0, 0) for key in known], np.uint64)
+    kinds = {key: kind for of_rank in odd for key, kind in of_rank.kinds.items()}
+    totals: dict[Key, Total] = {}
+    for key, (numel, value) in zip(known, _summed(table.reshape(-1, 2), group).tolist(), strict=True):
+        if numel:
+            totals[key] = Total(numel, value, *kinds.get(key, (record.states[key].numel, record.states[key].dtype)))
+    for of_rank in odd:
+        for key, one in of_rank.besides.items():
+            before = totals.get(key, Total(0, 0, one.whole, one.dtype))
+            value = (before.value + one.value) % MODULUS
+            totals[key] = Total(before.numel + one.numel, value, one.whole, one.dtype)
+    return totals
+
+
+def _hints(live: Live, record: Record, wrong: Sequence[Key]) -> dict[Key, Hint]:
+    """What this rank sees in its elements of the states that are wrong."""
+    found: dict[Key, Hint] = {}
+    for part in live.parts():
+        key = part.parameter, part.state
+        if key in wrong and len(part.values):
+            hint, before = _hint(part, record.states[key].sample), found.get(key)
+            found[key] = hint if before is None else _together(before, hint)
+    return found
+
+
+def _hint(part: Part, sample: Mapping[int, int]) -> Hint:
+    none, narrow, moved, at_start = 0, True, set(), 0
+    for first, bits in blocks_of(part):
+        if not isinstance(bits, np.ndarray):
+            bits = bits.cpu().numpy().view(np.uint32)
+        none += int(np.count_nonzero(bits << np.uint32(1) == 0))
+        narrow = narrow and not bool(np.any(bits & BELOW_16_BIT_FLOATS))
+        moved |= set(_displacements(part, first, bits, sample))
+        at_start = (at_start + of_run(bits, first - part.first)) % MODULUS
+    return Hint(len(part.values), none, narrow, tuple(sorted(moved)), at_start)
+
+
+def _together(one: Hint, other: Hint) -> Hint:
+    moved = tuple(sorted({*one.moved, *other.moved}))
+    value = (one.slice + other.slice) % MODULUS
+    return Hint(one.numel + other.numel, one.zeros + other.zeros, one.narrow and other.narrow, moved, value)
+
+
+def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int]) -> list[int]:
+    """By how many elements the sample stands elsewhere, in this rank's elements."""
+    places, wanted = list(sample), list(sample.values())
+    if len(set(wanted)) < 2 or len(bits) < len(wanted):
+        return []
+    last = len(bits) - len(wanted) + 1
+    candidates = np.flatnonzero(bits[:last] == wanted[0])
+    for offset, value in enumerate(wanted[1:], 1):
+        candidates = candidates[bits[candidates + offset] == value]
+    return [part.box.place(first + int(at)) - places[0] for at in candidates[:3]]
+
+
+# Collectives, which are none where there is one process
+
+
+def _alone(group: Any) -> bool:
+    return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size(group) == 1
+
+
+def _to_first(value: Any, group: Any) -> list[Any] | None:
+    """The values of all ranks, on the first one."""
+    if _alone(group):
+        return [value]
+    first = distributed.get_rank(group) == 0
+    found: list[Any] | None = [None] * distributed.get_world_size(group) if first else None
+    distributed.gather_object(value, found, dst=_global_rank_of_first(group), group=group)
+    return found
+
+
+def _from_first(value: Any, group: Any) -> Any:
+    if _alone(group):
+        return value
+    held = [value]
+    distributed.broadcast_object_list(held, src=_global_rank_of_first(group), group=group)
+    return held[0]
+
+
+def _from_all(value: Any, group: Any) -> list[Any]:
+    if _alone(group):
+        return [value]
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, value, group=group)
+    return found
+
+
+def _summed(table: Numbers, group: Any) -> Numbers:
+    """Over all ranks, modulo 2^64."""
+    if _alone(group):
+        return table
+    device = "cuda" if "nccl" in str(distributed.get_backend(group)) else "cpu"
+    held = torch.from_numpy(table.view(np.int64)).to(device)
+    distributed.all_reduce(held, group=group)
+    summed: Numbers = held.cpu().numpy().view(np.uint64)
+    return summed
+
+
+def _global_rank_of_first(group: Any) -> int:
+    return 0 if group is None else distributed.get_global_rank(group, 0)
+
+
+def _say(level: int, message: str) -> None:
+    """Where nobody has set up logging, on stderr."""
+    if logger.hasHandlers() and not logger.disabled:
+        logger.log(level, message)
+    else:
+        print(f"[{logger.name}] {logging.getLevelName(level)}: {message}", file=sys.stderr)

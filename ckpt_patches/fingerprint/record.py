@@ -1,0 +1,109 @@
+"""What a checkpoint says of its own state: plain numbers and strings, where all formats keep what is not sharded."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+KEY = "ckpt_patches_fingerprint"  # of the common state
+FORMAT = 1
+SAMPLE = 8  # elements in the middle of a state, kept to find it where it has moved to
+# Of a parameter: what must be the same, and the rate, which is for information: a schedule changes it.
+SETTINGS = ("weight_decay", "betas", "eps", "step")
+RATE = "lr"
+
+Settings = Mapping[str, Any]
+
+
+class State(NamedTuple):
+    """One state of one parameter."""
+
+    numel: int
+    value: int  # of 64 bits, see mix
+    dtype: str = "float32"  # that it was kept in
+    sample: Mapping[int, int] = {}  # bits of some elements, by their places
+
+
+@dataclass(frozen=True)
+class Record:
+    """Of a whole job's state."""
+
+    states: Mapping[tuple[str, str], State]
+    settings: Mapping[str, Settings] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        states: dict[str, dict[str, list[Any]]] = {}
+        for (parameter, name), state in sorted(self.states.items()):
+            row = [state.numel, state.value, state.dtype, dict(state.sample)]
+            states.setdefault(parameter, {})[name] = row
+        settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
+        return {"format": FORMAT, "states": states, "settings": settings, "left_out": dict(self.left_out)}
+
+
+class NotARecord(Exception):
+    """What stands in a checkpoint is of another format, or damaged."""
+
+
+def from_plain(value: Any) -> Record:
+    """What `as_plain` has made.
+
+    Raises:
+        NotARecord: it is not.
+    """
+    try:
+        if value["format"] != FORMAT:
+            raise NotARecord(f"expected format {FORMAT}, found {value['format']}: it is of another release of ours")
+        states = {
+            (str(parameter), str(name)): State(int(numel), int(number), str(dtype), dict(sample))
+            for parameter, of_one in value["states"].items()
+            for name, (numel, number, dtype, sample) in of_one.items()
+        }
+        return Record(states, dict(value["settings"]), dict(value["left_out"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
+
+
+def sample_place(numel: int) -> int:
+    """Where the sample of a state begins."""
+    return max(numel // 2 - SAMPLE // 2, 0)
+
+
+def merged(records: Iterable[Record]) -> Record:
+    """Of the parts of all ranks."""
+    states: dict[tuple[str, str], State] = {}
+    settings: dict[str, Settings] = {}
+    left_out: dict[str, str] = {}
+    for record in records:
+        for key, part in record.states.items():
+            one = states.get(key, State(0, 0, part.dtype))
+            value = (one.value + part.value) % (1 << 64)
+            states[key] = State(one.numel + part.numel, value, part.dtype, {**one.sample, **part.sample})
+        settings.update(record.settings)
+        left_out.update(record.left_out)
+    return Record(states, settings, left_out)
+
+
+class SettingDifference(NamedTuple):
+    """A setting of a parameter that is not what it was."""
+
+    parameter: str
+    setting: str
+    saved: Any
+    found: Any
+
+
+def setting_differences(saved: Mapping[str, Settings], found: Mapping[str, Settings]) -> list[SettingDifference]:
+    """Of the parameters that both have, in the settings that both have."""
+    return [
+        SettingDifference(parameter, name, saved[parameter][name], found[parameter][name])
+        for parameter in sorted(saved.keys() & found.keys())
+        for name in SETTINGS
+        if name in saved[parameter] and name in found[parameter]
+        if _plain(saved[parameter][name]) != _plain(found[parameter][name])
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Formats make lists of pairs, and floats of whole numbers."""
+    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)

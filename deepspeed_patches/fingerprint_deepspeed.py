@@ -1,0 +1,21 @@
+"""Record at each save what the optimizer's state is, and check after each load that it is that: docs/fingerprint.md.
+
+No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.run_deepspeed`.
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+fix = Fix(__name__, upstream=(), affected="DeepSpeed 0.14.0 to 0.19.8", test="")
+
+MODULE = "run_deepspeed"
+
+
+@fix.edit("deepspeed.runtime.engine", ours_alone=True)
+def engine(source: Source) -> None:
+    """All ranks take part in a save and a load."""
+    if source.imports(MODULE):
+        raise AlreadyThere
+    source.insert_import(f"from ckpt_patches.fingerprint import {MODULE}")
+    source.decorate(source.function("DeepSpeedEngine.save_checkpoint"), f"@{MODULE}.saving")
+    source.decorate(source.function("DeepSpeedEngine.load_checkpoint"), f"@{MODULE}.loading")

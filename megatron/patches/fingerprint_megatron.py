@@ -1,0 +1,51 @@
+"""Record at each save what the optimizer's state is, and check after each load that it is that: docs/fingerprint.md.
+
+No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.run_megatron`.
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+fix = Fix(__name__, upstream=(), affected="megatron-core 0.12.0 to 0.19.2", test="")
+
+MODULE = "run_megatron"
+IMPORT = f"from ckpt_patches.fingerprint import {MODULE}"
+
+
+@fix.edit("megatron.core.optimizer.optimizer", ours_alone=True)
+def optimizers(source: Source) -> None:
+    """What a chain of optimizers loads is there when the outermost one has loaded."""
+    begin(source)
+    for name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer"):
+        decorate(source, f"{name}.sharded_state_dict", "noted")
+        decorate(source, f"{name}.load_state_dict", "proven")
+    decorate(source, "ChainedOptimizer.sharded_state_dict", "noted")
+    decorate(source, "ChainedOptimizer.load_state_dict", "proven")
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer", ours_alone=True)
+def distributed_optimizer(source: Source) -> None:
+    """Its state is in a file of its own in the `torch` format, which is loaded last."""
+    begin(source)
+    decorate(source, "DistributedOptimizer.sharded_state_dict", "noted")
+    decorate(source, "DistributedOptimizer.load_state_dict", "proven")
+
+
+@fix.edit("megatron.core.dist_checkpointing.serialization", ours_alone=True)
+def checkpoints(source: Source) -> None:
+    """All ranks take part in these: here what they have noted comes together, and is handed back."""
+    begin(source)
+    decorate(source, "save", "saving")
+    decorate(source, "load", "loading")
+
+
+def begin(source: Source) -> None:
+    """Import what is called."""
+    if source.imports(MODULE):
+        raise AlreadyThere
+    source.insert_import(IMPORT)
+
+
+def decorate(source: Source, function: str, by: str) -> None:
+    """Have a function called by one of ours."""
+    source.decorate(source.function(function), f"@{MODULE}.{by}")

@@ -1,0 +1,139 @@
+"""A load is held against the record of the save, and what differs is named with what it looks like."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches.fingerprint import verdict as verdicts
+from ckpt_patches.fingerprint.boxes import Box
+from ckpt_patches.fingerprint.live import Live, Part
+from ckpt_patches.fingerprint.proof import FingerprintError, prove, recorded, verdict_of
+from ckpt_patches.fingerprint.record import from_plain
+from ckpt_patches.fingerprint.verdict import Difference
+
+Tensors = dict[tuple[str, str], torch.Tensor]
+SHAPES = {"first.weight": (40, 30), "second.weight": (7, 60), "second.bias": (60,)}
+STATES = ("master", "exp_avg", "exp_avg_sq")
+GROUP = {"weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "step": 3, "lr": 1e-3}
+
+
+def some(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        (name, state): torch.randn(shape, generator=generator) for name, shape in SHAPES.items() for state in STATES
+    }
+
+
+def live(tensors: Tensors, **changed: Any) -> Live:
+    """All on one rank."""
+
+    def parts() -> Iterator[Part]:
+        for (name, state), tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            yield Part(name, state, Box((0,) * len(shape), shape, shape), 0, tensor.reshape(-1), main=True)
+
+    return Live(parts, {name: {**GROUP, **changed} for name, _ in tensors})
+
+
+def difference(tensors: Tensors) -> Difference:
+    """The one between the usual tensors and these."""
+    (found,) = verdict_of(live(tensors), recorded(live(some()))).differences
+    return found
+
+
+def test_a_state_that_is_what_was_saved_is_proven(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "ckpt_patches"):
+        found = prove(live(some()), recorded(live(some())))
+    assert len(found.proven) == 9
+    size = 3 * 4 * sum(math.prod(shape) for shape in SHAPES.values())
+    assert found.nbytes == size
+    assert caplog.messages == [f"resume proven: 3 parameters, 9 states, {size / 1000:.1f} kB"]
+
+
+def test_a_record_stands_in_a_checkpoint_as_plain_numbers() -> None:
+    """Which torch loads with weights_only, and others print."""
+    plain = recorded(live(some()))
+    again = json.loads(json.dumps(plain, default=str))
+    assert again["states"]["first.weight"]["master"][:2] == plain["states"]["first.weight"]["master"][:2]
+    assert from_plain(plain).as_plain() == plain
+
+
+def changed(key: tuple[str, str], tensor: torch.Tensor) -> Tensors:
+    return {**some(), key: tensor}
+
+
+FIRST = ("first.weight", "exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "what"),
+    [
+        (torch.zeros(40, 30), verdicts.ZEROS, "all zeros"),
+        (some()[FIRST].bfloat16().float(), verdicts.ROUNDED, "all are 16-bit floats: rounded"),
+        (some()[FIRST].half().float(), verdicts.ROUNDED, "all are 16-bit floats: rounded"),
+        (some()[FIRST].roll(1), verdicts.MOVED, "a shift: moved by 1 elements"),
+        (some()[FIRST].view(-1).roll(-7).view(40, 30), verdicts.MOVED, "a shift: moved by -7 elements"),
+        (some()["first.weight", "master"], verdicts.ANOTHERS, "those of first.weight master"),
+        (some(1)[FIRST], verdicts.OTHER, "other values"),
+        (torch.cat([some(1)[FIRST][:30], torch.zeros(10, 30)]), verdicts.OTHER, "other values, 300 of 1,200 zeros"),
+    ],
+)
+def test_what_differs_is_named_with_what_it_looks_like(tensor: torch.Tensor, kind: str, what: str) -> None:
+    assert difference(changed(FIRST, tensor)) == Difference(*FIRST, kind, what)
+
+
+def test_a_state_that_is_not_there_is_missing() -> None:
+    """A parameter that is not there is another run's."""
+    tensors = some()
+    del tensors[FIRST]
+    assert difference(tensors).kind == verdicts.MISSING
+    del tensors["first.weight", "master"], tensors["first.weight", "exp_avg_sq"]
+    found = verdict_of(live(tensors), recorded(live(some())))
+    assert not found.is_wrong
+    assert found.unproven == {"first.weight": "this run has no such parameter"}
+
+
+def test_a_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the rate, which a schedule sets."""
+    monkeypatch.delenv("CKPT_PATCHES_FINGERPRINT", raising=False)
+    assert not verdict_of(live(some(), lr=1.0, betas=(0.9, 0.95)), recorded(live(some()))).is_wrong
+    with pytest.raises(FingerprintError, match=r"^fingerprint: .* 0 states and 3 settings of 3 parameters differ"):
+        prove(live(some(), step=4), recorded(live(some())))
+
+
+def test_a_run_that_was_told_to_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "warn")
+    assert prove(live(some(1)), recorded(live(some()))).is_wrong
+    (said,) = caplog.messages
+    assert said.startswith("fingerprint: the state after the load is not what was saved: 9 states (9 other values)")
+    assert said.count("\n") == 9
+
+
+@pytest.mark.parametrize(
+    ("plain", "why"),
+    [
+        (None, "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT"),
+        ({"format": 2}, "expected format 1, found 2: it is of another release of ours"),
+        ({"format": 1, "states": 3}, "expected a record of fingerprints, found dict"),
+    ],
+)
+def test_what_cannot_be_proven_is_said(plain: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    prove(live(some()), plain)
+    (said,) = caplog.messages
+    assert said.startswith(f"fingerprint: nothing is proven of this resume\n  not proven: the checkpoint: {why}")
+
+
+def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> None:
+    tensors = changed(FIRST, torch.cat([some()[FIRST], torch.zeros(8, 30)]))
+    tensors["second.bias", "master"] = tensors["second.bias", "master"].bfloat16()
+    found = verdict_of(live(tensors), recorded(live(some())))
+    assert not found.is_wrong
+    assert len(found.proven) == 7
+    assert found.unproven == {
+        "first.weight exp_avg": "1,440 elements here, 1,200 in the checkpoint: another padding of the vocabulary?",
+        "second.bias master": "kept in bfloat16 here, in float32 when it was saved",
+    }
