@@ -42,7 +42,7 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
     """
     own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
     parts = _to_first(Record(own, live.settings, live.left_out), group)
-    whole: dict[str, Any] = _from_first(records.merged(parts).as_plain() if parts is not None else None, group)
+    whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
     return whole
 
 
@@ -64,6 +64,12 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
     if is_rank_zero(os.environ):
         _say(logging.WARNING if verdict.is_wrong or verdict.unproven else logging.INFO, "\n".join(lines))
     return verdict
+
+
+def say_nothing_is_proven(why: str) -> None:
+    """On the first rank, where there is nothing to hold the state against."""
+    if is_rank_zero(os.environ):
+        _say(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
 
 
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
@@ -194,7 +200,8 @@ def _to_first(value: Any, group: Any) -> list[Any] | None:
     return found
 
 
-def _from_first(value: Any, group: Any) -> Any:
+def from_first(value: Any, group: Any) -> Any:
+    """What the first rank of a group has, on all of them."""
     if _alone(group):
         return value
     held = [value]

@@ -29,6 +29,8 @@ def distributed_optimizer(source: Source) -> None:
     begin(source)
     decorate(source, "DistributedOptimizer.sharded_state_dict", "noted")
     decorate(source, "DistributedOptimizer.load_state_dict", "proven")
+    decorate(source, "DistributedOptimizer.get_parameter_state_dp_zero", "recorded_apart")
+    decorate(source, "DistributedOptimizer.load_parameter_state_from_dp_zero", "proven_apart")
 
 
 @fix.edit("megatron.core.dist_checkpointing.serialization", ours_alone=True)

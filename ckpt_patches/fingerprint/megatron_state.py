@@ -1,0 +1,224 @@
+"""Which elements of which parameters the optimizers of megatron-core hold on this rank."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_patches.fingerprint.boxes import Box
+from ckpt_patches.fingerprint.live import Live, Part
+from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings
+from ckpt_patches.fingerprint.states import state_named
+
+
+class Piece(NamedTuple):
+    """Neighbouring elements of a parameter as this rank has it, which are a box of a parameter in the checkpoint."""
+
+    key: str
+    begin: int  # element of this rank's parameter
+    box: Box
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Of one parameter of this rank."""
+
+    pieces: tuple[Piece, ...]
+    replica: tuple[int, ...]  # of pipeline, tensor and data parallelism; the first has zeros
+    why_none: str = ""  # why there are no pieces
+
+
+Places = Mapping[int, Place]  # by the identity of the model's parameter
+
+
+class Held(NamedTuple):
+    """What an optimizer holds of one parameter."""
+
+    param: Any  # the model's
+    begin: int  # element of it that the states begin with
+    states: Mapping[str, torch.Tensor]  # in one dimension, equally long
+    settings: Settings
+    is_sharded: bool  # whether data-parallel ranks hold other elements of it, and no replicas
+    replica: int  # of the optimizer itself
+
+
+# Places
+
+
+def places(model_sharded_state_dict: Any) -> Places:
+    """Where the parameters of a model's sharded state dict are in the checkpoint."""
+    found = {}
+    for entry in _entries(model_sharded_state_dict):
+        if isinstance(entry.data, torch.Tensor):
+            found[id(entry.data)] = _place(entry)
+    return found
+
+
+def own_places(optimizer: Any) -> Places:
+    """Of one model-parallel rank alone: each of its parameters is a whole one, of its name in the model."""
+    found = {}
+    for number, chunk in enumerate(getattr(optimizer, "model_chunks", ())):
+        for name, param in chunk.named_parameters():
+            key = name.removeprefix("module.") if number == 0 else f"{number}.{name.removeprefix('module.')}"
+            box = Box((0,) * param.dim(), tuple(param.shape), tuple(param.shape))
+            found[id(param)] = Place((Piece(key, 0, box),), (0, 0, 0))
+    return found
+
+
+def _entries(value: Any) -> Iterator[Any]:
+    """The sharded tensors and factories of a nested state dict: what has a key, data and replicas."""
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _entries(inner)
+    elif hasattr(value, "replica_id") and hasattr(value, "data"):
+        yield value
+
+
+def _place(entry: Any) -> Place:
+    """A factory says by the views that it makes of a tensor without memory which elements go where."""
+    replica = entry.replica_id if isinstance(entry.replica_id, tuple) else (0, 0, entry.replica_id)
+    if not hasattr(entry, "build_fn"):
+        return Place((Piece(entry.key, 0, _box(entry)),), replica)
+    whole = torch.empty(entry.data.shape, device="meta")
+    pieces = []
+    for made in _entries(dataclasses.replace(entry, data=whole).build()):
+        data = made.data
+        if data.untyped_storage()._cdata != whole.untyped_storage()._cdata or not data.is_contiguous():
+            return Place((), replica, f"{entry.key} is laid out otherwise in checkpoints than in the model")
+        pieces.append(Piece(made.key, data.storage_offset(), _box(made)))
+    return Place(tuple(pieces), replica)
+
+
+def _box(entry: Any) -> Box:
+    """Of a sharded tensor; its own shape has no axis for what it is stacked with."""
+    size = (1,) * (len(entry.global_shape) - len(entry.local_shape)) + tuple(entry.local_shape)
+    return Box(tuple(entry.global_offset), size, tuple(entry.global_shape))
+
+
+# Optimizers
+
+
+def live(optimizer: Any, where: Places) -> Live:
+    """What an optimizer, or a chain of them, holds on this rank."""
+    settings: dict[str, Settings] = {}
+    left_out: dict[str, str] = {}
+    for leaf in leaves(optimizer):
+        why = _why_none(leaf)
+        if why:
+            left_out[type(leaf).__name__] = why
+            continue
+        for held in _held(leaf):
+            place = where.get(id(held.param))
+            if place is None:
+                left_out[f"a parameter of {tuple(held.param.shape)}"] = "it is not in the model's sharded state dict"
+            elif not place.pieces:
+                left_out[place.why_none] = "so its elements have no places"
+            else:
+                settings.update({piece.key: held.settings for piece in place.pieces})
+
+    def parts() -> Iterator[Part]:
+        for leaf in leaves(optimizer):
+            for held in _held(leaf) if not _why_none(leaf) else ():
+                place = where.get(id(held.param), Place((), ()))
+                for name, values in held.states.items():
+                    yield from _parts(held, place, name, values)
+
+    return Live(parts, settings, left_out)
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain."""
+    return [leaf for one in getattr(optimizer, "chained_optimizers", ()) for leaf in leaves(one)] or (
+        [] if hasattr(optimizer, "chained_optimizers") else [optimizer]
+    )
+
+
+def is_apart(optimizer: Any, state_dict: Any) -> bool:
+    """Whether the states are loaded after this: a distributed optimizer's from a file of their own."""
+    held = state_dict if isinstance(state_dict, list) else [state_dict]
+    distributed = all(hasattr(leaf, "gbuf_ranges") for leaf in leaves(optimizer))
+    return distributed and not any("param_state" in one for one in held if isinstance(one, dict))
+
+
+def _parts(held: Held, place: Place, name: str, values: torch.Tensor) -> Iterator[Part]:
+    """The elements of one state, by the pieces of the parameter that they are in."""
+    replica = (*place.replica[:-1], held.replica) if held.is_sharded else (*place.replica, held.replica)
+    for piece in place.pieces:
+        first, last = max(piece.begin, held.begin), min(piece.begin + piece.box.numel, held.begin + len(values))
+        if first < last:
+            own = values[first - held.begin : last - held.begin]
+            yield Part(piece.key, state_named(name), piece.box, first - piece.begin, own, main=not any(replica))
+
+
+def _why_none(leaf: Any) -> str:
+    if getattr(leaf, "is_stub_optimizer", False):
+        return ""
+    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False) or getattr(
+        getattr(leaf, "ddp_config", None), "use_custom_fsdp", False
+    ):
+        return "FSDP's states have no fingerprint"
+    if not any(hasattr(leaf, name) for name in ("gbuf_ranges", "fp32_from_float16_groups", "optimizer")):
+        return "an optimizer that is not known"
+    if not getattr(getattr(leaf, "optimizer", None), "state", None):
+        return "it has no state yet"
+    return ""
+
+
+def _held(leaf: Any) -> Iterator[Held]:
+    if getattr(leaf, "is_stub_optimizer", False):
+        return
+    if hasattr(leaf, "gbuf_ranges"):
+        yield from _of_distributed(leaf)
+    else:
+        yield from _of_whole(leaf)
+
+
+def _of_distributed(leaf: Any) -> Iterator[Held]:
+    replica = getattr(leaf, "distributed_optimizer_instance_id", 0)
+    for ranges in leaf.gbuf_ranges:
+        for buckets in ranges.values():
+            for bucket in buckets:
+                for param, its in bucket["param_map"].items():
+                    states = leaf._get_main_param_and_optimizer_states(param)
+                    numel = its["param"].end - its["param"].start
+                    flat = {name: _flat(value) for name, value in states.items() if _is_state(value, numel)}
+                    group = leaf.optimizer.param_groups[leaf.model_param_group_index_map[param][0]]
+                    settings = _settings(group, states)
+                    yield Held(param, its["param"].start, flat, settings, is_sharded=True, replica=replica)
+
+
+def _of_whole(leaf: Any) -> Iterator[Held]:
+    """Of an optimizer of which each data-parallel rank has all."""
+    models = {
+        id(main): param
+        for params, mains in zip(
+            getattr(leaf, "float16_groups", ()), getattr(leaf, "fp32_from_float16_groups", ()), strict=True
+        )
+        for param, main in zip(params, mains, strict=True)
+    }
+    for group in leaf.optimizer.param_groups:
+        for main in group["params"]:
+            own = leaf.optimizer.state.get(main, {})
+            states = {"param": main, **own}
+            flat = {name: _flat(value) for name, value in states.items() if _is_state(value, main.numel())}
+            settings = _settings(group, own)
+            yield Held(models.get(id(main), main), 0, flat, settings, is_sharded=False, replica=0)
+
+
+def _is_state(value: Any, numel: int) -> bool:
+    """Torch's Adam has a step for each parameter, which is a tensor as well."""
+    return isinstance(value, torch.Tensor) and value.numel() == numel and value.is_floating_point()
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().reshape(-1)
+
+
+def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
+    """Of a parameter: those of its group; its step may be among its states."""
+    found = {name: group[name] for name in (*SETTINGS, RATE) if name in group}
+    step = states.get("step", found.get("step"))
+    if step is not None:
+        found["step"] = int(step)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}

@@ -1,0 +1,213 @@
+"""What `fingerprint_megatron` lays over megatron-core: saves with a record of the live state, loads with a proof.
+
+An optimizer notes its state while its sharded state dict is made; `dist_checkpointing.save`, in which all ranks take
+part, brings the notes together. A load hands the record to the optimizer in the state dict that it returns, with the
+group of ranks that have one: others have nothing to train. In the `torch` format the record is in the file of the
+optimizer's state, of one model-parallel rank.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import distributed
+
+from ckpt_patches.fingerprint import megatron_state, proof
+from ckpt_patches.fingerprint.live import Live
+from ckpt_patches.fingerprint.record import KEY
+
+NOTE = f"{KEY}_note"  # of a state dict that is being made or loaded; in no checkpoint
+Method = Callable[..., Any]
+
+_depth = 0  # of calls of an optimizer's methods in each other: a chain's, and a load in the making of a state dict
+
+
+class Given(NamedTuple):
+    """What a load hands to the optimizer."""
+
+    record: Any
+    group: Any  # of the ranks that have an optimizer
+
+
+def noted(method: Method) -> Method:
+    """For `sharded_state_dict`: put the live state into what it makes, or the wish for a record."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def with_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        of_model, is_loading = bound.arguments["model_sharded_state_dict"], bound.arguments["is_loading"]
+        if not _is_outermost():
+            return method(self, *args, **kwargs)
+        places = megatron_state.places(of_model)
+        note = None if is_loading else megatron_state.live(self, places)
+        made = _inside(method, self, *args, **kwargs)
+        self._ckpt_patches_places = places
+        if isinstance(made, dict):
+            made[NOTE] = note
+        return made
+
+    return with_note
+
+
+def saving(save: Method) -> Method:
+    """For `dist_checkpointing.save`: bring the notes of all ranks together."""
+
+    @functools.wraps(save)
+    def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        notes = [holder.pop(NOTE) for holder in _holders(sharded_state_dict)]
+        if any(_of_all_ranks(bool(notes))):
+            sharded_state_dict[KEY] = proof.recorded(_together(notes))
+        return save(sharded_state_dict, *args, **kwargs)
+
+    return with_record
+
+
+def loading(load: Method) -> Method:
+    """For `dist_checkpointing.load`: hand the record to the optimizers that wish for it."""
+
+    @functools.wraps(load)
+    def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        paths = list(_paths(sharded_state_dict))
+        wishes = _of_all_ranks(bool(paths))
+        result = load(sharded_state_dict, *args, **kwargs)
+        state_dict = result[0] if isinstance(result, tuple) else result
+        record = state_dict.pop(KEY, None)
+        if any(wishes):
+            given = Given(record, None if all(wishes) else _group_of(wishes))
+            for path in paths:
+                _put(state_dict, path, given)
+        return result
+
+    return with_record
+
+
+def proven(method: Method) -> Method:
+    """For `load_state_dict`: when the outermost one has loaded, hold the live state against the record."""
+
+    @functools.wraps(method)
+    def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        given = None
+        if isinstance(state_dict, dict) and NOTE in state_dict:
+            given = state_dict[NOTE]
+            state_dict = {key: value for key, value in state_dict.items() if key != NOTE}
+        result = _inside(method, self, state_dict, *args, **kwargs)
+        if _is_outermost() and isinstance(given, Given):
+            live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
+            proof.prove(live, given.record, given.group)
+        elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
+            proof.say_nothing_is_proven("this state dict is not one that dist_checkpointing.load has returned")
+        return result
+
+    return with_proof
+
+
+def recorded_apart(method: Method) -> Method:
+    """For `get_parameter_state_dp_zero`, outside of a sharded state dict: what the `torch` format keeps in a file."""
+
+    @functools.wraps(method)
+    def with_record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_outermost() or self.is_stub_optimizer:
+            return method(self, *args, **kwargs)
+        record = proof.recorded(_live_of_rank(self), self.data_parallel_group)
+        state = _inside(method, self, *args, **kwargs)
+        if isinstance(state, dict):
+            state[KEY] = record
+        return state
+
+    return with_record
+
+
+def proven_apart(method: Method) -> Method:
+    """For `load_parameter_state_from_dp_zero`, in which the first data-parallel rank has the state."""
+
+    @functools.wraps(method)
+    def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        record = None
+        if isinstance(state_dict, dict) and KEY in state_dict:
+            record = state_dict[KEY]
+            state_dict = {key: value for key, value in state_dict.items() if key != KEY}
+        result = _inside(method, self, state_dict, *args, **kwargs)
+        if _is_outermost() and not self.is_stub_optimizer:
+            group = self.data_parallel_group
+            proof.prove(_live_of_rank(self), proof.from_first(record, group), group)
+        return result
+
+    return with_proof
+
+
+def _live_of_rank(optimizer: Any) -> Live:
+    """Of one model-parallel rank alone, each of its parameters a whole one."""
+    return megatron_state.live(optimizer, megatron_state.own_places(optimizer))
+
+
+def _is_outermost() -> bool:
+    return _depth == 0
+
+
+def _inside(method: Method, *args: Any, **kwargs: Any) -> Any:
+    global _depth
+    _depth += 1
+    try:
+        return method(*args, **kwargs)
+    finally:
+        _depth -= 1
+
+
+def _together(notes: list[Live]) -> Live:
+    """One of all optimizers of a rank."""
+    settings = {name: its for note in notes for name, its in note.settings.items()}
+    left_out = {what: why for note in notes for what, why in note.left_out.items()}
+    return Live(lambda: (part for note in notes for part in note.parts()), settings, left_out)
+
+
+# Nested state dicts
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in a state dict notes are."""
+    if isinstance(value, dict):
+        if NOTE in value:
+            yield path
+        for key, inner in value.items():
+            yield from _paths(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _paths(inner, (*path, index))
+
+
+def _holders(state_dict: Any) -> list[dict[Any, Any]]:
+    return [_at(state_dict, path) for path in _paths(state_dict)]
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _put(state_dict: Any, path: tuple[Any, ...], given: Given) -> None:
+    try:
+        holder = _at(state_dict, path)
+    except (KeyError, IndexError, TypeError):
+        return  # nothing was loaded there, and nothing will be
+    if isinstance(holder, dict):
+        holder[NOTE] = given
+
+
+# Ranks
+
+
+def _of_all_ranks(value: bool) -> list[bool]:
+    if not distributed.is_initialized():
+        return [value]
+    found = [False] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def _group_of(wishes: list[bool]) -> Any:
+    """The group of the ranks that wish; all ranks make it."""
+    return distributed.new_group([rank for rank, wish in enumerate(wishes) if wish])
