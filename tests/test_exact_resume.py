@@ -3,8 +3,6 @@
 What the runs find is the table of docs/resume.md.
 """
 
-import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,36 +10,8 @@ from typing import Any
 import pytest
 
 import resume_table
-from upstream import all_releases, checkpoint_formats, newest_by_default, numbers, releases, run, tree
-
-PLAIN = ["plain", "precision-aware"]
-HYBRID = [
-    "-".join(word for word in ("hybrid", fraction, *words) if word)
-    for fraction, *words in itertools.product(("0.0", "0.5", "1.0"), ("", "precision-aware"), ("", "overlap"))
-]
-# In the default run; `make test-all` takes all.
-SOME_HYBRID = ["hybrid-0.0", "hybrid-0.5", "hybrid-0.5-precision-aware-overlap", "hybrid-1.0-precision-aware"]
-
-
-def optimizers(version: str) -> list[str]:
-    """The optimizers that a release has."""
-    if numbers(version) < (0, 11):
-        return PLAIN[:1]
-    if numbers(version) < (0, 12):
-        return PLAIN
-    return PLAIN + (HYBRID if all_releases() else SOME_HYBRID)
-
-
-def inner_optimizers(version: str) -> list[str]:
-    """Up to 0.8 megatron-core does not import without Apex, and so always takes Apex's optimizer."""
-    return ["fused"] if numbers(version) < (0, 9) else ["fused", "torch"]
-
-
-def refused_by_upstream(version: str, inner: str) -> set[str]:
-    """The optimizers that a release does not build: 0.9 none at all without Apex or Transformer Engine."""
-    if inner == "fused":
-        return set()
-    return set(optimizers(version)) if numbers(version) < (0, 10) else {"precision-aware"} & set(optimizers(version))
+from megatron_resumes import SOME_HYBRID, inner_optimizers, refused_by_upstream, resumes
+from upstream import all_releases, newest_by_default, numbers, releases
 
 
 def cases() -> list[Any]:
@@ -67,7 +37,7 @@ def cases() -> list[Any]:
 def test_a_resume_is_exact(
     version: str, delivery: str, inner: str, ranks: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    rows = resumes(version, inner, delivery, ranks, tmp_path)
+    rows = resumes(version, inner, delivery, ranks, tmp_path).rows
     record_property("resume", [{**row, "version": version, "delivery": delivery} for row in rows])
     refused = {row["optimizer"] for row in rows if row["result"].startswith("refused")}
     assert refused == refused_by_upstream(version, inner)
@@ -76,30 +46,6 @@ def test_a_resume_is_exact(
         assert inexact == []
     elif numbers(version) >= (0, 12):
         assert {row["optimizer"] for row in inexact} >= set(SOME_HYBRID)
-
-
-def resumes(version: str, inner: str, delivery: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """A row for every optimizer and format."""
-    done = run(
-        "exact_resume",
-        folder / "out",
-        *(
-            "--formats",
-            ",".join(checkpoint_formats(version)),
-            "--inner",
-            inner,
-            "--optimizers",
-            ",".join(optimizers(version)),
-            "--resume-ranks",
-            str(ranks),
-        ),
-        tree=tree("megatron-core", version),
-        delivery=delivery,
-        timeout=500,
-    )
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == len(checkpoint_formats(version)) * len(optimizers(version))
-    return rows
 
 
 def test_rounding_of_another_split_is_not_taken_for_a_loss() -> None:

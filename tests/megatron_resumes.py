@@ -1,0 +1,72 @@
+"""Saves and resumes of every optimizer in every format that a release of megatron-core has."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upstream import all_releases, checkpoint_formats, numbers, run, tree
+
+PLAIN = ["plain", "precision-aware"]
+HYBRID = [
+    "-".join(word for word in ("hybrid", fraction, *words) if word)
+    for fraction, *words in itertools.product(("0.0", "0.5", "1.0"), ("", "precision-aware"), ("", "overlap"))
+]
+# In the default run; `make test-all` takes all.
+SOME_HYBRID = ["hybrid-0.0", "hybrid-0.5", "hybrid-0.5-precision-aware-overlap", "hybrid-1.0-precision-aware"]
+
+
+def optimizers(version: str) -> list[str]:
+    """The optimizers that a release has."""
+    if numbers(version) < (0, 11):
+        return PLAIN[:1]
+    if numbers(version) < (0, 12):
+        return PLAIN
+    return PLAIN + (HYBRID if all_releases() else SOME_HYBRID)
+
+
+def inner_optimizers(version: str) -> list[str]:
+    """Up to 0.8 megatron-core does not import without Apex, and so always takes Apex's optimizer."""
+    return ["fused"] if numbers(version) < (0, 9) else ["fused", "torch"]
+
+
+def refused_by_upstream(version: str, inner: str) -> set[str]:
+    """The optimizers that a release does not build: 0.9 none at all without Apex or Transformer Engine."""
+    if inner == "fused":
+        return set()
+    return set(optimizers(version)) if numbers(version) < (0, 10) else {"precision-aware"} & set(optimizers(version))
+
+
+class Resumes(NamedTuple):
+    """What was found."""
+
+    rows: list[dict[str, Any]]  # one for each optimizer and format
+    log: str  # of all ranks
+
+
+def resumes(
+    version: str, inner: str, delivery: str, ranks: int, folder: Path, *, env: Mapping[str, str] | None = None
+) -> Resumes:
+    """Save on two ranks with every optimizer in every format, and resume each."""
+    done = run(
+        "exact_resume",
+        folder / "out",
+        *(
+            "--formats",
+            ",".join(checkpoint_formats(version)),
+            "--inner",
+            inner,
+            "--optimizers",
+            ",".join(optimizers(version)),
+            "--resume-ranks",
+            str(ranks),
+        ),
+        tree=tree("megatron-core", version),
+        delivery=delivery,
+        timeout=500,
+        env=env,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == len(checkpoint_formats(version)) * len(optimizers(version))
+    return Resumes(rows, done.stderr)

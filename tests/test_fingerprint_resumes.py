@@ -1,0 +1,32 @@
+"""No false alarm: every exact resume of docs/resume.md's table is proven by the record of the save."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import resume_table
+from megatron_resumes import inner_optimizers, refused_by_upstream, resumes
+from upstream import all_releases, newest_by_default, releases
+
+ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
+
+
+def cases() -> list[Any]:
+    """Release, inner optimizer, and on how many ranks what two have saved is resumed."""
+    return [
+        pytest.param(*release.values, inner, ranks, id=f"{release.id}-{inner}-{ranks}")
+        for release in newest_by_default(releases("megatron-core", oldest="0.12.0"))
+        for inner in inner_optimizers(str(release.id))
+        for ranks in (2, 4)
+        if all_releases() or (inner, ranks) == ("fused", 4)
+    ]
+
+
+@pytest.mark.parametrize(("version", "inner", "ranks"), cases())
+def test_every_exact_resume_is_proven_whole(version: str, inner: str, ranks: int, tmp_path: Path) -> None:
+    rows, log = resumes(version, inner, "hook", ranks, tmp_path, env=ON)
+    resumed = [row for row in rows if row["optimizer"] not in refused_by_upstream(version, inner)]
+    assert [row for row in resumed if not resume_table.exact(row)] == []
+    assert log.count("resume proven: ") == len(resumed)
+    assert "not proven" not in log
