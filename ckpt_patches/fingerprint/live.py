@@ -1,5 +1,6 @@
 """What this rank of a running job holds of the optimizer's state, and what that comes to."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Live:
     parts: Callable[[], Iterable[Part]]  # to go through more than once
     settings: Mapping[str, Settings] = field(default_factory=dict)  # by parameter
     left_out: Mapping[str, str] = field(default_factory=dict)  # what has no fingerprint, and why
+    shared: Mapping[Key, Key] = field(default_factory=dict)  # states in the memory of another one
 
 
 @dataclass
@@ -67,6 +69,24 @@ def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Sums]:
         one.whole, one.dtype = math.prod(part.box.shape), _dtype(part.values)
         if main:
             one.sample.update(_sample(part))
+    return found
+
+
+def in_one_memory(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, Key]:
+    """States that have memory of another one: a step changes that twice, whatever is in it now.
+
+    Args:
+        tensors: of states, contiguous; steps that are tensors too.
+    """
+    places = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
+        for key, tensor in tensors
+        if tensor.numel() and tensor.data_ptr()
+    )
+    found: dict[Key, Key] = {}
+    for before, after in itertools.pairwise(places):
+        if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
+            found[after[3]] = before[3]
     return found
 
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.live import Live, Part
-from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings
+from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings, add_settings
 from ckpt_patches.fingerprint.states import state_named
+from ckpt_patches.fingerprint.verdict import Key
 
 
 class Piece(NamedTuple):
@@ -39,8 +40,12 @@ class Held(NamedTuple):
     begin: int  # element of it that the states begin with
     states: Mapping[str, torch.Tensor]  # in one dimension, equally long
     settings: Settings
+    tensors: Mapping[str, torch.Tensor]  # the states, and a step if it is a tensor
     is_sharded: bool  # whether data-parallel ranks hold other elements of it, and no replicas
     replica: int  # of the optimizer itself
+
+
+Stepping = Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 # Places
@@ -103,6 +108,7 @@ def live(optimizer: Any, where: Places) -> Live:
     """What an optimizer, or a chain of them, holds on this rank."""
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
+    tensors: list[tuple[Key, torch.Tensor]] = []
     for leaf in leaves(optimizer):
         why = _why_none(leaf)
         if why:
@@ -115,7 +121,9 @@ def live(optimizer: Any, where: Places) -> Live:
             elif not place.pieces:
                 left_out[place.why_none] = "so its elements have no places"
             else:
-                settings.update({piece.key: held.settings for piece in place.pieces})
+                for piece in place.pieces:
+                    add_settings(settings, left_out, piece.key, held.settings)
+                tensors += [((place.pieces[0].key, state_named(name)), its) for name, its in held.tensors.items()]
 
     def parts() -> Iterator[Part]:
         for leaf in leaves(optimizer):
@@ -124,7 +132,7 @@ def live(optimizer: Any, where: Places) -> Live:
                 for name, values in held.states.items():
                     yield from _parts(held, place, name, values)
 
-    return Live(parts, settings, left_out)
+    return Live(parts, settings, left_out, in_one_memory(tensors))
 
 
 def leaves(optimizer: Any) -> list[Any]:
@@ -175,17 +183,14 @@ def _held(leaf: Any) -> Iterator[Held]:
 
 
 def _of_distributed(leaf: Any) -> Iterator[Held]:
-    replica = getattr(leaf, "distributed_optimizer_instance_id", 0)
+    replica, stepping = getattr(leaf, "distributed_optimizer_instance_id", 0), _stepping(leaf.optimizer)
     for ranges in leaf.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
                 for param, its in bucket["param_map"].items():
-                    states = leaf._get_main_param_and_optimizer_states(param)
-                    numel = its["param"].end - its["param"].start
-                    flat = {name: _flat(value) for name, value in states.items() if _is_state(value, numel)}
-                    group = leaf.optimizer.param_groups[leaf.model_param_group_index_map[param][0]]
-                    settings = _settings(group, states)
-                    yield Held(param, its["param"].start, flat, settings, is_sharded=True, replica=replica)
+                    group, states = _of_shard(leaf, param, stepping)
+                    begin, numel = its["param"].start, its["param"].end - its["param"].start
+                    yield _held_of(param, begin, numel, group, states, is_sharded=True, replica=replica)
 
 
 def _of_whole(leaf: Any) -> Iterator[Held]:
@@ -199,11 +204,37 @@ def _of_whole(leaf: Any) -> Iterator[Held]:
     }
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
-            own = leaf.optimizer.state.get(main, {})
-            states = {"param": main, **own}
-            flat = {name: _flat(value) for name, value in states.items() if _is_state(value, main.numel())}
-            settings = _settings(group, own)
-            yield Held(models.get(id(main), main), 0, flat, settings, is_sharded=False, replica=0)
+            states = {"param": main, **leaf.optimizer.state.get(main, {})}
+            yield _held_of(models.get(id(main), main), 0, main.numel(), group, states, is_sharded=False, replica=0)
+
+
+def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The group and the states of the optimizer that steps: of a hybrid one the inner one on the CPU or on the GPU."""
+    index, order = leaf.model_param_group_index_map[param]
+    group = leaf.optimizer.param_groups[index]
+    if not hasattr(leaf.optimizer, "sub_optimizers"):
+        return group, leaf._get_main_param_and_optimizer_states(param)
+    inner = leaf.optimizer.param_to_inner_param[group["params"][order]]
+    group, states = stepping.get(id(inner), ({}, {}))
+    return group, {"param": inner, **{name: its for name, its in states.items() if name != "master_param"}}
+
+
+def _stepping(optimizer: Any) -> Stepping:
+    """Of the optimizers in a hybrid one: the group and the states of each of their parameters, by its identity."""
+    return {
+        id(param): (group, inner.state.get(param, {}))
+        for inner in getattr(optimizer, "sub_optimizers", ())
+        for group in inner.param_groups
+        for param in group["params"]
+    }
+
+
+def _held_of(
+    param: Any, begin: int, numel: int, group: Mapping[str, Any], states: Mapping[str, Any], **what: Any
+) -> Held:
+    flat = {name: _flat(value) for name, value in states.items() if _is_state(value, numel)}
+    step = {"step": states["step"]} if isinstance(states.get("step"), torch.Tensor) else {}
+    return Held(param, begin, flat, _settings(group, states), {**flat, **step}, **what)
 
 
 def _is_state(value: Any, numel: int) -> bool:

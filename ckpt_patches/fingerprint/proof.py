@@ -19,7 +19,7 @@ from torch import distributed
 from ckpt_patches.fingerprint import record as records
 from ckpt_patches.fingerprint.live import Live, Part, Sums, blocks_of, sums
 from ckpt_patches.fingerprint.mix import MODULUS, of_run
-from ckpt_patches.fingerprint.record import NotARecord, Record, SettingDifference
+from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
 from ckpt_patches.fingerprint.verdict import Hint, Key, Total, Verdict, judge, sentences, unequal
 from ckpt_patches.ranks import is_rank_zero
 
@@ -62,7 +62,8 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
     if verdict.is_wrong and os.environ.get(SWITCH) != "warn":
         raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
     if is_rank_zero(os.environ):
-        _say(logging.WARNING if verdict.is_wrong or verdict.unproven else logging.INFO, "\n".join(lines))
+        odd = verdict.is_wrong or verdict.unproven or verdict.rates
+        _say(logging.WARNING if odd else logging.INFO, "\n".join(lines))
     return verdict
 
 
@@ -88,7 +89,8 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     by_key = {key: [of_rank[key] for of_rank in hints if key in of_rank] for key in wrong}
     settings = sorted({_hashable(one): one for of_rank in odd for one in of_rank.settings}.values(), key=_hashable)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
-    return judge(record, totals, hints=by_key, settings=settings, left_out=left_out)
+    shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
+    return judge(record, totals, hints=by_key, settings=settings, left_out=left_out, shared=shared)
 
 
 class Odd(NamedTuple):
@@ -98,14 +100,15 @@ class Odd(NamedTuple):
     besides: dict[Key, Total]  # states that the record does not have
     settings: list[SettingDifference]
     left_out: dict[str, str]
+    shared: dict[Key, Key]
 
 
 def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
     known = {key: (one.whole, one.dtype) for key, one in found.items() if key in record.states}
     kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
     besides = {key: one.as_total() for key, one in found.items() if key not in record.states}
-    settings = records.setting_differences(record.settings, live.settings)
-    return Odd(kinds, besides, settings, dict(live.left_out))
+    settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE))
+    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared))
 
 
 def _hashable(one: SettingDifference) -> tuple[str, ...]:

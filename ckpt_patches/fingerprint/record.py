@@ -1,6 +1,6 @@
 """What a checkpoint says of its own state: plain numbers and strings, where all formats keep what is not sharded."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,9 +79,19 @@ def merged(records: Iterable[Record]) -> Record:
             one = states.get(key, State(0, 0, part.dtype))
             value = (one.value + part.value) % (1 << 64)
             states[key] = State(one.numel + part.numel, value, part.dtype, {**one.sample, **part.sample})
-        settings.update(record.settings)
+        for parameter, its in record.settings.items():
+            add_settings(settings, left_out, parameter, its)
         left_out.update(record.left_out)
     return Record(states, settings, left_out)
+
+
+def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter: str, its: Settings) -> None:
+    """What one part of a parameter has; of layers that are one parameter in checkpoints some may have others."""
+    before = known.setdefault(parameter, its)
+    differ = {name for name in before.keys() & its.keys() if before[name] != its[name]}
+    if differ:
+        known[parameter] = {name: value for name, value in before.items() if name not in differ}
+        left_out.update({f"{parameter} {name}": "its parts differ in it" for name in differ - {RATE}})
 
 
 class SettingDifference(NamedTuple):
@@ -93,17 +103,21 @@ class SettingDifference(NamedTuple):
     found: Any
 
 
-def setting_differences(saved: Mapping[str, Settings], found: Mapping[str, Settings]) -> list[SettingDifference]:
-    """Of the parameters that both have, in the settings that both have."""
+def setting_differences(
+    saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Sequence[str] = SETTINGS
+) -> list[SettingDifference]:
+    """Of the parameters that both have, in the settings that both have; without a step a run would begin anew."""
     return [
-        SettingDifference(parameter, name, saved[parameter][name], found[parameter][name])
-        for parameter in sorted(saved.keys() & found.keys())
-        for name in SETTINGS
-        if name in saved[parameter] and name in found[parameter]
-        if _plain(saved[parameter][name]) != _plain(found[parameter][name])
+        SettingDifference(parameter, name, its[name], found[parameter].get(name))
+        for parameter, its in sorted(saved.items())
+        for name in names
+        if parameter in found and name in its and (name in found[parameter] or name == "step")
+        if _plain(its[name]) != _plain(found[parameter].get(name))
     ]
 
 
 def _plain(value: Any) -> Any:
     """Formats make lists of pairs, and floats of whole numbers."""
-    return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(float, value))
+    return None if value is None else float(value)

@@ -15,7 +15,7 @@ from torch import distributed
 
 from ckpt_patches.fingerprint import megatron_state, proof
 from ckpt_patches.fingerprint.live import Live
-from ckpt_patches.fingerprint.record import KEY
+from ckpt_patches.fingerprint.record import KEY, Settings, add_settings
 
 NOTE = f"{KEY}_note"  # of a state dict that is being made or loaded; in no checkpoint
 Method = Callable[..., Any]
@@ -158,8 +158,11 @@ def _inside(method: Method, *args: Any, **kwargs: Any) -> Any:
 
 def _together(notes: list[Live]) -> Live:
     """One of all optimizers of a rank."""
-    settings = {name: its for note in notes for name, its in note.settings.items()}
+    settings: dict[str, Settings] = {}
     left_out = {what: why for note in notes for what, why in note.left_out.items()}
+    for note in notes:
+        for parameter, its in note.settings.items():
+            add_settings(settings, left_out, parameter, its)
     return Live(lambda: (part for note in notes for part in note.parts()), settings, left_out)
 
 

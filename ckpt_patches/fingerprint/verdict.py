@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_patches.fingerprint.mix import zeros
-from ckpt_patches.fingerprint.record import Record, SettingDifference, State
+from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
 
 Key = tuple[str, str]  # of a parameter, and of its state
 LINES = 12  # of differences that are said one by one
 NARROW = ("bfloat16", "float16")
 
 ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
-MISSING, INCOMPLETE, OTHER = "missing", "incomplete", "other values"
+MISSING, INCOMPLETE, SHARED, OTHER = "missing", "incomplete", "in another's memory", "other values"
 
 
 class Total(NamedTuple):
@@ -54,6 +54,7 @@ class Verdict:
     differences: Sequence[Difference] = ()
     settings: Sequence[SettingDifference] = ()
     unproven: Mapping[str, str] = field(default_factory=dict)  # what, and why not
+    rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
 
     @property
     def is_wrong(self) -> bool:
@@ -76,6 +77,7 @@ def judge(
     hints: Mapping[Key, Sequence[Hint]],
     settings: Sequence[SettingDifference] = (),
     left_out: Mapping[str, str] | None = None,
+    shared: Mapping[Key, Key] | None = None,
 ) -> Verdict:
     """What to say.
 
@@ -83,8 +85,9 @@ def judge(
         record: what the checkpoint says.
         totals: what the ranks hold together.
         hints: of each rank, for the states that `unequal` gives.
-        settings: those that differ.
+        settings: those that differ, rates among them.
         left_out: what of the live state has no fingerprint, and why.
+        shared: states that lie in the memory of another one.
     """
     proven, differences, nbytes = [], [], 0
     unproven = {**record.left_out, **(left_out or {})}
@@ -107,7 +110,10 @@ def judge(
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
     for key in totals.keys() - record.states.keys():
         unproven.setdefault(f"{key[0]} {key[1]}", "the checkpoint's fingerprint does not have it")
-    return Verdict(proven, nbytes, differences, settings, unproven)
+    for key, other in (shared or {}).items():
+        differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))
+    rates = [one for one in settings if one.setting == RATE]
+    return Verdict(proven, nbytes, differences, [one for one in settings if one.setting != RATE], unproven, rates)
 
 
 def _is(state: State, total: Total) -> bool:
@@ -130,8 +136,9 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
     numel, none = sum(hint.numel for hint in hints), sum(hint.zeros for hint in hints)
     if total.numel % state.numel:
         return INCOMPLETE, f"{total.numel:,} elements here, of {state.numel:,}"
-    if numel and none == numel:
-        return ZEROS, "all zeros"
+    empty = sum(hint.zeros == hint.numel for hint in hints)
+    if empty:
+        return ZEROS, "all zeros" if empty == len(hints) else f"all zeros on {empty} of {len(hints)} ranks"
     if total.numel == state.numel:
         for other, its in record.states.items():
             if other != key and (its.numel, its.value) == (state.numel, total.value):
@@ -153,7 +160,7 @@ def sentences(verdict: Verdict) -> list[str]:
     """Lines for a log; the first says all in one."""
     if verdict.is_wrong:
         lines = [*map(_line, verdict.differences), *map(_line, verdict.settings)]
-        return [_headline(verdict), *_shortened(lines)]
+        return [_headline(verdict), *_shortened(lines), *_of_rates(verdict.rates)]
     parameters = len({parameter for parameter, _ in verdict.proven})
     rest = f"; {len(verdict.unproven)} not proven" if verdict.unproven else ""
     if not verdict.proven:
@@ -161,7 +168,13 @@ def sentences(verdict: Verdict) -> list[str]:
     else:
         size = _size(verdict.nbytes)
         headline = f"resume proven: {parameters} parameters, {len(verdict.proven)} states, {size}{rest}"
-    return [headline, *_shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])]
+    unproven = _shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])
+    return [headline, *unproven, *_of_rates(verdict.rates)]
+
+
+def _of_rates(rates: Sequence[SettingDifference]) -> list[str]:
+    counted = Counter((one.saved, one.found) for one in rates)
+    return [f"  rate: {found} now, {saved} when saved: {n} parameters" for (saved, found), n in counted.most_common(3)]
 
 
 def _headline(verdict: Verdict) -> str:

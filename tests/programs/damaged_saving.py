@@ -1,0 +1,103 @@
+"""Save an optimizer with the real megatron-core while something damages the save, and load it again.
+
+damaged_saving.py OUT race    two ranks lose slices of a zarr checkpoint: zarr_race.py says how
+damaged_saving.py OUT step    the next step is taken while a persistent worker writes masters that are on the CPU
+damaged_saving.py OUT load-race|load-step
+"""
+
+import argparse
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import async_saving
+import megatron_training as mt
+import zarr_race
+
+STEPS = 3
+RANKS = {"race": 2, "step": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("what", choices=[f"{load}{kind}" for kind in RANKS for load in ("", "load-")])
+    options = parser.parse_args()
+    kind = options.what.removeprefix("load-")
+    mt.spawn(load if options.what != kind else WHAT[kind], RANKS[kind], options.out, kind)
+
+
+def one_weight(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+    """Both ranks write half of each array; one that had it alone would have nobody to lose it to."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class Model(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.a = torch.nn.Linear(16, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.a(x)
+            return out
+
+    return Model().to(dtype)
+
+
+def build(kind: str) -> tuple[Any, Any]:
+    mt.use_inner_optimizer("fused")
+    return mt.build(make_model=one_weight) if kind == "race" else mt.build(offload_fraction=1.0)
+
+
+def state(kind: str, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Of the optimizer alone."""
+    name = "fully_sharded_model_space" if kind == "race" else "dp_reshardable"
+    return {"optimizer": mt.sharded_state_dict(name, model, optimizer, is_loading=is_loading)["optimizer"]}
+
+
+def trained(kind: str) -> tuple[Any, Any]:
+    model, optimizer = build(kind)
+    for number in range(STEPS):
+        mt.step(model, optimizer, number)
+    return model, optimizer
+
+
+def race(rank: int, out: Path, kind: str) -> None:
+    model, optimizer = trained(kind)
+    zarr_race.force_race(rank, RANKS[kind], out.parent)
+    mt.write(state(kind, model, optimizer, is_loading=False), out, "zarr")
+
+
+def step(rank: int, out: Path, kind: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = trained(kind)
+    mt.make_folder(out)
+    options: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 another package's
+        options["async_strategy"] = "mcore"
+    asked = dist_checkpointing.save(
+        state(kind, model, optimizer, is_loading=False), str(out), ("torch_dist", 1), **options
+    )
+    sign = out.with_suffix(".go")
+    calls = async_saving.schedule(asked, sign)
+    mt.step(model, optimizer, STEPS)
+    sign.touch()
+    calls.maybe_finalize_async_calls(blocking=True)
+    calls.close()
+
+
+def load(rank: int, out: Path, kind: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = build(kind)
+    loaded = dist_checkpointing.load(state(kind, model, optimizer, is_loading=True), str(out))
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+WHAT = {"race": race, "step": step}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""With each fix of megatron-core switched off, what its bug does to a state is caught, or the run dies of the bug.
+
+By nobody but the record of the save: the programs are those that show the bugs. What is not caught is said here and in
+docs/fingerprint.md, by name.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import resume_table
+from megatron_resumes import resumes
+from test_resume_param_groups import SAME
+from upstream import all_releases, newest_by_default, numbers, releases, run, tree
+
+ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
+CAUGHT = "FingerprintError: fingerprint: the state after the load is not what was saved: "
+
+
+def without(*fixes: str) -> dict[str, str]:
+    return {**ON, "CKPT_PATCHES_SKIP": ",".join(fixes)}
+
+
+def not_caught(version: str, inner: str, fix: str) -> set[tuple[str, str]]:
+    """Optimizers and formats that load what was saved and step otherwise from the second step on.
+
+    The loaded groups of the hybrid optimizer have a step, which it gives its inner optimizers before each step.
+    """
+    by_step = (fix, inner) == ("hybrid_offload_resume", "fused") and not (0, 13) < numbers(version) < (0, 17)
+    format_ = "fully_sharded_model_space" if numbers(version) < (0, 13) else "fully_reshardable"
+    words = ("", "-overlap") if all_releases() else ("-overlap",)
+    return {(f"hybrid-0.5-precision-aware{word}", format_) for word in words} if by_step else set()
+
+
+def optimizer_cases() -> list[Any]:
+    """Release, inner optimizer, and the fix that is off."""
+    return [
+        pytest.param(*release.values, inner, fix, id=f"{release.id}-{inner}-{fix}")
+        for release in newest_by_default(releases("megatron-core", oldest="0.12.0"))
+        for inner, fix in (
+            ("fused", "hybrid_offload_resume"),
+            ("torch", "torch_adam_step"),
+            *([("torch", "hybrid_offload_resume"), ("fused", "torch_adam_step")] if all_releases() else []),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("version", "inner", "fix"), optimizer_cases())
+def test_no_optimizer_goes_on_with_a_state_that_is_not_the_saved_one(
+    version: str, inner: str, fix: str, tmp_path: Path
+) -> None:
+    rows = resumes(version, inner, "hook", 2, tmp_path, env=without(fix)).rows
+    silent = {
+        (row["optimizer"], row["format"])
+        for row in rows
+        if row["result"].startswith("differs") and not resume_table.exact(row)
+    }
+    assert silent == not_caught(version, inner, fix)
+    caught = [row for row in rows if row["result"].startswith(f"load died: {CAUGHT[:60]}")]
+    assert caught or (inner, fix) == ("fused", "torch_adam_step")  # which all die by KeyError
+
+
+@pytest.mark.parametrize("version", newest_by_default(releases("megatron-core", oldest="0.15.0", newest="0.19.2")))
+def test_a_shifted_save(version: str, tmp_path: Path) -> None:
+    root = tree("megatron-core", version)
+    run("shifted_saving", tmp_path, tree=root, delivery="hook", env=without("fully_reshardable_shift"))
+    load = ("--load", tmp_path / "shifted")
+    said = run("shifted_saving", tmp_path, *load, tree=root, delivery="hook", env=ON, check=False).stderr
+    assert CAUGHT in said
+    assert "a shift: moved by " in said
+
+
+DAMAGED = [
+    ("0.12.0", "race", ["zarr_create_synchronizer", "zarr_range_write"], "all zeros on 1 of 2 ranks"),
+    ("0.14.0", "race", ["zarr_create_synchronizer", "zarr_range_write"], "all zeros on 1 of 2 ranks"),
+    ("0.12.0", "step", ["async_save_staging"], "other values"),
+    ("0.19.2", "step", ["async_save_staging"], "other values"),
+]
+
+
+@pytest.mark.parametrize(("release", "kind", "fixes", "looks"), DAMAGED)
+def test_a_save_that_was_damaged_while_it_was_written(
+    release: str, kind: str, fixes: list[str], looks: str, tmp_path: Path
+) -> None:
+    done = saved_and_loaded(release, kind, fixes, tmp_path / "damaged")
+    assert CAUGHT in done.stderr
+    assert looks in done.stderr
+    assert "resume proven: " in saved_and_loaded(release, kind, [], tmp_path / "whole").stderr
+
+
+def saved_and_loaded(release: str, kind: str, fixes: list[str], folder: Path) -> CompletedProcess[str]:
+    folder.mkdir()
+    root = tree("megatron-core", release)
+    run("damaged_saving", folder / "out", kind, tree=root, delivery="hook", env=without(*fixes))
+    load, env = f"load-{kind}", without(*fixes)
+    return run("damaged_saving", folder / "out", load, tree=root, delivery="hook", env=env, check=False)
+
+
+GROUPS = [
+    ("0.12.0", "plain", ["--stages"], ["stage1.b.weight: weight_decay 0.0, saved as 0.1"]),
+    ("0.18.2", "mup", [], ["stage0.a.weight: eps 2.5e-09, saved as 1e-08"]),
+    # The rate of one parameter alone: a schedule may change it, so that is said and is no error.
+    ("0.18.2", "decoupled", [], ["WARNING: resume proven: ", "rate: 9.756", "when saved: 1 parameters"]),
+]
+
+
+@pytest.mark.parametrize(("release", "name", "options", "said"), GROUPS)
+def test_a_group_with_the_settings_of_another_one(
+    release: str, name: str, options: Sequence[str], said: Sequence[str], tmp_path: Path
+) -> None:
+    saved, loaded = SAME[name]
+    runs = [{"do": "save", "name": name, **saved}, {"do": "load", "name": name, **loaded}]
+    format_ = "fully_reshardable" if numbers(release) >= (0, 15) else "fully_sharded_model_space"
+    arguments = ("--format", format_, *options)
+
+    def output(env: dict[str, str]) -> str:
+        folder = tmp_path / env.get("CKPT_PATCHES_SKIP", "all")
+        folder.mkdir()
+        root = tree("megatron-core", release)
+        done = run("param_groups", folder, *map(json.dumps, runs), *arguments, tree=root, delivery="hook", env=env)
+        return done.stdout + done.stderr
+
+    without_it = output(without("resume_param_groups"))
+    assert [part for part in said if part not in without_it] == []
+    assert "INFO: resume proven: " in output(ON)
