@@ -16,6 +16,7 @@ from ckpt_patches.audit import (
     judge,
     megatron,
     megatron_torch,
+    recorded,
     repaired,
     scan,
     shifted,
@@ -102,7 +103,9 @@ def audit(path: Path, workers: int | None = None, team: Team | None = None) -> R
         if reader is not None:
             found = reader(path)
             findings = found.findings
-            shift = _judge(found, workers or Group().workers(processors()), team)
+            workers = workers or Group().workers(processors())
+            shift = _judge(found, workers, team)
+            found.findings += recorded.findings(found, path, workers)
     except OthersFailed:
         raise
     except UnreadableShareError as error:

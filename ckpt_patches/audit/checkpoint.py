@@ -124,6 +124,7 @@ class Checkpoint:
     records: list[Record] = field(default_factory=list)  # whose checksums are to be right
     copies: list[Copies] = field(default_factory=list)  # files that are missing, and are copies of one that is there
     findings: list[Finding] = field(default_factory=list)  # what is wrong with its files
+    recorded: Any = None  # fingerprints, of the run that saved it; None if it has recorded none
 
     def repaired_in(self, shard: Shard) -> list[tuple[int, int]]:
         """Ranges of a shard whose moments `ckpt-patches repair` has reset, or taken from an older checkpoint."""

@@ -140,6 +140,15 @@ STALE_LIST = _kind(
     "remove it",
 )
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
+NOT_AS_RECORDED = _kind(
+    "not_as_recorded",
+    DAMAGE,
+    "a state is not what the run that saved it has recorded (`CKPT_PATCHES_FINGERPRINT`): the save has changed it, or "
+    "something since",
+)
+RECORDED = _kind(
+    "recorded", NOTE, "how many states were compared with what the run that saved has recorded of them", NO_HARM
+)
 NOT_READ = _kind(
     "not_read",
     SUSPICION,

@@ -19,6 +19,7 @@ from ckpt_patches.audit.checkpoint import (
     last_step,
 )
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.fingerprint.record import KEY
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
@@ -89,6 +90,7 @@ def set_common(found: Checkpoint, common: Any) -> None:
         return
     set_run(found, param_groups(common.get("optimizer")), common.get("args"))
     found.sharding = sharding_type(common)
+    found.recorded = common.get(KEY)
 
 
 def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> None:

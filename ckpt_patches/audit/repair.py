@@ -94,7 +94,9 @@ def plan(report: Report, older: Report | None) -> Plan:
     cuts: list[Extent] = []
     refused = []
     lost = {own.name: own.lost for own in report.checkpoint.copies}
-    for finding in (f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE):
+    wrong = [f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE]
+    # Of states that are not as recorded the audit of the copy says whether the repair has made them so.
+    for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if finding.kind is damages.LONG_CHUNK and shard:
             cuts += shard.streams[role].extents

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_patches.errors import UserError
 
 if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.offline import Checked
     from ckpt_patches.fingerprint.states import Fingerprint
 
     # Of a ZeRO checkpoint, from its folder; with `trust` for classes that are not listed.
@@ -23,9 +24,11 @@ EPILOG = """examples:
   ckpt-patches fingerprint --json out/global_step1000 > fingerprints.json
 
 A state has the same number however it is divided among ranks, in a universal checkpoint as in the ZeRO checkpoint that
-it was made from, and in torch_dist as in zarr.
+it was made from, and in torch_dist as in zarr. Where the run that saved has recorded its own
+(CKPT_PATCHES_FINGERPRINT=1), the files are held against them.
 
-exit status: 0 all were read, and with --against all are equal; 1 some differ; 2 a checkpoint cannot be read
+exit status: 0 all were read, and are equal to those recorded, or with --against to the other's; 1 some differ; 2 a
+checkpoint cannot be read
 """
 
 
@@ -59,8 +62,9 @@ def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
         raise UserError(f"a fingerprint needs {error.name}, which is not installed: pip install {error.name}") from None
     found = list(_fingerprints(options.path, options.trust_checkpoint, of_zero))
     if options.against is None:
-        _print(found, as_json=options.json)
-        return 0
+        checked = _held_against_record(options.path, found)
+        _print(found, checked, as_json=options.json)
+        return 1 if checked is not None and checked.differences else 0
     return _compare(options, found, list(_fingerprints(options.against, options.trust_checkpoint, of_zero)))
 
 
@@ -86,14 +90,35 @@ def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
         print(f"{path}: {tensors} no fingerprint, as {example}: {why}", file=sys.stderr)
 
 
-def _print(found: "list[Fingerprint]", *, as_json: bool) -> None:
+def _held_against_record(path: Path, found: "list[Fingerprint]") -> "Checked | None":
+    """None where the run has recorded nothing."""
+    from ckpt_patches.fingerprint import megatron, offline
+
+    plain = offline.of_megatron(path) if megatron.is_megatron(path) else None
+    return None if plain is None else offline.check(plain, found)
+
+
+def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bool) -> None:
     if as_json:
         rows = [{**one._asdict(), "value": one.hexadecimal} for one in found]
-        print(json.dumps({"fingerprints": rows}, indent=1))
+        recorded = None if checked is None else _as_json(checked)
+        print(json.dumps({"fingerprints": rows, "recorded": recorded}, indent=1))
         return
     width = max((len(one.parameter) for one in found), default=0)
     for one in found:
         print(f"{one.hexadecimal}  {one.parameter:{width}}  {one.state:10}  {one.numel:>14,} elements")
+    if checked is None:
+        print("the run that saved has recorded no fingerprints: nothing to compare with")
+        return
+    for each in checked.differences:
+        print(f"{each.parameter}  {each.state}  not as recorded: {each.what}")
+    for what, why in checked.unchecked.items():
+        print(f"{what}  not compared: {why}")
+    print(checked.sentence())
+
+
+def _as_json(checked: "Checked") -> dict[str, object]:
+    return {**checked._asdict(), "differences": [each._asdict() for each in checked.differences]}
 
 
 def _compare(options: argparse.Namespace, one: "list[Fingerprint]", other: "list[Fingerprint]") -> int:

@@ -58,7 +58,12 @@ def fingerprints(path: Path, stored: Stored) -> Iterator[Fingerprint]:
     with RangedFiles() as files:
         for name, tensor in sorted(stored.items()):
             if not _why_none(name, tensor.dtype):
-                yield Fingerprint(*parameter_and_state(name), *_of_tensor(files, path, tensor))
+                yield fingerprint(files, path, tensor)
+
+
+def fingerprint(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> Fingerprint:
+    """Of one tensor that has one; raises as `fingerprints`."""
+    return Fingerprint(*parameter_and_state(tensor.name), *_of_tensor(files, path, tensor))
 
 
 def parameter_and_state(name: str) -> tuple[str, str]:

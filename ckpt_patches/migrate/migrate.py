@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.audit import audit, coverage, repaired, scan
+from ckpt_patches.audit import audit, coverage, recorded, repaired, scan
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.checksums import PartRead
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SHIFTED_STATE, Finding
@@ -135,7 +135,7 @@ def migrate(
             _move(planned, folder, options, left, workers, meeting)
             if group.rank == 0:
                 meeting.wait_for_shares()
-                findings = _finish(found, planned, folder, options)
+                findings = _finish(found, planned, folder, options, workers)
         meeting.finish()
     return Summary(
         output=str(folder.final),
@@ -180,24 +180,32 @@ def _move(
             move.write_all(left, job, workers, show, Progress.INTERVAL)
 
 
-def _finish(found: Source, planned: Plan, folder: UnfinishedFolder, options: Options) -> tuple[Finding, ...]:
-    """Judge what was read, and give the complete folder its name; what was found.
+def _finish(
+    found: Source, planned: Plan, folder: UnfinishedFolder, options: Options, workers: int
+) -> tuple[Finding, ...]:
+    """Judge what was read and what was written, and give the complete folder its name; what was found.
 
     Raises:
         DamagedError: there is damage.
     """
     folder.check_complete(planned.files)
     findings = _judged(found, planned, folder.folder)
-    damage = [finding for finding in findings if finding.kind.severity == DAMAGE]
-    if damage and not options.damaged_as_is:
-        raise _damaged(found.found.path, damage, folder)
+    _check_damage(found, findings, folder, options)
     if not folder.is_of_this(folder.final):
         folders = folder.clean()
         _write_rest(found, planned, folder.working)
+        findings += tuple(recorded.findings(found.found, folder.working, workers))
+        _check_damage(found, findings, folder, options)
         folder.rename(folders, sync=options.sync)
     shutil.rmtree(folder.final / move.JUDGED, ignore_errors=True)
     (folder.final / MARK).unlink()
     return findings
+
+
+def _check_damage(found: Source, findings: tuple[Finding, ...], folder: UnfinishedFolder, options: Options) -> None:
+    damage = [finding for finding in findings if finding.kind.severity == DAMAGE]
+    if damage and not options.damaged_as_is:
+        raise _damaged(found.found.path, damage, folder)
 
 
 def _judged(found: Source, planned: Plan, folder: Path) -> tuple[Finding, ...]:

@@ -1,0 +1,51 @@
+"""The states in a checkpoint's files against what the run that saved it has recorded of them: docs/fingerprint.md."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.checkpoint import Checkpoint
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint import megatron, offline
+from ckpt_patches.fingerprint.states import Fingerprint
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.processes import in_order
+
+
+def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
+    """What is not as it was recorded, and a note of what was compared; nothing where nothing was recorded.
+
+    What cannot be read is not compared: why, another finding says. States that are listed as repaired may differ.
+
+    Args:
+        found: the checkpoint that has the record.
+        path: of the files, which were made of it or are its own; they are read once more.
+        workers: processes that read.
+    """
+    if found.recorded is None:
+        return
+    checked = offline.check(found.recorded, _of_files(path, workers))
+    repaired = {megatron.parameter_and_state(array) for array, _ in found.repaired}
+    for parameter, state, what in checked.differences:
+        kind = damages.REPAIRED if (parameter, state) in repaired else damages.NOT_AS_RECORDED
+        yield Finding(kind, parameter, detail=f"{state}: {what}")
+    examples = [f", as {what}: {why}" for what, why in checked.unchecked.items()]
+    yield Finding(damages.RECORDED, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
+
+
+def _of_files(path: Path, workers: int) -> Iterator[Fingerprint]:
+    stored = megatron.read(path)
+    names = sorted(stored.keys() - megatron.left_out(stored).keys())
+    for one in in_order(partial(_fingerprint, path, stored), names, workers):
+        if one is not None:
+            yield one
+
+
+def _fingerprint(path: Path, stored: megatron.Stored, name: str) -> Fingerprint | None:
+    with RangedFiles() as files:
+        try:
+            return megatron.fingerprint(files, path, stored[name])
+        except UserError:
+            return None

@@ -1,0 +1,91 @@
+"""What a run has recorded of its state in a checkpoint, held against the checkpoint's files; without torch."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_patches.fingerprint.mix import zeros
+from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from_plain
+from ckpt_patches.fingerprint.states import Difference, Fingerprint
+from ckpt_patches.formats import torch_dist, torch_file
+
+CHAINED = re.compile(r"^chained_\d+\.")  # of several optimizers, in front of their tensors' names
+
+
+class Checked(NamedTuple):
+    """What came out."""
+
+    compared: int  # states
+    differences: list[Difference]
+    unchecked: dict[str, str]  # what, and why not
+
+    def sentence(self) -> str:
+        """All in a line."""
+        rest = f"; {len(self.unchecked)} could not be compared" if self.unchecked else ""
+        if not self.compared:
+            return f"no state could be compared with what the run recorded when it saved{rest}"
+        wrong = f"{len(self.differences)} are not" if self.differences else "all are"
+        return f"compared {self.compared} states with what the run recorded when it saved: {wrong} the same{rest}"
+
+
+def of_megatron(path: Path) -> Any:
+    """What is in the common state of a distributed checkpoint; None where nothing is.
+
+    Raises:
+        BadFileError, NotReadError: the common state cannot be read.
+    """
+    if (path / torch_dist.INDEX).exists():
+        common = torch_dist.read_common(path, torch_dist.read_index(path))
+    else:
+        common = torch_file.read(path / torch_dist.COMMON, trust=True).value  # runs nothing
+    return common.get(KEY) if isinstance(common, dict) else None
+
+
+def check(plain: Any, found: Iterable[Fingerprint]) -> Checked:
+    """Hold the files' states against the record.
+
+    Args:
+        plain: what the checkpoint has.
+        found: of its files; states called "model" are no optimizer's.
+    """
+    try:
+        record = from_plain(plain)
+    except NotARecord as error:
+        return Checked(0, [], {"the record": str(error)})
+    return _checked(record, {(CHAINED.sub("", one.parameter), one.state): one for one in found})
+
+
+def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Checked:
+    compared, differences, unchecked = 0, [], dict(record.left_out)
+    for key, state in record.states.items():
+        its = found.get(key) or _model_as_master(key, state, found)
+        if its is None:
+            unchecked[" ".join(key)] = "it is in no tensor of its own in the files"
+        elif its.numel != state.numel:
+            unchecked[" ".join(key)] = f"{its.numel:,} elements in the files, {state.numel:,} in the run"
+        else:
+            compared += 1
+            if its.value != state.value:
+                differences.append(Difference(*key, _what(record, key, its)))
+    for key in found.keys() - record.states.keys():
+        if key[1] != "model":
+            unchecked[" ".join(key)] = "the run recorded nothing of it"
+    return Checked(compared, differences, unchecked)
+
+
+def _model_as_master(
+    key: tuple[str, str], state: State, found: Mapping[tuple[str, str], Fingerprint]
+) -> Fingerprint | None:
+    """Of a model in fp32 the weights are the masters, and are saved once."""
+    weight = found.get((key[0], "model")) if key[1] == "master" else None
+    return weight if weight is not None and weight.value == state.value else None
+
+
+def _what(record: Record, key: tuple[str, str], its: Fingerprint) -> str:
+    if its.value == zeros(its.numel):
+        return "all zeros"
+    for other, state in record.states.items():
+        if other != key and (state.numel, state.value) == (its.numel, its.value):
+            return f"those of {' '.join(other)}"
+    return "other values"

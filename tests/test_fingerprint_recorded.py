@@ -1,0 +1,187 @@
+"""What a run has recorded is what the files hold, goes through a migration, and is proven in the run that loads."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shared
+from ckpt_patches import cli
+from ckpt_patches.fingerprint import megatron, offline
+from every_checkpoint import EVERY
+from upstream import all_releases, run, tree
+
+ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
+NEWEST = "0.19.2"
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """How tests/programs/gpt_resume.py saves."""
+
+    version: str
+    options: str
+    parameters: int = 11
+    default: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        format_ = "fully_reshardable" if self.version > "0.15" else "fully_sharded_model_space"
+        return ["--format", format_, *self.options.split()]
+
+
+GPTS = [
+    Gpt(NEWEST, "--tp 2 --dp 2", default=True),
+    Gpt(NEWEST, "--ep 2 --dp 2 --experts", parameters=12, default=True),  # two optimizers
+    Gpt(NEWEST, "--tp 2 --dp 2 --optimizer whole", default=True),
+    Gpt(NEWEST, "--tp 2 --dp 2 --optimizer whole --fp32"),
+    Gpt(NEWEST, "--tp 1 --dp 2 --fp32"),
+    Gpt("0.16.1", "--pp 2 --dp 2"),
+    Gpt("0.14.0", "--tp 2 --dp 2", default=True),
+    Gpt("0.14.0", "--tp 2 --dp 2 --backend zarr"),
+    Gpt("0.12.0", "--tp 2 --dp 2 --backend zarr"),
+    Gpt("0.12.0", "--ep 2 --dp 2 --experts --backend zarr", parameters=12),
+]
+
+
+def some(gpts: list[Gpt]) -> list[Gpt]:
+    return [gpt for gpt in gpts if gpt.default or all_releases()]
+
+
+def saved(gpt: Gpt) -> Path:
+    """Its checkpoint."""
+
+    def save(folder: Path) -> None:
+        root = tree("megatron-core", gpt.version)
+        run("gpt_resume", "save", folder, *gpt.arguments, tree=root, delivery="hook", env=ON)
+
+    return shared.once(f"recorded-{gpt.version}-{gpt.options}".replace(" ", ""), save) / "checkpoint"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = cli.main([*arguments])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpt", some(GPTS), ids=str)
+def test_the_files_are_what_the_run_has_recorded(gpt: Gpt, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = said(capsys, "fingerprint", str(saved(gpt)))
+    assert status == 0
+    states = 3 * gpt.parameters
+    assert (
+        out.splitlines()[-1] == f"compared {states} states with what the run recorded when it saved: all are the same"
+    )
+    status, out = said(capsys, "audit", "--json", str(saved(gpt)))
+    (found,) = json.loads(out)["checkpoints"]
+    assert (status, found["verdict"]) == (0, "whole")
+    noted = {finding["name"] for finding in found["findings"] if f"compared {states} states" in finding["detail"]}
+    assert noted == {"recorded"}
+
+
+# How a checkpoint is loaded that another layout of ranks has saved.
+OTHER = {"--tp 2 --dp 2": ["--pp 2 --dp 2", "--tp 1 --dp 4"], "--ep 2 --dp 2 --experts": ["--ep 2 --dp 4 --experts"]}
+
+
+@pytest.mark.parametrize("gpt", [gpt for gpt in some(GPTS) if gpt.options in OTHER], ids=str)
+def test_a_load_in_another_layout_is_proven(gpt: Gpt, tmp_path: Path) -> None:
+    for options in OTHER[gpt.options] if all_releases() else OTHER[gpt.options][:1]:
+        other = Gpt(gpt.version, options)
+        folder = tmp_path / options.replace(" ", "")
+        folder.mkdir()
+        resume: tuple[str | Path, ...] = ("resume", folder, "--checkpoint", saved(gpt), *other.arguments)
+        log = run("gpt_resume", *resume, tree=tree("megatron-core", gpt.version), delivery="hook", env=ON).stderr
+        assert f"resume proven: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+        assert "not proven" not in log
+
+
+@pytest.mark.parametrize("gpt", [gpt for gpt in some(GPTS) if gpt.version < "0.15"], ids=str)
+def test_the_number_goes_through_a_migration_into_the_run_that_loads(
+    gpt: Gpt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    assert cli.main(["migrate", str(saved(gpt)), "--output", str(new), "--no-sync"]) == 0
+    assert f"compared {3 * gpt.parameters} states" in capsys.readouterr().out
+    options = ["--format", "fully_reshardable", *gpt.options.replace("--backend zarr", "").split()]
+    resume: tuple[str | Path, ...] = ("resume", saved(gpt).parent, "--checkpoint", new, *options)
+    log = run("gpt_resume", *resume, tree=tree("megatron-core", NEWEST), delivery="hook", env=ON).stderr
+    assert f"resume proven: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved(GPTS[0]), tmp_path / "copy"))
+
+
+def change(path: Path, state: str, element: int, value: Any) -> None:
+    """Elements of a state of the word embedding, in its first chunk's file, from one on; checksums are made right."""
+    from ckpt_patches.audit import checksums, torch_dist
+    from ckpt_patches.audit.checkpoint import EXP_AVG, MASTER
+
+    found = torch_dist.read(path)
+    shard = next(shard for shard in found.shards if "word_embeddings" in shard.parameter)
+    (extent,) = shard.streams[{"param": MASTER, "exp_avg": EXP_AVG}[state]].extents
+    values = np.memmap(extent.path, np.uint32, "r+", extent.offset, (extent.nbytes // 4,))
+    new = np.asarray(value, np.uint32)
+    values[element : element + new.size] = new if new.ndim else values[element] ^ new
+    values.flush()
+    for record in found.records:
+        if record.path == extent.path and record.offset == extent.offset:
+            checksums.update_checksum(record)
+
+
+def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a moment, which nothing else in the checkpoint tells of."""
+    change(copy, "exp_avg", 5, 1)
+    status, out = said(capsys, "fingerprint", str(copy))
+    assert status == 1
+    assert "embedding.word_embeddings.weight  exp_avg  not as recorded: other values" in out
+    status, out = said(capsys, "audit", "--json", str(copy))
+    (found,) = json.loads(out)["checkpoints"]
+    assert (status, found["verdict"]) == (1, "damaged")
+    assert {finding["name"] for finding in found["findings"] if finding["severity"] != "note"} == {"not_as_recorded"}
+
+
+def test_it_cannot_be_repaired_alone(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(copy, "exp_avg", 5, 1)
+    assert cli.main(["repair", str(copy), "--output", str(tmp_path / "repaired")]) == 2
+    assert "not_as_recorded" in capsys.readouterr().err
+    assert not (tmp_path / "repaired").exists()
+
+
+def test_a_repair_says_which_states_are_no_more_what_was_recorded(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repaired = tmp_path / "repaired"
+    change(copy, "param", 16, np.zeros(100))
+    assert cli.main(["repair", str(copy), "--output", str(repaired)]) == 0
+    capsys.readouterr()
+    status, out = said(capsys, "audit", "--notes", str(repaired))
+    assert (status, "WHOLE" in out) == (0, True)
+    (line,) = [line for line in out.splitlines() if "master: other values" in line]
+    assert line.split()[:3] == ["note", "repaired", "embedding.word_embeddings.weight"]
+
+
+def test_what_a_record_has_and_no_file_is_said() -> None:
+    stored = megatron.read(saved(GPTS[0]))
+    found = [one for one in megatron.fingerprints(saved(GPTS[0]), stored) if one.state != "exp_avg"]
+    checked = offline.check(offline.of_megatron(saved(GPTS[0])), found)
+    assert len(checked.unchecked) == 11
+    assert set(checked.unchecked.values()) == {"it is in no tensor of its own in the files"}
+
+
+def test_a_record_of_another_form_is_said() -> None:
+    assert "expected format 1, found 2" in offline.check({"format": 2}, []).unchecked["the record"]
+
+
+def test_without_a_record_nothing_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    path = EVERY["0.19, fully_reshardable"].path
+    status, out = said(capsys, "fingerprint", str(path))
+    assert (status, out.splitlines()[-1]) == (
+        0,
+        "the run that saved has recorded no fingerprints: nothing to compare with",
+    )
+    assert "recorded" not in said(capsys, "audit", "--notes", str(path))[1]
