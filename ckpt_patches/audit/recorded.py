@@ -1,5 +1,6 @@
 """The states in a checkpoint's files against what the run that saved it has recorded of them: docs/fingerprint.md."""
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,9 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint import megatron, offline
+from ckpt_patches.fingerprint import buckets, megatron, offline
 from ckpt_patches.fingerprint.states import Fingerprint
+from ckpt_patches.formats import megatron_torch
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.processes import in_order
 
@@ -24,9 +26,9 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
         path: of the files, which were made of it or are its own; they are read once more.
         workers: processes that read.
     """
-    if found.recorded is None:
+    checked = _checked(found, path, workers)
+    if checked is None:
         return
-    checked = offline.check(found.recorded, _of_files(path, workers))
     repaired = {megatron.parameter_and_state(array) for array, _ in found.repaired}
     for parameter, state, what in checked.differences:
         kind = damages.REPAIRED if (parameter, state) in repaired else damages.NOT_AS_RECORDED
@@ -35,12 +37,22 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
     yield Finding(damages.RECORDED, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
 
 
-def _of_files(path: Path, workers: int) -> Iterator[Fingerprint]:
+def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | None:
+    """None where nothing was recorded."""
+    if megatron_torch.folders(path):
+        of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
+        return offline.together(of_ranks) if of_ranks else None
+    return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
+
+
+def _of_files(found: Checkpoint, path: Path, workers: int) -> Iterator[Fingerprint]:
     stored = megatron.read(path)
     names = sorted(stored.keys() - megatron.left_out(stored).keys())
     for one in in_order(partial(_fingerprint, path, stored), names, workers):
         if one is not None:
             yield one
+    with contextlib.suppress(UserError):  # of a file, which another finding says
+        yield from offline.of_buckets(found.recorded, partial(buckets.in_distributed, path, stored))
 
 
 def _fingerprint(path: Path, stored: megatron.Stored, name: str) -> Fingerprint | None:

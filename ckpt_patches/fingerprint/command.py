@@ -5,6 +5,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,27 +61,55 @@ def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
         import ckpt_patches.fingerprint.states  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"a fingerprint needs {error.name}, which is not installed: pip install {error.name}") from None
-    found = list(_fingerprints(options.path, options.trust_checkpoint, of_zero))
+    found, checked = _read(options.path, options.trust_checkpoint, of_zero)
     if options.against is None:
-        checked = _held_against_record(options.path, found)
         _print(found, checked, as_json=options.json)
         return 1 if checked is not None and checked.differences else 0
-    return _compare(options, found, list(_fingerprints(options.against, options.trust_checkpoint, of_zero)))
+    return _compare(options, found, _read(options.against, options.trust_checkpoint, of_zero)[0])
 
 
-def _fingerprints(path: Path, trust: bool, of_zero: "OfZero") -> "Iterator[Fingerprint]":
+def _read(path: Path, trust: bool, of_zero: "OfZero") -> "tuple[list[Fingerprint], Checked | None]":
+    """What the files have, and whether that is what the run has recorded; None where it has recorded nothing."""
     from ckpt_patches.fingerprint import megatron, universal
+    from ckpt_patches.formats import megatron_torch
     from ckpt_patches.formats.universal import is_universal
 
     if not path.is_dir():
         raise UserError(f"{path} is no folder, expected that of a checkpoint")
     if is_universal(path):
-        return universal.fingerprints(path, trust=trust)
+        return list(universal.fingerprints(path, trust=trust)), None
     if megatron.is_megatron(path):
-        stored = megatron.read(path)
-        _say_what_has_none(path, megatron.left_out(stored))
-        return megatron.fingerprints(path, stored)
-    return of_zero(path, trust)
+        return _of_megatron(path)
+    if megatron_torch.folders(path):
+        return _of_megatron_torch(path)
+    return list(of_zero(path, trust)), None
+
+
+def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+    from ckpt_patches.fingerprint import buckets, megatron, offline
+    from ckpt_patches.formats.megatron_names import is_bucket
+
+    stored, plain = megatron.read(path), offline.of_megatron(path)
+    found = list(megatron.fingerprints(path, stored))
+    in_buckets = list(offline.of_buckets(plain, partial(buckets.in_distributed, path, stored)))
+    left_out = megatron.left_out(stored)
+    _say_what_has_none(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
+    found += in_buckets
+    return found, None if plain is None else offline.check(plain, found)
+
+
+def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+    """Of the states alone: parameters are those of each rank, by the rank's folder."""
+    from ckpt_patches.fingerprint import offline
+
+    ranks = list(offline.of_torch(path))
+    if all(one.plain is None for one in ranks):
+        raise UserError(
+            f"{path}: expected a record of the run in the `torch` format (CKPT_PATCHES_FINGERPRINT=1), found none, and "
+            "the files themselves do not say where parameters begin in the buffers"
+        )
+    found = [own._replace(parameter=f"{one.label}{own.parameter}") for one in ranks for own in one.found]
+    return found, offline.together([one.checked() for one in ranks])
 
 
 def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
@@ -88,14 +117,6 @@ def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
         example = next(name for name, its in left_out.items() if its == why)
         tensors = f"{count} tensors have" if count > 1 else "1 tensor has"
         print(f"{path}: {tensors} no fingerprint, as {example}: {why}", file=sys.stderr)
-
-
-def _held_against_record(path: Path, found: "list[Fingerprint]") -> "Checked | None":
-    """None where the run has recorded nothing."""
-    from ckpt_patches.fingerprint import megatron, offline
-
-    plain = offline.of_megatron(path) if megatron.is_megatron(path) else None
-    return None if plain is None else offline.check(plain, found)
 
 
 def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bool) -> None:

@@ -38,6 +38,7 @@ class Live:
     settings: Mapping[str, Settings] = field(default_factory=dict)  # by parameter
     left_out: Mapping[str, str] = field(default_factory=dict)  # what has no fingerprint, and why
     shared: Mapping[Key, Key] = field(default_factory=dict)  # states in the memory of another one
+    buckets: Mapping[str, Any] = field(default_factory=dict)  # see Record
 
 
 @dataclass

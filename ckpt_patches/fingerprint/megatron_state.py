@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_patches.fingerprint.boxes import Box
+from ckpt_patches.fingerprint.buckets import Laid, Layout, key_of
 from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings, add_settings
 from ckpt_patches.fingerprint.states import state_named
@@ -104,8 +105,14 @@ def _box(entry: Any) -> Box:
 # Optimizers
 
 
-def live(optimizer: Any, where: Places) -> Live:
-    """What an optimizer, or a chain of them, holds on this rank."""
+def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Live:
+    """What an optimizer, or a chain of them, holds on this rank.
+
+    Args:
+        optimizer: Megatron's.
+        where: of its parameters.
+        group_index: of its data-parallel group in checkpoints, if that is not the optimizer's own.
+    """
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     tensors: list[tuple[Key, torch.Tensor]] = []
@@ -132,7 +139,34 @@ def live(optimizer: Any, where: Places) -> Live:
                 for name, values in held.states.items():
                     yield from _parts(held, place, name, values)
 
-    return Live(parts, settings, left_out, in_one_memory(tensors))
+    laid = {key: layout.as_plain() for key, layout in bucket_layouts(optimizer, where, group_index).items()}
+    return Live(parts, settings, left_out, in_one_memory(tensors), laid)
+
+
+def bucket_layouts(optimizer: Any, where: Places, group_index: int | None = None) -> dict[str, Layout]:
+    """Where parameters are in the buffers of distributed optimizers, by the first data-parallel rank of each."""
+    found = {}
+    of_chain = leaves(optimizer)
+    for number, leaf in enumerate(of_chain):
+        if getattr(leaf, "is_stub_optimizer", False) or not hasattr(leaf, "gbuf_ranges") or _why_none(leaf):
+            continue
+        if leaf.data_parallel_group.rank() or getattr(leaf, "distributed_optimizer_instance_id", 0):
+            continue
+        group = leaf.data_parallel_group_idx if group_index is None else group_index
+        for index, buffer in enumerate(leaf.buffers):
+            key = key_of(number if len(of_chain) > 1 else None, group, index)
+            found[key] = _bucket_layout(buffer, where)
+    return found
+
+
+def _bucket_layout(buffer: Any, where: Places) -> Layout:
+    laid = []
+    for param, (begin, _, bucket) in buffer.param_index_map.items():
+        place = where.get(id(param))
+        for piece in place.pieces if place and not any(place.replica[:-1]) else ():
+            at = begin - buffer.buckets[bucket].offset + piece.begin
+            laid.append(Laid(bucket, at, piece.key, piece.box))
+    return Layout(tuple(bucket.numel_unpadded for bucket in buffer.buckets), tuple(laid))
 
 
 def leaves(optimizer: Any) -> list[Any]:

@@ -1,14 +1,16 @@
 """What a run has recorded of its state in a checkpoint, held against the checkpoint's files; without torch."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_patches.fingerprint import buckets
 from ckpt_patches.fingerprint.mix import zeros
 from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from_plain
 from ckpt_patches.fingerprint.states import Difference, Fingerprint
-from ckpt_patches.formats import torch_dist, torch_file
+from ckpt_patches.formats import megatron_torch, torch_dist, torch_file
 
 CHAINED = re.compile(r"^chained_\d+\.")  # of several optimizers, in front of their tensors' names
 
@@ -40,6 +42,59 @@ def of_megatron(path: Path) -> Any:
     else:
         common = torch_file.read(path / torch_dist.COMMON, trust=True).value  # runs nothing
     return common.get(KEY) if isinstance(common, dict) else None
+
+
+class OfRank(NamedTuple):
+    """What an optimizer of a model-parallel rank has in the `torch` format, which records by itself."""
+
+    label: str  # the rank's folder, and the optimizer's number where there are several
+    plain: Any
+    found: list[Fingerprint]
+
+    def checked(self) -> Checked:
+        """Its files' states against its record; parameters of different ranks have the same names."""
+        own = check(self.plain, self.found)
+        differences = [one._replace(parameter=f"{self.label}{one.parameter}") for one in own.differences]
+        return Checked(own.compared, differences, {f"{self.label}{what}": why for what, why in own.unchecked.items()})
+
+
+def of_torch(path: Path) -> Iterator[OfRank]:
+    """Of a checkpoint in the `torch` format; where nothing was recorded nothing is told of the parameters.
+
+    Raises:
+        BadFileError, NotReadError: a file cannot be read.
+    """
+    for folder in megatron_torch.folders(path):
+        value = torch_file.read(folder / megatron_torch.OPTIMIZER, trust=True).value  # runs nothing
+        several = value if isinstance(value, list) else [value]
+        for number, one in enumerate(several):
+            label = "" if folder == path else f"{folder.name}/"
+            label += f"{number}/" if len(several) > 1 else ""
+            plain = one.get(KEY) if isinstance(one, dict) else None
+            of_rank = {name: its for name, its in one.items() if name != KEY} if isinstance(one, dict) else {}
+            flats = partial(buckets.in_torch, folder, of_rank)
+            yield OfRank(label, plain, list(of_buckets(plain, flats)))
+
+
+def together(checked: Sequence[Checked]) -> Checked:
+    """Of several ranks."""
+    differences = [one for own in checked for one in own.differences]
+    unchecked = {what: why for own in checked for what, why in own.unchecked.items()}
+    return Checked(sum(own.compared for own in checked), differences, unchecked)
+
+
+def of_buckets(plain: Any, flats: Callable[[], Iterable[buckets.Flat]]) -> Iterator[Fingerprint]:
+    """Of the parameters in buckets, whose places in them the record has; nothing where it has none.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    try:
+        known = buckets.layouts(from_plain(plain).buckets) if plain is not None else {}
+    except NotARecord:
+        return  # which `check` says
+    if known:
+        yield from buckets.fingerprints(known, flats())
 
 
 def check(plain: Any, found: Iterable[Fingerprint]) -> Checked:

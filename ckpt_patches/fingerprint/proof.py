@@ -41,7 +41,7 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
         group: of ranks whose parts come together; None for all.
     """
     own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
-    parts = _to_first(Record(own, live.settings, live.left_out), group)
+    parts = _to_first(Record(own, live.settings, live.left_out, live.buckets), group)
     whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
     return whole
 

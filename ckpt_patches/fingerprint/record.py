@@ -30,6 +30,7 @@ class Record:
     states: Mapping[tuple[str, str], State]
     settings: Mapping[str, Settings] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    buckets: Mapping[str, Any] = field(default_factory=dict)  # where parameters begin in Megatron's, as `Layout` says
 
     def as_plain(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -38,7 +39,8 @@ class Record:
             row = [state.numel, state.value, state.dtype, dict(state.sample)]
             states.setdefault(parameter, {})[name] = row
         settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
-        return {"format": FORMAT, "states": states, "settings": settings, "left_out": dict(self.left_out)}
+        of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
+        return {"format": FORMAT, "states": states, **of_all}
 
 
 class NotARecord(Exception):
@@ -59,7 +61,7 @@ def from_plain(value: Any) -> Record:
             for parameter, of_one in value["states"].items()
             for name, (numel, number, dtype, sample) in of_one.items()
         }
-        return Record(states, dict(value["settings"]), dict(value["left_out"]))
+        return Record(states, dict(value["settings"]), dict(value["left_out"]), dict(value["buckets"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 
@@ -74,6 +76,7 @@ def merged(records: Iterable[Record]) -> Record:
     states: dict[tuple[str, str], State] = {}
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
+    buckets: dict[str, Any] = {}
     for record in records:
         for key, part in record.states.items():
             one = states.get(key, State(0, 0, part.dtype))
@@ -82,7 +85,8 @@ def merged(records: Iterable[Record]) -> Record:
         for parameter, its in record.settings.items():
             add_settings(settings, left_out, parameter, its)
         left_out.update(record.left_out)
-    return Record(states, settings, left_out)
+        buckets.update(record.buckets)
+    return Record(states, settings, left_out, buckets)
 
 
 def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter: str, its: Settings) -> None:

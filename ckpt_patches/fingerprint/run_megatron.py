@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from ckpt_patches.fingerprint import megatron_state, proof
+from ckpt_patches.fingerprint import buckets, megatron_state, proof
 from ckpt_patches.fingerprint.live import Live
 from ckpt_patches.fingerprint.record import KEY, Settings, add_settings
 
@@ -140,7 +140,7 @@ def proven_apart(method: Method) -> Method:
 
 def _live_of_rank(optimizer: Any) -> Live:
     """Of one model-parallel rank alone, each of its parameters a whole one."""
-    return megatron_state.live(optimizer, megatron_state.own_places(optimizer))
+    return megatron_state.live(optimizer, megatron_state.own_places(optimizer), group_index=buckets.OWN_GROUP)
 
 
 def _is_outermost() -> bool:
@@ -163,7 +163,8 @@ def _together(notes: list[Live]) -> Live:
     for note in notes:
         for parameter, its in note.settings.items():
             add_settings(settings, left_out, parameter, its)
-    return Live(lambda: (part for note in notes for part in note.parts()), settings, left_out)
+    laid = {key: its for note in notes for key, its in note.buckets.items()}
+    return Live(lambda: (part for note in notes for part in note.parts()), settings, left_out, buckets=laid)
 
 
 # Nested state dicts
