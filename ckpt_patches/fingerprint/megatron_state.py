@@ -266,13 +266,13 @@ def _stepping(optimizer: Any) -> Stepping:
 def _held_of(
     param: Any, begin: int, numel: int, group: Mapping[str, Any], states: Mapping[str, Any], **what: Any
 ) -> Held:
-    flat = {name: _flat(value) for name, value in states.items() if _is_state(value, numel)}
+    flat = {name: _flat(value) for name, value in states.items() if name != "step" and _is_state(value, numel)}
     step = {"step": states["step"]} if isinstance(states.get("step"), torch.Tensor) else {}
     return Held(param, begin, flat, _settings(group, states), {**flat, **step}, **what)
 
 
 def _is_state(value: Any, numel: int) -> bool:
-    """Torch's Adam has a step for each parameter, which is a tensor as well."""
+    """Other tensors are counters, or scales."""
     return isinstance(value, torch.Tensor) and value.numel() == numel and value.is_floating_point()
 
 

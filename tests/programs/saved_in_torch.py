@@ -1,4 +1,4 @@
-"""Save shifted_saving.py's model in Megatron's `torch` format, of two tensor-parallel ranks with two data-parallel ones.
+"""Save shifted_saving.py's model in Megatron's `torch` format, on two tensor- by two data-parallel ranks.
 
 saved_in_torch.py OUT
 """

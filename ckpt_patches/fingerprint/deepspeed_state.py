@@ -1,0 +1,202 @@
+"""Which elements of which parameters the optimizers of DeepSpeed hold on this rank.
+
+Read from what is stepped, the flat partitions, and not from DeepSpeed's links to parts of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from ckpt_patches.fingerprint.boxes import Box
+from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings, add_settings
+from ckpt_patches.fingerprint.states import state_named
+from ckpt_patches.fingerprint.verdict import Key
+
+NOT_WHOLE = "of tensor parallelism DeepSpeed does not say which part of a parameter a rank has"
+EXPERT = "an expert: DeepSpeed calls those of all expert-parallel ranks the same"
+MASTER = "fp32"
+
+
+class Slice(NamedTuple):
+    """Neighbouring elements of a parameter, which this rank steps."""
+
+    param: Any  # the model's
+    shape: tuple[int, ...]  # of all of it
+    first: int  # of these elements in the flattened parameter
+    numel: int
+    at: int  # the first one's place in the flat tensors
+
+
+class Flat(NamedTuple):
+    """What an optimizer steps as one tensor."""
+
+    values: torch.Tensor
+    states: Mapping[str, Any]
+    group: Mapping[str, Any]
+    slices: list[Slice]
+    is_partition: bool  # whether other data-parallel ranks have other elements, and not the same
+
+
+def live(engine: Any) -> Live:
+    """What an engine's optimizer holds on this rank."""
+    settings: dict[str, Settings] = {}
+    left_out = dict(_left_out(engine))
+    tensors: list[tuple[Key, torch.Tensor]] = []
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    flats = [] if left_out else list(_flats(engine.optimizer, names))
+    for flat in flats:
+        for own in flat.slices:
+            if _is_expert(own.param):
+                left_out[names[id(own.param)]] = EXPERT
+            else:
+                add_settings(settings, left_out, names[id(own.param)], _settings(flat))
+        if flat.slices:
+            first = names[id(flat.slices[0].param)]
+            tensors += [((first, name), value) for name, value in _tensors(flat).items()]
+
+    def parts() -> Iterator[Part]:
+        for flat in flats:
+            for own in flat.slices:
+                if not _is_expert(own.param):
+                    yield from _parts(flat, own, names[id(own.param)], engine)
+
+    return Live(parts, settings, left_out, in_one_memory(tensors))
+
+
+def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
+    box = Box((0,) * len(own.shape), own.shape, own.shape)
+    is_first = flat.is_partition or _rank(getattr(engine, "data_parallel_group", None)) == 0
+    main = is_first and not getattr(own.param, "ds_pipe_replicated", False)
+    for state, tensor in _tensors(flat).items():
+        if state != "step" and tensor.numel() == flat.values.numel() and tensor.is_floating_point():
+            values = tensor.detach().reshape(-1)[own.at : own.at + own.numel]
+            yield Part(name, state, box, own.first, values, main)
+
+
+def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
+    """Where nothing is told of any parameter: why."""
+    mpu = getattr(engine, "mpu", None)
+    size = getattr(mpu, "get_tensor_model_parallel_world_size", None) or getattr(
+        mpu, "get_slice_parallel_world_size", None
+    )
+    if size is not None and size() > 1:
+        yield "the optimizer's state", NOT_WHOLE
+    elif engine.optimizer is None:
+        yield "the optimizer's state", "the engine has no optimizer"
+    elif not any(hasattr(engine.optimizer, name) for name in (*KINDS, "param_groups")):
+        yield type(engine.optimizer).__name__, "an optimizer that is not known"
+
+
+def _is_expert(param: Any) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def _tensors(flat: Flat) -> dict[str, torch.Tensor]:
+    """Those that a step changes, steps among them."""
+    found = {state_named(MASTER): flat.values, **flat.states}
+    return {name: its.detach() for name, its in found.items() if isinstance(its, torch.Tensor)}
+
+
+def _settings(flat: Flat) -> Settings:
+    """Of the parameters of a flat tensor: those of its group; its step may be among its states."""
+    found = {name: flat.group[name] for name in (*SETTINGS, RATE) if name in flat.group}
+    step = flat.states.get("step", found.get("step"))
+    if step is not None:
+        found["step"] = int(step)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+# Optimizers
+
+
+def _flats(optimizer: Any, names: Mapping[int, str]) -> Iterator[Flat]:
+    for attribute, flats in KINDS.items():
+        if hasattr(optimizer, attribute):
+            yield from flats(optimizer)
+            return
+    yield from _of_torch(optimizer, names)
+
+
+def _of_stage_1_and_2(optimizer: Any) -> Iterator[Flat]:
+    yield from _of_fragments(optimizer, optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+
+
+def _of_bf16(optimizer: Any) -> Iterator[Flat]:
+    yield from _of_fragments(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+
+
+def _of_fragments(optimizer: Any, groups: Any, partitions: Any) -> Iterator[Flat]:
+    """A parameter's address in this rank's partition says which elements of it are there."""
+    for number, (params, partition) in enumerate(zip(groups, partitions, strict=True)):
+        slices = []
+        for param in params:
+            fragment = getattr(param, "_hp_mapping", None)
+            if fragment is not None:
+                of_param, of_flat = fragment.lp_fragment_address, fragment.hp_fragment_address
+                slices.append(Slice(param, tuple(param.shape), of_param.start, of_flat.numel, of_flat.start))
+        yield _flat(optimizer.optimizer, number, partition, slices, is_partition=True)
+
+
+def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
+    """Each parameter is divided evenly, and the last ranks' parts end with padding."""
+    for number, (params, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        slices, at = [], 0
+        for param in params:
+            numel = param.partition_numel()
+            first = _rank(getattr(param, "ds_process_group", optimizer.dp_process_group)) * numel
+            there = max(min(numel, param.ds_numel - first), 0)
+            slices.append(Slice(param, tuple(param.ds_shape), first, there, at))
+            at += numel
+        if flat.numel():  # else it is on a disk
+            yield _flat(optimizer.optimizer, optimizer.sub_group_to_group_id[number], flat, slices, is_partition=True)
+
+
+def _of_fused(optimizer: Any) -> Iterator[Flat]:
+    """Without ZeRO, in 16 bits: a group is one tensor."""
+    for number, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+        yield _flat(optimizer.optimizer, number, flat, _in_a_row(params), is_partition=False)
+
+
+def _of_unfused(optimizer: Any) -> Iterator[Flat]:
+    for number, (params, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
+        for param, master in zip(params, masters, strict=True):
+            yield _flat(optimizer.optimizer, number, master, _in_a_row([param]), is_partition=False)
+
+
+def _of_torch(optimizer: Any, names: Mapping[int, str]) -> Iterator[Flat]:
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) in names:
+                yield _flat(optimizer, number, param, _in_a_row([param]), is_partition=False)
+
+
+def _in_a_row(params: Iterable[Any]) -> list[Slice]:
+    slices, at = [], 0
+    for param in params:
+        slices.append(Slice(param, tuple(param.shape), 0, param.numel(), at))
+        at += param.numel()
+    return slices
+
+
+def _flat(inner: Any, number: int, values: Any, slices: list[Slice], *, is_partition: bool) -> Flat:
+    own = [one for one in slices if one.numel]
+    return Flat(values, inner.state.get(values, {}), inner.param_groups[number], own, is_partition)
+
+
+# By an attribute that such an optimizer alone has, in the order in which they are looked for.
+KINDS = {
+    "single_partition_of_fp32_groups": _of_stage_1_and_2,
+    "fp32_groups_flat_partition": _of_bf16,
+    "fp32_partitioned_groups_flat": _of_stage_3,
+    "fp32_groups_flat": _of_fused,
+    "fp32_groups": _of_unfused,
+}
+
+
+def _rank(group: Any) -> int:
+    return distributed.get_rank(group) if distributed.is_initialized() else 0

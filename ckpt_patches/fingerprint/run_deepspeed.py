@@ -1,0 +1,50 @@
+"""What `fingerprint_deepspeed` lays over DeepSpeed: saves with a record of the live state, loads with a proof.
+
+The record goes with the client's state, which each model-states file has, and a conversion copies.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_patches.fingerprint import deepspeed_state, proof
+from ckpt_patches.fingerprint.record import KEY
+
+Method = Callable[..., Any]
+
+
+def saving(save: Method) -> Method:
+    """For `save_checkpoint`, in which all ranks take part."""
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def with_record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        record = proof.recorded(deepspeed_state.live(self))
+        bound.arguments["client_state"] = {**(bound.arguments["client_state"] or {}), KEY: record}
+        return save(*bound.args, **bound.kwargs)
+
+    return with_record
+
+
+def loading(load: Method) -> Method:
+    """For `load_checkpoint`: when all is loaded, hold the live state against the record."""
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def with_proof(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        path, client_state = load(self, *args, **kwargs)
+        record = client_state.pop(KEY, None) if isinstance(client_state, dict) else None
+        if path is None:
+            return path, client_state
+        if bound.arguments["load_module_only"] or not bound.arguments["load_optimizer_states"]:
+            proof.say_nothing_is_proven("it was not loaded")
+        else:
+            proof.prove(deepspeed_state.live(self), record)
+        return path, client_state
+
+    return with_proof
