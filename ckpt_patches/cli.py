@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     revert.set_defaults(run=_revert)
     # Its options are its own module's, which the other commands do without.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
-    audit.add_to(commands)
+    audit.add_to(commands, _fingerprints_of_zero)
     migrate.add_to(commands)
     fingerprint.add_to(commands, _fingerprints_of_zero)
     for command in (diff, apply, revert):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 
 import shared
+from changed_elements import Bits, change_elements
 from ckpt_patches import cli
-from ckpt_patches.fingerprint import megatron, offline
+from ckpt_patches.audit import torch_dist
+from ckpt_patches.audit.checkpoint import EXP_AVG, MASTER
+from ckpt_patches.fingerprint import megatron, offline, record_files
 from every_checkpoint import EVERY
 from upstream import all_releases, checkpoint_formats, run, tree
 
@@ -154,26 +158,24 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved(GPTS[0]), tmp_path / "copy"))
 
 
-def change(path: Path, state: str, element: int, value: Any) -> None:
-    """Elements of a state of the word embedding, in its first chunk's file, from one on; checksums are made right."""
-    from ckpt_patches.audit import checksums, torch_dist
-    from ckpt_patches.audit.checkpoint import EXP_AVG, MASTER
-
+def change(path: Path, role: str, bits: Callable[[Bits], Bits]) -> None:
+    """Elements of a state of the word embedding, from the sixteenth on, in its first chunk's file."""
     found = torch_dist.read(path)
     shard = next(shard for shard in found.shards if "word_embeddings" in shard.parameter)
-    (extent,) = shard.streams[{"param": MASTER, "exp_avg": EXP_AVG}[state]].extents
-    values = np.memmap(extent.path, np.uint32, "r+", extent.offset, (extent.nbytes // 4,))
-    new = np.asarray(value, np.uint32)
-    values[element : element + new.size] = new if new.ndim else values[element] ^ new
-    values.flush()
-    for record in found.records:
-        if record.path == extent.path and record.offset == extent.offset:
-            checksums.update_checksum(record)
+    change_elements(found, shard, role, 16, bits)
+
+
+def flipped(bits: Bits) -> Bits:
+    return np.concatenate([bits[:1] ^ np.uint32(1), bits[1:]])
+
+
+def lost(bits: Bits) -> Bits:
+    return np.concatenate([np.zeros(100, np.uint32), bits[100:]])
 
 
 def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a moment, which nothing else in the checkpoint tells of."""
-    change(copy, "exp_avg", 5, 1)
+    change(copy, EXP_AVG, flipped)
     status, out = said(capsys, "fingerprint", str(copy))
     assert status == 1
     assert "embedding.word_embeddings.weight  exp_avg  not as recorded: other values" in out
@@ -184,7 +186,7 @@ def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_it_cannot_be_repaired_alone(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(copy, "exp_avg", 5, 1)
+    change(copy, EXP_AVG, flipped)
     assert cli.main(["repair", str(copy), "--output", str(tmp_path / "repaired")]) == 2
     assert "not_as_recorded" in capsys.readouterr().err
     assert not (tmp_path / "repaired").exists()
@@ -194,7 +196,7 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
     copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repaired = tmp_path / "repaired"
-    change(copy, "param", 16, np.zeros(100))
+    change(copy, MASTER, lost)
     assert cli.main(["repair", str(copy), "--output", str(repaired)]) == 0
     capsys.readouterr()
     status, out = said(capsys, "audit", "--notes", str(repaired))
@@ -206,7 +208,7 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
 def test_what_a_record_has_and_no_file_is_said() -> None:
     stored = megatron.read(saved(GPTS[0]))
     found = [one for one in megatron.fingerprints(saved(GPTS[0]), stored) if one.state != "exp_avg"]
-    checked = offline.check(offline.of_megatron(saved(GPTS[0])), found)
+    checked = offline.check(record_files.of_megatron(saved(GPTS[0])), found)
     assert len(checked.unchecked) == 11
     assert set(checked.unchecked.values()) == {"it is in no tensor of its own in the files"}
 

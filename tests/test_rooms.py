@@ -24,7 +24,7 @@ ROOMS = {
     "ckpt_patches.formats": COMMON,
     "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine", "ckpt_patches.formats.durable"},
-    "ckpt_patches.audit": COMMON | {"ckpt_patches.formats"},
+    "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint"},
     "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
     "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "deepspeed_patches.ds_to_universal": COMMON

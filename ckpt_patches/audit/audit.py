@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_patches.audit import (
     blocks,
@@ -35,6 +35,9 @@ from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.group import Group, processors
 from ckpt_patches.meeting import OthersFailed
 from ckpt_patches.progress import Progress
+
+if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.command import OfZero
 
 WHOLE, DAMAGED, UNCERTAIN = "whole", "damaged", "could not tell"
 EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 3}
@@ -83,11 +86,11 @@ def find(path: Path) -> Iterator[Path]:
         yield from find(folder)
 
 
-def audit(path: Path, workers: int | None = None, team: Team | None = None) -> Report:
+def audit(path: Path, workers: int | None = None, team: Team | None = None, of_zero: "OfZero | None" = None) -> Report:
     """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
 
-    Without a number of workers as many as there are processors. In a team this is for the first process, which has
-    ordered the audit; the others call `tell_share`.
+    Without a number of workers as many as there are processors; `of_zero` gives the fingerprints of a ZeRO checkpoint.
+    In a team this is for the first process, which has ordered the audit; the others call `tell_share`.
 
     Raises:
         UserError: it is no checkpoint in a format that is known.
@@ -105,7 +108,7 @@ def audit(path: Path, workers: int | None = None, team: Team | None = None) -> R
             findings = found.findings
             workers = workers or Group().workers(processors())
             shift = _judge(found, workers, team)
-            found.findings += recorded.findings(found, path, workers)
+            found.findings += recorded.findings(found, path, workers, of_zero)
     except OthersFailed:
         raise
     except UnreadableShareError as error:

@@ -16,13 +16,14 @@ from ckpt_patches.errors import UserError
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.team import Team
+    from ckpt_patches.fingerprint.command import OfZero
     from ckpt_patches.group import Group
     from ckpt_patches.meeting import Meeting
 
 Result = TypeVar("Result")
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
     """Say what the commands take; what they need is imported when they run."""
     audit = commands.add_parser(
         "audit",
@@ -35,13 +36,13 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
     _add_processes_to(audit)
-    audit.set_defaults(run=_audit)
+    audit.set_defaults(run=_audit, of_zero=of_zero)
     repair = commands.add_parser("repair", help="repair what can be repaired, in a copy")
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
     repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
     _add_processes_to(repair)
-    repair.set_defaults(run=_repair)
+    repair.set_defaults(run=_repair, of_zero=of_zero)
 
 
 def _add_processes_to(command: argparse.ArgumentParser) -> None:
@@ -143,7 +144,7 @@ def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> in
     from ckpt_patches.audit.repair import repair
     from ckpt_patches.audit.repaired import NAME
 
-    result = _reading(partial(repair, options.path, options.output, options.older, workers, team))
+    result = _reading(partial(repair, options.path, options.output, options.older, workers, team, options.of_zero))
     for one in result.done:
         print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
     for own in result.copies:
@@ -164,7 +165,7 @@ def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int
     found = _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))])
     team.order(audit=list(map(str, found)))
     for checkpoint in found:
-        reports.append(audit(checkpoint, workers, team))
+        reports.append(audit(checkpoint, workers, team, options.of_zero))
         if options.json_lines:
             print(json.dumps(report.checkpoint_as_json(reports[-1])), flush=True)
         elif not options.json:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,6 +42,9 @@ from ckpt_patches.formats.durable import new_folder
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
+
+if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.command import OfZero
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements, many times a block
@@ -193,7 +197,14 @@ class Result:
     copies: tuple[Copies, ...]
 
 
-def repair(path: Path, output: Path, older_path: Path | None, workers: int, team: Team | None = None) -> Result:
+def repair(
+    path: Path,
+    output: Path,
+    older_path: Path | None,
+    workers: int,
+    team: Team | None = None,
+    of_zero: "OfZero | None" = None,
+) -> Result:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
     No element changes but those that are damaged, and a first moment whose square is reset. In a team this is for the
@@ -206,10 +217,10 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int, team
     team = team or Team()
     if output.exists():
         raise UserError(f"{output}: expected a name for a new folder, found that it exists")
-    report = _audit(path, workers, team)
+    report = _audit(path, workers, team, of_zero)
     if report.verdict == WHOLE:
         raise UserError(f"{path} is whole: nothing to repair")
-    older = _audit(older_path, workers, team) if older_path else None
+    older = _audit(older_path, workers, team, of_zero) if older_path else None
     if older:
         unshift.check_older(older.checkpoint.path, older.shift)
     made = plan(report, older)
@@ -219,16 +230,16 @@ def repair(path: Path, output: Path, older_path: Path | None, workers: int, team
     with new_folder(output) as temporary:
         _copy(path, temporary, team)
         done = _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
-        result = _audit(temporary, workers, team)
+        result = _audit(temporary, workers, team, of_zero)
         if result.verdict != WHOLE:
             found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
             raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
     return Result(tuple(done), made.copies)
 
 
-def _audit(path: Path, workers: int, team: Team) -> Report:
+def _audit(path: Path, workers: int, team: Team, of_zero: "OfZero | None") -> Report:
     team.order(audit=[str(path)])
-    return audit(path, workers, team)
+    return audit(path, workers, team, of_zero)
 
 
 def _copy(path: Path, copy: Path, team: Team) -> None:

@@ -77,19 +77,26 @@ def _read(path: Path, trust: bool, of_zero: "OfZero") -> "tuple[list[Fingerprint
     if not path.is_dir():
         raise UserError(f"{path} is no folder, expected that of a checkpoint")
     if is_universal(path):
-        return list(universal.fingerprints(path, trust=trust)), None
+        return _of_deepspeed(path, list(universal.fingerprints(path, trust=trust)))
     if megatron.is_megatron(path):
         return _of_megatron(path)
     if megatron_torch.folders(path):
         return _of_megatron_torch(path)
-    return list(of_zero(path, trust)), None
+    return _of_deepspeed(path, list(of_zero(path, trust)))
+
+
+def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> "tuple[list[Fingerprint], Checked | None]":
+    from ckpt_patches.fingerprint import offline, record_files
+
+    plain = record_files.of_deepspeed(path)
+    return found, None if plain is None else offline.check(plain, found)
 
 
 def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
-    from ckpt_patches.fingerprint import buckets, megatron, offline
+    from ckpt_patches.fingerprint import buckets, megatron, offline, record_files
     from ckpt_patches.formats.megatron_names import is_bucket
 
-    stored, plain = megatron.read(path), offline.of_megatron(path)
+    stored, plain = megatron.read(path), record_files.of_megatron(path)
     found = list(megatron.fingerprints(path, stored))
     in_buckets = list(offline.of_buckets(plain, partial(buckets.in_distributed, path, stored)))
     left_out = megatron.left_out(stored)

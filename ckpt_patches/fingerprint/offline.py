@@ -10,7 +10,7 @@ from ckpt_patches.fingerprint import buckets
 from ckpt_patches.fingerprint.mix import zeros
 from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from_plain
 from ckpt_patches.fingerprint.states import Difference, Fingerprint
-from ckpt_patches.formats import megatron_torch, torch_dist, torch_file
+from ckpt_patches.formats import megatron_torch, torch_file
 
 CHAINED = re.compile(r"^chained_\d+\.")  # of several optimizers, in front of their tensors' names
 
@@ -29,19 +29,6 @@ class Checked(NamedTuple):
             return f"no state could be compared with what the run recorded when it saved{rest}"
         wrong = f"{len(self.differences)} are not" if self.differences else "all are"
         return f"compared {self.compared} states with what the run recorded when it saved: {wrong} the same{rest}"
-
-
-def of_megatron(path: Path) -> Any:
-    """What is in the common state of a distributed checkpoint; None where nothing is.
-
-    Raises:
-        BadFileError, NotReadError: the common state cannot be read.
-    """
-    if (path / torch_dist.INDEX).exists():
-        common = torch_dist.read_common(path, torch_dist.read_index(path))
-    else:
-        common = torch_file.read(path / torch_dist.COMMON, trust=True).value  # runs nothing
-    return common.get(KEY) if isinstance(common, dict) else None
 
 
 class OfRank(NamedTuple):

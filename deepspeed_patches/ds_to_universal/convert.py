@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint import record_files
 from ckpt_patches.formats.unfinished import meeting_folder
 from ckpt_patches.group import Group
 from ckpt_patches.meeting import Meeting
@@ -22,6 +24,7 @@ from deepspeed_patches.ds_to_universal.workers import shares, worker_count, writ
 from deepspeed_patches.ds_to_universal.write import Job
 
 WORKERS = 8  # on two cores, too: where one waits for the disk another goes on
+MOST_SHOWN = 12  # states that are not as recorded
 BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into a processor's cache
 
 
@@ -91,7 +94,8 @@ def convert(
             workers = _move(plan_of_all, folder, options, left, meeting)
             if group.rank == 0:
                 meeting.wait_for_shares()
-                folder.finish(plan_of_all, sync=options.sync)
+                check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
+                folder.finish(plan_of_all, check, sync=options.sync)
         meeting.finish()
     seconds = time.monotonic() - begin
     nbytes = sum(output.nbytes for output in left)
@@ -106,6 +110,37 @@ def convert(
         rate=nbytes / max(seconds - planning, 1e-9),
         workers=workers,
     )
+
+
+def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[str], object]) -> None:
+    """Hold what was written against what the run that saved has recorded, if it has.
+
+    Raises:
+        UserError: it is not that; unless not `strict`.
+    """
+    plain = record_files.of_deepspeed(source)
+    if plain is None:
+        return
+    if record_files.of_deepspeed(made) != plain:
+        raise UserError(f"{made}: expected the record of {source}, found another one or none")
+    try:
+        from ckpt_patches.fingerprint import offline, universal
+    except ModuleNotFoundError as error:
+        warn(f"what was written was not compared with what the run has recorded: {error.name} is not installed")
+        return
+    checked = offline.check(plain, universal.fingerprints(made, trust=True))
+    warn(checked.sentence())
+    if checked.differences and strict:
+        lines = [f"  {one.parameter} {one.state}: {one.what}" for one in checked.differences[:MOST_SHOWN]]
+        raise UserError(
+            "\n".join(
+                [
+                    f"{source} is not what the run recorded when it saved, and was not converted:",
+                    *lines,
+                    "take another checkpoint; --no_strict converts it as it is",
+                ]
+            )
+        )
 
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:

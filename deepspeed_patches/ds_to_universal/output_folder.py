@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ckpt_patches import __version__
@@ -27,8 +28,8 @@ class OutputFolder(UnfinishedFolder):
     def __init__(self, folder: Path, fingerprint: str) -> None:
         super().__init__(folder, fingerprint, FINGERPRINT, "conversion")
 
-    def finish(self, plan: Plan, *, sync: bool = True) -> None:
-        """Give the complete folder its name, then write `latest_universal`.
+    def finish(self, plan: Plan, check: Callable[[Path], object], *, sync: bool = True) -> None:
+        """Give the complete folder its name, if `check` raises nothing of it, then write `latest_universal`.
 
         Raises:
             UserError: a file is missing.
@@ -38,6 +39,7 @@ class OutputFolder(UnfinishedFolder):
             folders = self.clean()
             for link in plan.links:
                 _link(self.working / link.file, self.working / link.name)
+            check(self.working)
             self.rename(folders, sync=sync)
         write_at_once(self.final.parent / LATEST, self.final.name.encode())
         (self.final / FINGERPRINT).unlink()

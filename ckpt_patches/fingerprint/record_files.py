@@ -1,0 +1,32 @@
+"""Where checkpoints have the record of the run that saved them. It needs neither torch nor NumPy."""
+
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.fingerprint.record import KEY
+from ckpt_patches.formats import torch_dist, torch_file
+
+
+def of_megatron(path: Path) -> Any:
+    """What is in the common state of a distributed checkpoint; None where nothing is.
+
+    Raises:
+        BadFileError, NotReadError: the common state cannot be read.
+    """
+    if (path / torch_dist.INDEX).exists():
+        common = torch_dist.read_common(path, torch_dist.read_index(path))
+    else:
+        common = torch_file.read(path / torch_dist.COMMON, trust=True).value  # runs nothing
+    return common.get(KEY) if isinstance(common, dict) else None
+
+
+def of_deepspeed(path: Path) -> Any:
+    """What is in the model states of a ZeRO or a universal checkpoint, which all have the same.
+
+    Raises:
+        BadFileError, NotReadError: they cannot be read.
+    """
+    for file in sorted(path.glob("*model_states.pt"))[:1]:
+        value = torch_file.read(file, trust=True).value  # runs nothing
+        return value.get(KEY) if isinstance(value, dict) else None
+    return None

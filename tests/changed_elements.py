@@ -1,0 +1,23 @@
+"""Change elements in the files of a checkpoint as nothing tells of: the checksums are made right again."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.audit import checksums
+from ckpt_patches.audit.checkpoint import Checkpoint, Shard
+
+Bits: TypeAlias = npt.NDArray[np.uint32]
+
+
+def change_elements(found: Checkpoint, shard: Shard, role: str, first: int, change: Callable[[Bits], Bits]) -> None:
+    """The bits of an fp32 array's shard, from an element on to the end of its first extent."""
+    extent = shard.streams[role].extents[0]
+    values = np.memmap(extent.path, np.uint32, "r+", extent.offset, (extent.nbytes // 4,))
+    values[first:] = change(values[first:])
+    values.flush()
+    for record in found.records:
+        if record.path == extent.path and record.offset <= extent.offset < record.offset + record.nbytes:
+            checksums.update_checksum(record)

@@ -1,0 +1,131 @@
+"""A resume of DeepSpeed is proven where it is exact, at every stage, ordinary and universal; and else it is not."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import resume_table
+import shared
+from changed_elements import change_elements
+from ckpt_patches import cli
+from ckpt_patches.audit import zero
+from ckpt_patches.audit.checkpoint import EXP_AVG
+from upstream import all_releases, newest_by_default, releases, run, tree
+from zero_checkpoints import convert
+from zero_resumes import PROGRAM, exact
+
+ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
+NEWEST = "0.19.8"
+CASES = ["stage0-2", "stage1-2", "stage2-2", "stage3-2", "bf16_optimizer-2"]
+if all_releases():
+    CASES = [f"{kind}-{groups}" for kind in resume_table.KINDS for groups in (1, 2)]
+PARAMETERS = {"pipeline": 6}  # of other kinds 7
+
+
+def output(version: str, *arguments: str | Path, ranks: int, env: dict[str, str] | None = None) -> tuple[Any, str]:
+    """What the program found, by case, and all that it printed."""
+    options = ("--ranks", str(ranks), "--node", str(ranks))
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook", "timeout": 900}
+    done = run(PROGRAM, *arguments, *options, env={**ON, **(env or {})}, **on)
+    return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
+
+
+def trained(version: str, ranks: int = 2) -> Path:
+    """The folder with what was saved of every case, and `universal` beside it where there is such a thing."""
+
+    def train(folder: Path) -> None:
+        output(version, "train", folder, *CASES, ranks=ranks)
+        for case in CASES:
+            errors = convert(folder / "converted", folder / case / "global_step2", version=version, delivery="hook")
+            if not errors[case]:
+                (folder / "converted" / case).rename(folder / case / "universal")
+
+    return shared.once(f"recorded-{version}-{ranks}-{len(CASES)}", train)
+
+
+def to_universal(source: Path, output: Path) -> list[str]:
+    inject = "--inject_missing_state"
+    return ["to-universal", "--input_folder", str(source), "--output_folder", str(output), inject]
+
+
+def layouts() -> list[tuple[int, int]]:
+    return [(2, 2), (2, 4), (4, 2)] if all_releases() else [(2, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(("saved", "ranks"), layouts())
+@pytest.mark.parametrize("tag", ["", "universal"])
+@pytest.mark.parametrize("version", newest_by_default(releases("deepspeed", oldest="0.14.0", newest=NEWEST)))
+def test_every_exact_resume_is_proven_whole(version: str, tag: str, saved: int, ranks: int) -> None:
+    if not tag and saved != ranks:
+        pytest.skip("upstream resumes an ordinary checkpoint on as many ranks alone")
+    folder = trained(version, saved)
+    cases = [case for case in CASES if (folder / case / (tag or "truth.pt")).exists()]
+    options = ["--tag", tag] if tag else []
+    found, log = output(version, "resume", *[folder / case for case in cases], *options, ranks=ranks)
+    loaded = [case for case in cases if found[str(folder / case)].get("different") == []]
+    assert loaded or not cases
+    assert log.count("resume proven: ") == len(loaded)
+    assert "not proven" not in log
+    for case in loaded:
+        number = PARAMETERS.get(case.rpartition("-")[0], 7)
+        assert f"resume proven: {number} parameters, {3 * number} states, " in log
+        assert exact(found[str(folder / case)]) or ranks != saved  # whose losses are rounded otherwise
+
+
+@pytest.mark.parametrize("case", CASES[1:4])
+def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    last = "compared 21 states with what the run recorded when it saved: all are the same"
+    for name in ("global_step2", "universal"):
+        assert cli.main(["fingerprint", str(trained(NEWEST) / case / name)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == last
+        assert cli.main(["audit", "--notes", str(trained(NEWEST) / case / name)]) == 0
+        assert "compared 21 states" in capsys.readouterr().out
+
+
+def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "stage2-2"
+    shutil.copytree(trained(NEWEST) / "stage2-2", folder, ignore=shutil.ignore_patterns("universal"))
+    assert cli.main(to_universal(folder / "global_step2", folder / "universal")) == 0
+    captured = capfd.readouterr()
+    assert "compared 21 states" in captured.out + captured.err
+    found, log = output(NEWEST, "resume", folder, "--tag", "universal", ranks=4)
+    assert found[str(folder)]["different"] == []
+    assert "resume proven: 7 parameters, 21 states, " in log
+
+
+def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One bit of a moment, as nothing but the record tells."""
+    source = tmp_path / "stage1-2"
+    shutil.copytree(trained(NEWEST) / "stage1-2" / "global_step2", source)
+    found = zero.read(source)
+    change_elements(found, found.shards[0], EXP_AVG, 0, lambda bits: bits ^ np.uint32(1))
+    assert cli.main(["fingerprint", str(source)]) == 1
+    assert cli.main(["audit", str(source)]) == 1
+    assert "not_as_recorded" in capsys.readouterr().out
+    assert cli.main(to_universal(source, tmp_path / "universal")) == 2
+    assert "is not what the run recorded when it saved, and was not converted" in capsys.readouterr().err
+    assert not (tmp_path / "universal").exists()
+    assert cli.main([*to_universal(source, tmp_path / "as_it_is"), "--no_strict"]) == 0
+
+
+def test_off_nothing_is_recorded_and_nothing_said(tmp_path: Path) -> None:
+    import torch
+
+    _, log = output(NEWEST, "train", tmp_path, "stage1-1", ranks=2, env={"CKPT_PATCHES_FINGERPRINT": "0"})
+    (file,) = (tmp_path / "stage1-1" / "global_step2").glob("*model_states.pt")
+    assert "ckpt_patches_fingerprint" not in torch.load(file, weights_only=False)
+    assert "resume proven" not in log
+
+
+@pytest.mark.parametrize("off", [{"CKPT_PATCHES": "off"}, {"CKPT_PATCHES_FINGERPRINT": "0"}], ids=str)
+def test_a_run_without_it_loads_such_a_checkpoint_as_ever(off: dict[str, str]) -> None:
+    folder = trained(NEWEST) / "stage1-2"
+    found, log = output(NEWEST, "resume", folder, ranks=2, env={**off, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
+    assert exact(found[str(folder)])
+    assert "resume proven" not in log
