@@ -279,3 +279,45 @@ def test_replacing_a_node_changes_nothing_around_it(lines: list[str], newline: s
         made.replace(node, "X")
     expected = newline.join(f"def f_{i}():{newline}    return [X, 1]" for i in range(len(lines)))
     assert made.edited() == (b"\xef\xbb\xbf" if mark else b"") + expected.encode()
+
+
+IMPORTS = '''"""Text."""
+
+import os
+from sys import (
+    path,
+)
+
+if path:
+    import json
+
+
+class A:
+    def plain(self): ...
+
+    @property
+    @staticmethod
+    def decorated(self):
+        return os
+'''
+
+
+def test_an_import_comes_behind_the_last_one_of_the_module() -> None:
+    text = edited(IMPORTS, lambda source: source.insert_import("from here import there"))
+    assert text == IMPORTS.replace(")\n\nif", ")\nfrom here import there\n\nif")
+
+
+def test_without_imports_none_is_inserted() -> None:
+    with pytest.raises(NoMatch, match="expected an import statement"):
+        source("x = 1\n").insert_import("import os")
+
+
+def test_a_decorator_is_the_outermost_one() -> None:
+    def edit(source: Source) -> None:
+        source.decorate(source.function("A.plain"), "@ours")
+        source.decorate(source.function("A.decorated"), "@ours")
+
+    expected = IMPORTS.replace("    def plain", "    @ours\n    def plain").replace(
+        "    @property", "    @ours\n    @property"
+    )
+    assert edited(IMPORTS, edit) == expected

@@ -1,0 +1,59 @@
+"""CKPT_PATCHES_FINGERPRINT: off nothing is computed and nothing kept; `warn` says what is wrong and goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_patches import cli
+from upstream import checkpoint_formats, run, tree
+
+NEWEST = "0.19.2"
+
+
+def resumed(folder: Path, what: str, formats: str, **env: str) -> tuple[list[str], str]:
+    """The rows of a save or a resume of a plain optimizer, and the log."""
+    arguments = ("--formats", formats, "--only", what, "--resume-ranks", "2")
+    on: dict[str, Any] = {"tree": tree("megatron-core", NEWEST), "delivery": "hook"}
+    done = run("exact_resume", folder, *arguments, env=env, **on)
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("off", [{}, {"CKPT_PATCHES_FINGERPRINT": "0"}], ids=str)
+def test_off_nothing_is_recorded_and_nothing_said(off: dict[str, str], tmp_path: Path) -> None:
+    formats = checkpoint_formats(NEWEST)
+    _, log = resumed(tmp_path, "save", ",".join(formats), **off)
+    assert "ckpt_patches_fingerprint" not in log
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > len(formats)
+    assert [file for file in files if b"ckpt_patches_fingerprint" in file.read_bytes()] == []
+
+
+def test_a_run_without_it_loads_a_checkpoint_with_a_record(tmp_path: Path) -> None:
+    """And one without this package: the key is another one of the common state."""
+    formats = checkpoint_formats(NEWEST)
+    resumed(tmp_path, "save", ",".join(formats), CKPT_PATCHES_FINGERPRINT="1")
+    for off in ({}, {"CKPT_PATCHES": "off"}):
+        rows, log = resumed(tmp_path, "resume", ",".join(formats), **off)
+        assert len(rows) == len(formats)
+        assert [row for row in rows if '"bit-equal"' not in row] == []
+        assert "resume proven" not in log
+
+
+def test_a_checkpoint_without_a_record_is_said_to_prove_nothing(tmp_path: Path) -> None:
+    formats = checkpoint_formats(NEWEST)
+    resumed(tmp_path, "save", ",".join(formats))
+    rows, log = resumed(tmp_path, "resume", ",".join(formats), CKPT_PATCHES_FINGERPRINT="1")
+    assert [row for row in rows if '"bit-equal"' not in row] == []
+    assert log.count("fingerprint: nothing is proven of this resume") == len(formats)
+    assert "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT" in log
+
+
+def test_a_resume_goes_on_with_warn(tmp_path: Path) -> None:
+    on: dict[str, Any] = {"tree": tree("megatron-core", NEWEST), "delivery": "hook"}
+    folder = tmp_path / "out"
+    bug = {"CKPT_PATCHES_SKIP": "async_save_staging"}
+    run("damaged_saving", folder, "step", env={**bug, "CKPT_PATCHES_FINGERPRINT": "1"}, **on)
+    done = run("damaged_saving", folder, "load-step", env={"CKPT_PATCHES_FINGERPRINT": "warn"}, **on)
+    assert "WARNING: fingerprint: the state after the load is not what was saved: 12 states" in done.stderr
+    assert cli.main(["fingerprint", str(folder)]) == 1
