@@ -1,0 +1,106 @@
+"""With each fix of DeepSpeed switched off, what its bug does to a state is caught: by a load, or by the files.
+
+By nobody but the record of the save. The bugs that die are their own fixes' tests; docs/fingerprint.md has the list.
+"""
+
+import shutil
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ckpt_patches import cli
+from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.fingerprint.record import KEY, Record, State
+from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
+from upstream import run, tree
+from zero_checkpoints import convert, of_ranks
+from zero_resumes import PROGRAM
+
+CAUGHT = "FingerprintError: fingerprint: the state after the load is not what was saved: "
+
+
+class Bug(NamedTuple):
+    """Where a fix's bug shows."""
+
+    fix: str
+    release: str
+    case: str
+    tag: str  # empty for an ordinary checkpoint
+    said: str
+    ranks: int = 2
+    nodes: int = 1
+
+
+BUGS = [
+    Bug("zero3_universal_rank", "0.16.2", "stage3-1", "universal", "another rank's slice", ranks=4, nodes=2),
+    Bug("zero3_universal_groups", "0.19.8", "stage3-2", "universal", "a step changes it twice"),
+    Bug("bf16_stage0_state", "0.18.4", "stage0-1", "", "15 zeros"),
+]
+
+
+def output(bug: Bug, *arguments: str | Path) -> CompletedProcess[str]:
+    env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": bug.fix}
+    options = ("--ranks", str(bug.ranks), "--node", str(bug.ranks // bug.nodes))
+    on: dict[str, Any] = {"tree": tree("deepspeed", bug.release), "delivery": "hook", "env": env}
+    return run(PROGRAM, *arguments, *options, timeout=600, **on)
+
+
+def resumed(bug: Bug, folder: Path) -> str:
+    """All that a run says that resumes what another one has saved, both without the fix."""
+    output(bug, "train", folder, bug.case)
+    case = folder / bug.case
+    if bug.tag:
+        others = tuple(fix for fix in FIXES if fix != bug.fix)
+        found = convert(folder / "made", case / "global_step2", version=bug.release, delivery="hook", fixes=others)
+        assert found == {bug.case: ""}
+        (folder / "made" / bug.case).rename(case / bug.tag)
+    tag = ("--tag", bug.tag) if bug.tag else ()
+    done = output(bug, "resume", case, *tag)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.fix)
+def test_a_load_is_caught(bug: Bug, tmp_path: Path) -> None:
+    said = resumed(bug, tmp_path)
+    assert CAUGHT in said
+    assert bug.said in said
+
+
+def test_other_rates_are_said(tmp_path: Path) -> None:
+    """Settings that differ are an error; a schedule may change the rate."""
+    bug = Bug("universal_group_settings", "0.14.0", "stage1-2", "universal", "")
+    said = resumed(bug, tmp_path)
+    assert "WARNING: resume proven: 7 parameters, 21 states" in said
+    assert "rate: 0.003 now, 0.0015 when saved: 5 parameters" in said
+
+
+def test_moments_of_the_first_group_alone(tmp_path: Path) -> None:
+    """After a step; before one such a load dies."""
+
+    def program(*arguments: str | Path, skip: str) -> CompletedProcess[str]:
+        env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
+        on: dict[str, Any] = {"tree": tree("deepspeed", "0.14.0"), "delivery": "hook", "env": env}
+        return run("universal_loading", *arguments, "--small", **on, check=False)
+
+    assert program("write", tmp_path, "stage1", skip="").returncode == 0
+    resume = ("resume", tmp_path, "stage1", "--steps", "1")
+    right, wrong = (program(*resume, skip=skip) for skip in ("", "universal_all_moments"))
+    assert right.returncode == 0, right.stderr[-2000:]
+    assert "resume proven: " in right.stdout + right.stderr
+    assert CAUGHT in wrong.stdout + wrong.stderr
+
+
+def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Path) -> None:
+    """Of more than ten ranks, which are not run here: the record is made of the files that they would have saved."""
+    source = tmp_path / "11" / "global_step2"
+    shutil.copytree(of_ranks(11), source)
+    states = {(one.parameter, one.state): State(one.numel, one.value) for one in fingerprints(source)}
+    for file in source.glob("*model_states.pt"):
+        torch.save({**torch.load(file, weights_only=False), KEY: Record(states).as_plain()}, file)
+    for fixes, status in ((tuple(FIXES), 0), (tuple(fix for fix in FIXES if fix != "rank_order"), 1)):
+        made = tmp_path / str(status)
+        assert convert(made, source, version="0.14.0", delivery="hook", fixes=fixes) == {"11": ""}
+        assert cli.main(["fingerprint", str(made / "11")]) == status
