@@ -1,13 +1,20 @@
 """What a fingerprint costs beside NumPy's sum of the same state, on one core. `make bench` prints."""
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from ckpt_patches.fingerprint.mix import of_run
+from upstream import run_json, tree
 
+NEWEST = "0.19.2"
 NUMEL = 1 << 26  # 256 MiB
 PAIRS = 15
 
@@ -26,3 +33,63 @@ def test_beside_reading_the_state_once() -> None:
     speed = statistics.median(one / other for one, other in pairs)
     rate = state.nbytes / statistics.median(other for _, other in pairs) / 1e9
     print(f"\nfingerprint: {speed:.2f} times the speed of NumPy's sum (figure to reach: 0.5); {rate:.1f} GB/s a core")
+
+
+PEAK = """
+import resource
+import torch
+from ckpt_patches.fingerprint.boxes import Box
+from ckpt_patches.fingerprint.live import Part, sums
+
+
+def part(numel):
+    shape = (numel // 4096, 4096)
+    return Part("weight", "master", Box((0, 0), shape, shape), 0, torch.full((numel,), 0.5, dtype=torch.DTYPE), True)
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+sums([part(1 << 22)], main=True)  # what is imported and made once
+state = part(1 << 28)
+before = peak()
+sums([state], main=True)
+print(state.values.nbytes, peak() - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_beside_the_state(dtype: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK.replace("DTYPE", dtype)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    nbytes, beside = map(int, done.stdout.split())
+    print(f"\n{nbytes / 1e9:.1f} GB of {dtype}: {beside / 1e6:.0f} MB beside it (figure to reach: 64)")
+
+
+def test_saves_and_loads_with_it_and_without(tmp_path: Path) -> None:
+    """In turns; with the switch off nothing of it is imported."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(3):
+        for name, env in (
+            ("on", {"CKPT_PATCHES_FINGERPRINT": "1"}),
+            ("off", {}),
+            ("no package", {"CKPT_PATCHES": "off"}),
+        ):
+            one = run_json(
+                "fingerprint_cost", tmp_path / "out", tree=tree("megatron-core", NEWEST), delivery="hook", env=env
+            )
+            found.setdefault(name, []).append(one)
+    assert {name: any(one["modules"] for one in own) for name, own in found.items()} == {
+        "on": True,
+        "off": False,
+        "no package": False,
+    }
+    times = {
+        name: [sum(map(statistics.median, (one["saves"], one["loads"]))) for one in own] for name, own in found.items()
+    }
+    print(f"\nof a save and a load of {found['on'][0]['bytes'] / 1e6:.0f} MB on one rank, in page cache:")
+    for name, other in (("on", "off"), ("off", "no package")):
+        ratio = statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
+        print(f"  {name}: {ratio:.2f} times the time of {other}")
