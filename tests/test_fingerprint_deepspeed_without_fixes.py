@@ -104,3 +104,40 @@ def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Pat
         made = tmp_path / str(status)
         assert convert(made, source, version="0.14.0", delivery="hook", fixes=fixes) == {"11": ""}
         assert cli.main(["fingerprint", str(made / "11")]) == status
+
+
+def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: Path) -> None:
+    """What a step takes is right after the first one; what `safe_get_full_fp32_param` gives is no state."""
+
+    def program(*arguments: str | Path, skip: str) -> str:
+        env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
+        on: dict[str, Any] = {"tree": tree("deepspeed", "0.19.2"), "delivery": "hook", "env": env}
+        done = run("universal_loading", *arguments, **on, check=False)
+        return done.stdout + done.stderr
+
+    program("write", tmp_path, "stage1", skip="")
+    assert program("resume", tmp_path, "stage1", skip="").count("resume proven: ") == 2
+    wrong = program("resume", tmp_path, "stage1", skip="universal_fragment_rebind")
+    assert (wrong.count("resume proven: "), CAUGHT in wrong) == (1, True)
+
+
+def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One expert-parallel rank has saved all of them, and two load."""
+
+    def program(*arguments: str | Path, skip: str = "") -> str:
+        env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
+        on: dict[str, Any] = {"tree": tree("deepspeed", "0.19.8"), "delivery": "hook", "env": env}
+        done = run("experts", tmp_path / skip, "1", *arguments, **on, check=False)
+        return done.stdout + done.stderr
+
+    program("--ep", "1")
+    source, universal = tmp_path / "global_step8", tmp_path / "universal"
+    options = ["--input_folder", str(source), "--output_folder", str(universal), "--inject_missing_state"]
+    assert cli.main(["to-universal", *options]) == 0
+    captured = capfd.readouterr()
+    assert "compared 39 states" in captured.out + captured.err
+    for ep in ("1", "2", "4"):
+        assert "resume proven: 13 parameters, 39 states, " in program("--ep", ep, "--universal", universal)
+    wrong = program("--ep", "2", "--universal", universal, skip="universal_experts")
+    assert CAUGHT in wrong
+    assert "12 another's" in wrong

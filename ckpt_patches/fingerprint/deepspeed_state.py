@@ -3,6 +3,7 @@
 Read from what is stepped, the flat partitions, and not from DeepSpeed's links to parts of them.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from ckpt_patches.fingerprint.states import state_named
 from ckpt_patches.fingerprint.verdict import Key
 
 NOT_WHOLE = "of tensor parallelism DeepSpeed does not say which part of a parameter a rank has"
-EXPERT = "an expert: DeepSpeed calls those of all expert-parallel ranks the same"
+EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
+# Of an expert by its number on its rank; a conversion has all, by their numbers among all.
+LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
 MASTER = "fp32"
 
 
@@ -45,11 +48,11 @@ def live(engine: Any) -> Live:
     settings: dict[str, Settings] = {}
     left_out = dict(_left_out(engine))
     tensors: list[tuple[Key, torch.Tensor]] = []
-    names = {id(param): name for name, param in engine.module.named_parameters()}
+    names = _names(engine.module)
     flats = [] if left_out else list(_flats(engine.optimizer, names))
     for flat in flats:
         for own in flat.slices:
-            if _is_expert(own.param):
+            if _is_unknown_expert(own.param, names):
                 left_out[names[id(own.param)]] = EXPERT
             else:
                 add_settings(settings, left_out, names[id(own.param)], _settings(flat))
@@ -60,7 +63,7 @@ def live(engine: Any) -> Live:
     def parts() -> Iterator[Part]:
         for flat in flats:
             for own in flat.slices:
-                if not _is_expert(own.param):
+                if not _is_unknown_expert(own.param, names):
                     yield from _parts(flat, own, names[id(own.param)], engine)
 
     return Live(parts, settings, left_out, in_one_memory(tensors))
@@ -90,8 +93,36 @@ def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
         yield type(engine.optimizer).__name__, "an optimizer that is not known"
 
 
+def _names(module: Any) -> dict[int, str]:
+    """As a conversion calls the parameters, by their identity."""
+    local = {id(param): name for name, param in module.named_parameters()}
+    found = {key: LOCAL_EXPERT.match(name) for key, name in local.items()}
+    counts: dict[str, int] = {}  # of experts on this rank, by layer
+    for place in found.values():
+        if place:
+            counts[place["before"]] = max(counts.get(place["before"], 0), int(place["number"]) + 1)
+    by_id = {id(param): param for param in module.parameters()}
+    for key, place in found.items():
+        if place and _is_expert(by_id[key]):
+            first = _expert_parallel_rank(by_id[key]) * counts[place["before"]]
+            number = f"deepspeed_experts.global_{first + int(place['number'])}."
+            local[key] = f"{place['before']}{number}{local[key][place.end() :]}"
+    return local
+
+
+def _expert_parallel_rank(param: Any) -> int:
+    from deepspeed.utils import groups
+
+    rank: int = groups._get_expert_parallel_rank(param.group_name)
+    return rank
+
+
 def _is_expert(param: Any) -> bool:
     return not getattr(param, "allreduce", True)
+
+
+def _is_unknown_expert(param: Any, names: Mapping[int, str]) -> bool:
+    return _is_expert(param) and "deepspeed_experts.global_" not in names[id(param)]
 
 
 def _tensors(flat: Flat) -> dict[str, torch.Tensor]:

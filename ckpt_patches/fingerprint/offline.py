@@ -13,6 +13,8 @@ from ckpt_patches.fingerprint.states import Difference, Fingerprint
 from ckpt_patches.formats import megatron_torch, torch_file
 
 CHAINED = re.compile(r"^chained_\d+\.")  # of several optimizers, in front of their tensors' names
+# Of an expert by its number on its rank, which is its number among all where one expert-parallel rank saved.
+LOCAL_EXPERT = re.compile(r"\bdeepspeed_experts\.(\d+)\.")
 
 
 class Checked(NamedTuple):
@@ -95,7 +97,12 @@ def check(plain: Any, found: Iterable[Fingerprint]) -> Checked:
         record = from_plain(plain)
     except NotARecord as error:
         return Checked(0, [], {"the record": str(error)})
-    return _checked(record, {(CHAINED.sub("", one.parameter), one.state): one for one in found})
+    return _checked(record, {(_recorded_name(one.parameter), one.state): one for one in found})
+
+
+def _recorded_name(parameter: str) -> str:
+    """A parameter's name in a record."""
+    return LOCAL_EXPERT.sub(r"deepspeed_experts.global_\1.", CHAINED.sub("", parameter))
 
 
 def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Checked:

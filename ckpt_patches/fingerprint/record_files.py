@@ -5,6 +5,7 @@ from typing import Any
 
 from ckpt_patches.fingerprint.record import KEY
 from ckpt_patches.formats import torch_dist, torch_file
+from ckpt_patches.formats.zero import MODEL
 
 
 def of_megatron(path: Path) -> Any:
@@ -26,7 +27,7 @@ def of_deepspeed(path: Path) -> Any:
     Raises:
         BadFileError, NotReadError: they cannot be read.
     """
-    for file in sorted(path.glob("*model_states.pt"))[:1]:
+    for file in sorted(file for file in path.glob("*model_states.pt") if MODEL.fullmatch(file.name))[:1]:
         value = torch_file.read(file, trust=True).value  # runs nothing
         return value.get(KEY) if isinstance(value, dict) else None
     return None
