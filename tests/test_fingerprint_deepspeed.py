@@ -19,7 +19,7 @@ from zero_checkpoints import convert
 from zero_resumes import PROGRAM, exact
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
-NEWEST = "0.19.8"
+NEWEST, OTHER = "0.19.8", "0.19.2"
 CASES = ["stage0-2", "stage1-2", "stage2-2", "stage3-2", "bf16_optimizer-2"]
 if all_releases():
     CASES = [f"{kind}-{groups}" for kind in resume_table.KINDS for groups in (1, 2)]
@@ -129,3 +129,20 @@ def test_a_run_without_it_loads_such_a_checkpoint_as_ever(off: dict[str, str]) -
     found, log = output(NEWEST, "resume", folder, ranks=2, env={**off, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
     assert exact(found[str(folder)])
     assert "resume proven" not in log
+
+
+def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a client's state that is loaded, kept, and saved two steps later; the newest release refuses to."""
+    folder = tmp_path / "stage1-1"
+    output(OTHER, "train", tmp_path, folder.name, ranks=2)
+    output(OTHER, "resume", folder, "--save", "again/stage1-1", ranks=2, env={"CKPT_PATCHES_FINGERPRINT": "0"})
+    shutil.copy(folder / "truth.pt", folder / "again" / "stage1-1")
+    again = folder / "again" / "stage1-1"
+    _, log = output(OTHER, "resume", again, ranks=2)
+    said = "the record is of step 2, and the checkpoint of step 4: its run recorded nothing"
+    assert "fingerprint: nothing is proven of this resume" in log
+    assert said in log
+    assert cli.main(["fingerprint", str(again / "global_step2")]) == 0
+    assert said in capsys.readouterr().out

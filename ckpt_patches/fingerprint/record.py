@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 KEY = "ckpt_patches_fingerprint"  # of the common state
 FORMAT = 1
+STEP = "global_steps"  # of the run, where a client gets the record and may save it again
 SAMPLE = 8  # elements in the middle of a state, kept to find it where it has moved to
 # Of a parameter: what must be the same, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step")
@@ -41,6 +42,17 @@ class Record:
         settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
         return {"format": FORMAT, "states": states, **of_all}
+
+
+def of_step(plain: Any, step: Any) -> Any:
+    """A record in a checkpoint of that step.
+
+    Where it says another one, a run that knows nothing of it has saved it again, and it tells nothing of this checkpoint.
+    """
+    if not isinstance(plain, dict) or plain.get(STEP, step) == step:
+        return plain
+    why = f"the record is of step {plain[STEP]}, and the checkpoint of step {step}: its run recorded nothing"
+    return Record({}, left_out={"the checkpoint": why}).as_plain()
 
 
 class NotARecord(Exception):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.fingerprint.record import KEY
+from ckpt_patches.fingerprint.record import KEY, STEP, of_step
 from ckpt_patches.formats import torch_dist, torch_file
 from ckpt_patches.formats.zero import MODEL
 
@@ -29,5 +29,5 @@ def of_deepspeed(path: Path) -> Any:
     """
     for file in sorted(file for file in path.glob("*model_states.pt") if MODEL.fullmatch(file.name))[:1]:
         value = torch_file.read(file, trust=True).value  # runs nothing
-        return value.get(KEY) if isinstance(value, dict) else None
+        return of_step(value.get(KEY), value.get(STEP)) if isinstance(value, dict) else None
     return None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_patches.fingerprint import deepspeed_state, proof
-from ckpt_patches.fingerprint.record import KEY
+from ckpt_patches.fingerprint.record import KEY, STEP, of_step
 
 Method = Callable[..., Any]
 
@@ -22,7 +22,7 @@ def saving(save: Method) -> Method:
     def with_record(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        record = proof.recorded(deepspeed_state.live(self))
+        record = {**proof.recorded(deepspeed_state.live(self)), STEP: self.global_steps}
         bound.arguments["client_state"] = {**(bound.arguments["client_state"] or {}), KEY: record}
         return save(*bound.args, **bound.kwargs)
 
@@ -44,7 +44,7 @@ def loading(load: Method) -> Method:
         if bound.arguments["load_module_only"] or not bound.arguments["load_optimizer_states"]:
             proof.say_nothing_is_proven("it was not loaded")
         else:
-            proof.prove(deepspeed_state.live(self), record)
+            proof.prove(deepspeed_state.live(self), of_step(record, self.global_steps))
         return path, client_state
 
     return with_proof

@@ -1,9 +1,11 @@
 """Train and resume at every ZeRO stage with the real DeepSpeed on CPU ranks; print what came of it, as JSON by case.
 
     zero_resuming.py train FOLDER CASE... --ranks N
-    zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--spoil RANK]
+    zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--spoil RANK] [--save NAME]
 
-With `--node N` there are N ranks on a node. `--spoil` changes a weight of that rank after the load: it must be found.
+With `--save NAME` the run saves in the folder of that name in FOLDER/CASE at its end, with the client's state that it
+has loaded. With `--node N` there are N ranks on a node. `--spoil` changes a weight of that rank after the load: it must
+be found.
 A case is a kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, goes on for two
 steps more, and writes what the run held at the save and at the end beside it. `resume` loads that into a new run of
 other weights, says what differs on any rank, and takes the same two steps; what it prints is by the folders as they
@@ -209,7 +211,7 @@ def begin(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     truth = torch.load(args.folder / "truth.pt", weights_only=False)
     run = engine(args.folder.name, args.ranks, universal=args.tag != TAG, seed=1)
-    load(run, args.folder, args.tag)
+    client_state = load(run, args.folder, args.tag)
     if rank == args.spoil:
         next(run.module.parameters()).data.view(-1)[0] += 1
     states = snapshot(run)
@@ -222,18 +224,24 @@ def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
         losses = train(run, rank, args.ranks, first=STEPS)
     except Exception as error:
         return {**found, "error": last_words(error)}
+    if args.save:
+        run.save_checkpoint(str(args.folder / args.save), tag=TAG, client_state=client_state)
     end = on_any_rank(differences(snapshot(run), truth["end"]))
     return {**found, "losses": losses, "expected": truth["losses"], "different_end": end}
 
 
-def load(run: Any, folder: Path, tag: str) -> None:
-    """Load a checkpoint; up to 0.14.0 a universal one is loaded only with an object for model parallelism."""
+def load(run: Any, folder: Path, tag: str) -> Any:
+    """Load a checkpoint; what of it is the client's.
+
+    Up to 0.14.0 a universal one is loaded only with an object for model parallelism.
+    """
     needed = tag != TAG and numbers(deepspeed.__version__) <= (0, 14, 0)
     if needed:
         run.optimizer.mpu = OneTensorParallelRank
-    run.load_checkpoint(str(folder), tag=tag)
+    _, client_state = run.load_checkpoint(str(folder), tag=tag)
     if needed:
         run.optimizer.mpu = None
+    return client_state
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -305,6 +313,7 @@ def main() -> None:
     resuming.set_defaults(do=resume, folder=Path())
     resuming.add_argument("--tag", default=TAG)
     resuming.add_argument("--spoil", type=int, metavar="RANK")
+    resuming.add_argument("--save", metavar="NAME")
     for command in (training, resuming):
         command.set_defaults(work=work_and_tell)
         command.add_argument("cases", nargs="+")
