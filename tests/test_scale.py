@@ -22,6 +22,14 @@ def test_nothing_grows_faster_than_upstreams(
     assert scale_page.faster(sweep) == []
 
 
+OF_FIXES = scale_page.sweeps_of_fixes()
+
+
+@pytest.mark.parametrize("sweep", OF_FIXES.values(), ids=map(", ".join, OF_FIXES))
+def test_nothing_grows_faster_with_a_fix_alone(sweep: list[dict[str, scale_page.Row]]) -> None:
+    assert scale_page.faster(sweep) == []
+
+
 def counted(side: int, **more: int) -> scale_page.Row:
     of_ranks = [{**dict.fromkeys(scale_page.MEASURES, side), **more} for _ in range(2)]
     return scale_page.row("a release", "save", {"ranks": 2}, "ours", of_ranks)
@@ -39,6 +47,7 @@ def test_growth_that_upstream_does_not_have_is_found(name: str) -> None:
 def test_the_page_says_what_is_recorded() -> None:
     page = scale_page.PAGE.read_text(encoding="utf-8")
     assert scale_page.tables() in page
+    assert scale_page.tables_of_fixes() in page
     assert f"({scale_page.PICTURE.name})" in page
     shown = re.findall(r"<!-- (.*?) -->", scale_page.PICTURE.read_text(encoding="utf-8"))
     assert all(title in shown for *_, title in scale_page.PANELS)

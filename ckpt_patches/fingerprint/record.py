@@ -47,7 +47,7 @@ class Record:
 def of_step(plain: Any, step: Any) -> Any:
     """A record in a checkpoint of that step.
 
-    Where it says another one, a run that knows nothing of it has saved it again, and it tells nothing of this checkpoint.
+    Where it says another one, a run that knows nothing of it has saved it again: it tells nothing of this checkpoint.
     """
     if not isinstance(plain, dict) or plain.get(STEP, step) == step:
         return plain
