@@ -37,7 +37,7 @@ from ckpt_patches.meeting import OthersFailed
 from ckpt_patches.progress import Progress
 
 if TYPE_CHECKING:
-    from ckpt_patches.fingerprint.command import OfZero
+    from ckpt_patches.fingerprint.states import OfZero
 
 WHOLE, DAMAGED, UNCERTAIN = "whole", "damaged", "could not tell"
 EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 3}

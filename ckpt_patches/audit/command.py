@@ -16,7 +16,7 @@ from ckpt_patches.errors import UserError
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.team import Team
-    from ckpt_patches.fingerprint.command import OfZero
+    from ckpt_patches.fingerprint.states import OfZero
     from ckpt_patches.group import Group
     from ckpt_patches.meeting import Meeting
 

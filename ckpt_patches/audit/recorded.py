@@ -4,24 +4,20 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.checkpoint import Checkpoint
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import buckets, megatron, offline, record_files, universal
-from ckpt_patches.fingerprint.states import Fingerprint
+from ckpt_patches.fingerprint.states import Fingerprint, OfZero
 from ckpt_patches.formats import megatron_torch
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.processes import in_order
 
-if TYPE_CHECKING:
-    from ckpt_patches.fingerprint.command import OfZero
 
-
-def findings(found: Checkpoint, path: Path, workers: int, of_zero: "OfZero | None" = None) -> Iterator[Finding]:
+def findings(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None = None) -> Iterator[Finding]:
     """What is not as it was recorded, and a note of what was compared; nothing where nothing was recorded.
 
     What cannot be read is not compared: why, another finding says. States that are listed as repaired may differ.
@@ -43,7 +39,7 @@ def findings(found: Checkpoint, path: Path, workers: int, of_zero: "OfZero | Non
     yield Finding(damages.RECORDED, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
 
 
-def _checked(found: Checkpoint, path: Path, workers: int, of_zero: "OfZero | None") -> offline.Checked | None:
+def _checked(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None) -> offline.Checked | None:
     """None where nothing was recorded."""
     if found.format.startswith("deepspeed"):
         return _of_deepspeed(path, of_zero)
@@ -53,7 +49,7 @@ def _checked(found: Checkpoint, path: Path, workers: int, of_zero: "OfZero | Non
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
 
 
-def _of_deepspeed(path: Path, of_zero: "OfZero | None") -> offline.Checked | None:
+def _of_deepspeed(path: Path, of_zero: OfZero | None) -> offline.Checked | None:
     try:
         plain = record_files.of_deepspeed(path)
         if plain is None:

@@ -44,7 +44,7 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
 
 if TYPE_CHECKING:
-    from ckpt_patches.fingerprint.command import OfZero
+    from ckpt_patches.fingerprint.states import OfZero
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements, many times a block

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +12,7 @@ from ckpt_patches.errors import UserError
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
-    from ckpt_patches.fingerprint.states import Fingerprint
-
-    # Of a ZeRO checkpoint, from its folder; with `trust` for classes that are not listed.
-    OfZero = Callable[[Path, bool], Iterator[Fingerprint]]
+    from ckpt_patches.fingerprint.states import Fingerprint, OfZero
 
 EPILOG = """examples:
   ckpt-patches fingerprint out/global_step1000

@@ -12,7 +12,7 @@ from torch import distributed
 
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
-from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings, add_settings
+from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
 from ckpt_patches.fingerprint.verdict import Key
 
@@ -55,7 +55,7 @@ def live(engine: Any) -> Live:
             if _is_unknown_expert(own.param, names):
                 left_out[names[id(own.param)]] = EXPERT
             else:
-                add_settings(settings, left_out, names[id(own.param)], _settings(flat))
+                add_settings(settings, left_out, names[id(own.param)], settings_of(flat.group, flat.states))
         if flat.slices:
             first = names[id(flat.slices[0].param)]
             tensors += [((first, name), value) for name, value in _tensors(flat).items()]
@@ -129,15 +129,6 @@ def _tensors(flat: Flat) -> dict[str, torch.Tensor]:
     """Those that a step changes, steps among them."""
     found = {state_named(MASTER): flat.values, **flat.states}
     return {name: its.detach() for name, its in found.items() if isinstance(its, torch.Tensor)}
-
-
-def _settings(flat: Flat) -> Settings:
-    """Of the parameters of a flat tensor: those of its group; its step may be among its states."""
-    found = {name: flat.group[name] for name in (*SETTINGS, RATE) if name in flat.group}
-    step = flat.states.get("step", found.get("step"))
-    if step is not None:
-        found["step"] = int(step)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 # Optimizers

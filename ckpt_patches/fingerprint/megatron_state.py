@@ -9,7 +9,7 @@ import torch
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.buckets import Laid, Layout, key_of
 from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
-from ckpt_patches.fingerprint.record import RATE, SETTINGS, Settings, add_settings
+from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
 from ckpt_patches.fingerprint.verdict import Key
 
@@ -268,7 +268,7 @@ def _held_of(
 ) -> Held:
     flat = {name: _flat(value) for name, value in states.items() if name != "step" and _is_state(value, numel)}
     step = {"step": states["step"]} if isinstance(states.get("step"), torch.Tensor) else {}
-    return Held(param, begin, flat, _settings(group, states), {**flat, **step}, **what)
+    return Held(param, begin, flat, settings_of(group, states), {**flat, **step}, **what)
 
 
 def _is_state(value: Any, numel: int) -> bool:
@@ -278,12 +278,3 @@ def _is_state(value: Any, numel: int) -> bool:
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
     return value.detach().reshape(-1)
-
-
-def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
-    """Of a parameter: those of its group; its step may be among its states."""
-    found = {name: group[name] for name in (*SETTINGS, RATE) if name in group}
-    step = states.get("step", found.get("step"))
-    if step is not None:
-        found["step"] = int(step)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}

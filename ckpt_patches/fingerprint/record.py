@@ -101,6 +101,15 @@ def merged(records: Iterable[Record]) -> Record:
     return Record(states, settings, left_out, buckets)
 
 
+def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
+    """Of a parameter: those of its group; its step may be among its states."""
+    found = {name: group[name] for name in (*SETTINGS, RATE) if name in group}
+    step = states.get("step", found.get("step"))
+    if step is not None:
+        found["step"] = int(step)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
 def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter: str, its: Settings) -> None:
     """What one part of a parameter has; of layers that are one parameter in checkpoints some may have others."""
     before = known.setdefault(parameter, its)
