@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   ckpt-patches status                                  what is installed, and what every fix does here
   ckpt-patches status --tree ~/Megatron-LM             the same where scripts run in a checkout
   ckpt-patches status --json | jq .fixes               the same for programs
+  ckpt-patches list                                    every fix in a sentence, and the releases that it is for
   ckpt-patches diff --tree ~/Megatron-LM > fix.patch   then: git -C ~/Megatron-LM apply fix.patch
   ckpt-patches diff zarr_create_synchronizer --tree ~/Megatron-LM --with-test
   ckpt-patches apply                                   write the fixes into the installed files (a Dockerfile's RUN)
@@ -85,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkout that training scripts run in, or a --target folder (default: what this command imports)",
     )
     status.set_defaults(run=_status)
+    listed = commands.add_parser("list", help="every fix: what it does, and the releases that it is for")
+    listed.add_argument("--json", action="store_true", help="for programs")
+    listed.set_defaults(run=_list)
     diff = commands.add_parser("diff", help="print the fixes as a unified diff against a tree")
     diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
     diff.set_defaults(run=_diff)
@@ -122,6 +126,22 @@ def _status(options: argparse.Namespace) -> int:
     else:
         _print_status(found)
     return 0 if found.complete else 1
+
+
+def _list(options: argparse.Namespace) -> int:
+    from ckpt_patches.engine.fix import load, sentence
+    from ckpt_patches.engine.registry import FIXES
+
+    fixes = [(load(name), sentence(name)) for name in FIXES]
+    if options.json:
+        rows = [
+            {"name": fix.name, "does": does, "affected": fix.affected, "upstream": fix.upstream} for fix, does in fixes
+        ]
+        print(json.dumps({"fixes": rows}, indent=1))
+        return 0
+    for fix, does in fixes:
+        print(f"{fix.name}\n  {does}\n  {fix.affected}")
+    return 0
 
 
 def _print_status(found: "Status") -> None:

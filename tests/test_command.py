@@ -36,6 +36,16 @@ def test_status_tells_active_from_fixed_upstream_and_not_present() -> None:
     assert found["dp_zero_empty_state"] == "active"
 
 
+def test_list_has_a_sentence_and_the_releases_of_every_fix() -> None:
+    """With neither package installed."""
+    found = json.loads(command("list", "--json").stdout)["fixes"]
+    assert [fix["name"] for fix in found] == list(FIXES)
+    assert [fix["name"] for fix in found if not fix["does"].endswith((".", ":"))] == []
+    assert [fix["name"] for fix in found if not fix["affected"].startswith(("megatron-core 0.", "DeepSpeed 0."))] == []
+    text = command("list").stdout
+    assert all(f"{fix['name']}\n  {fix['does']}\n  {fix['affected']}\n" in text for fix in found)
+
+
 def test_status_tells_switched_off_and_applied_in_place() -> None:
     assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES="off")["numpy2_product"] == "switched off"
     assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES_SKIP="numpy2_product")["numpy2_product"] == (

@@ -76,9 +76,20 @@ def package_of(name: str) -> str:
     return TARGETS[EVERYTHING[name][0]]
 
 
+def path_of(name: str) -> str:
+    """The file of a fix."""
+    return os.path.join(folder(package_of(name)), f"{name}.py")
+
+
+def sentence(name: str) -> str:
+    """What a fix does: the first line of its file."""
+    with open(path_of(name), encoding="utf-8") as file:
+        return file.readline().strip().strip('"')
+
+
 def load(name: str) -> Fix:
     """Load a fix from its file, by path: the same in an install and in a checkout, and `megatron` is never imported."""
-    path = os.path.join(folder(package_of(name)), f"{name}.py")
+    path = path_of(name)
     spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{name}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"expected the fix {name} in {path}")
