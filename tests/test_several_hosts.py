@@ -329,13 +329,37 @@ SAVES = [("0.16.1", "torch_dist"), ("0.14.0", "zarr")]
 
 
 def save(
-    on: Sequence[Host], version: str, backend: str, out: Path, *options: str, processes: int = 1
+    on: Sequence[Host], version: str, backend: str, out: Path, *options: str, processes: int = 1, patience: int = 120
 ) -> list[subprocess.Popen[str]]:
-    """A training on the hosts that saves at its end; Gloo finds the others by the hosts' own addresses."""
+    """A training on the hosts that saves at its end; Gloo finds the others by the hosts' own addresses.
+
+    `patience`: seconds for which a collective waits for a host that says nothing.
+    """
     out.mkdir(exist_ok=True)
     program = [sys.executable, str(PROGRAMS / "saving_on_hosts.py"), str(out), backend, *options]
     own = environment_for(tree("megatron-core", version), "hook")
-    return torchrun(on, *program, env={**own, "GLOO_SOCKET_IFNAME": "eth0"}, processes=processes)
+    own |= {"GLOO_SOCKET_IFNAME": "eth0", "FAKEGPU_PG_TIMEOUT": str(patience)}
+    return torchrun(on, *program, env=own, processes=processes)
+
+
+def check_that_nothing_says_there_is_a_checkpoint(out: Path) -> None:
+    left = {path.name for path in out.rglob("*")}
+    assert left & {"latest_checkpointed_iteration.txt", "metadata.json", ".metadata"} == set()
+
+
+def check_that_two_others_save_it(on: Sequence[Host], version: str, backend: str, out: Path) -> None:
+    """By the same command, what one host alone saves."""
+    ended = finished(save(on, version, backend, out))
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
+    alone = out.with_name("alone")
+    by_one = finished(save(on[:1], version, backend, alone, processes=2))
+    assert by_one[0][0] == 0, by_one
+    assert audit(out / "iter_0000003", 1).verdict == WHOLE
+    found, expected = (contents(folder / "iter_0000003") for folder in (out, alone))
+    assert found.keys() == expected.keys()
+    named = {".metadata"}  # torch gives each save a random number and its folder's name there
+    assert {name for name in found if found[name] != expected[name]} <= named
 
 
 @pytest.mark.parametrize(("version", "backend"), SAVES)
@@ -353,16 +377,25 @@ def test_a_save_of_megatron_core_on_two_hosts_of_which_one_is_lost(
     assert status == 1, errors
     assert time.monotonic() - begin < 60
     assert f"Connection closed by peer [{lost.address}]" in errors
-    left = {path.name for path in out.rglob("*")}
-    assert left & {"latest_checkpointed_iteration.txt", "metadata.json", ".metadata"} == set()
+    check_that_nothing_says_there_is_a_checkpoint(out)
+    check_that_two_others_save_it([first, other], version, backend, out)
 
-    ended = finished(save([first, other], version, backend, out))
-    assert [status for status, _, _ in ended] == [0, 0], ended
-    assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
-    by_one = finished(save([first], version, backend, tmp_path / "alone", processes=2))
-    assert by_one[0][0] == 0, by_one
-    assert audit(out / "iter_0000003", 1).verdict == WHOLE
-    found, expected = (contents(folder / "iter_0000003") for folder in (out, tmp_path / "alone"))
-    assert found.keys() == expected.keys()
-    named = {".metadata"}  # torch gives each save a random number and its folder's name there
-    assert {name for name in found if found[name] != expected[name]} <= named
+
+@pytest.mark.parametrize(("version", "backend"), SAVES if all_releases() else SAVES[:1])
+def test_a_save_of_megatron_core_on_two_hosts_of_which_one_loses_its_network(
+    version: str, backend: str, make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    """The other waits as long as its process group does, and no longer; then as with a host that is killed."""
+    first, lost, other = make_hosts(3)
+    out, patience = tmp_path / "out", 15
+    running = save([first, lost], version, backend, out, "--pause", "0.2", patience=patience)
+    until(lambda: any(out.glob("begun.*")), running)
+    begin = time.monotonic()
+    lost.cut_network()
+    ((status, _, errors),) = finished(running[:1])
+    assert status == 1, errors
+    assert patience < time.monotonic() - begin < 60
+    assert f"Timed out waiting {patience}000ms for" in errors
+    check_that_nothing_says_there_is_a_checkpoint(out)
+    lost.kill()  # its torchrun still asks the first host's store
+    check_that_two_others_save_it([first, other], version, backend, out)
