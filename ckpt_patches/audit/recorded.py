@@ -44,7 +44,10 @@ def _checked(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None
     if found.format.startswith("deepspeed"):
         return _of_deepspeed(path, of_zero)
     if megatron_torch.folders(path):
-        of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
+        try:
+            of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
+        except UserError:  # of a file that is damaged or missing another finding says more
+            return None
         return offline.together(of_ranks) if of_ranks else None
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
 

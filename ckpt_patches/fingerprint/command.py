@@ -60,6 +60,8 @@ def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
     found, checked = _read(options.path, options.trust_checkpoint, of_zero)
     if options.against is None:
         _print(found, checked, as_json=options.json)
+        if checked is None:
+            print(f"{options.path}: the run that saved has recorded no fingerprints to compare with", file=sys.stderr)
         return 1 if checked is not None and checked.differences else 0
     return _compare(options, found, _read(options.against, options.trust_checkpoint, of_zero)[0])
 
@@ -132,7 +134,6 @@ def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bo
     for one in found:
         print(f"{one.hexadecimal}  {one.parameter:{width}}  {one.state:10}  {one.numel:>14,} elements")
     if checked is None:
-        print("the run that saved has recorded no fingerprints: nothing to compare with")
         return
     for each in checked.differences:
         print(f"{each.parameter}  {each.state}  not as recorded: {each.what}")

@@ -14,10 +14,10 @@ def of_megatron(path: Path) -> Any:
     Raises:
         BadFileError, NotReadError: the common state cannot be read.
     """
-    if (path / torch_dist.INDEX).exists():
-        common = torch_dist.read_common(path, torch_dist.read_index(path))
-    else:
-        common = torch_file.read(path / torch_dist.COMMON, trust=True).value  # runs nothing
+    index = torch_dist.read_index(path) if (path / torch_dist.INDEX).exists() else torch_dist.Index({}, {})
+    if not (path / torch_dist.COMMON).exists() and torch_dist.COMMON_OBJECT not in index.objects:
+        return None  # as of a save by torch alone
+    common = torch_dist.read_common(path, index)
     return common.get(KEY) if isinstance(common, dict) else None
 
 

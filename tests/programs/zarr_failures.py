@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import zarr_saving
 SHAPE = (64, 128)  # 32 KiB a chunk
 KEY = "optimizer.state.exp_avg.w"
 VICTIM = 2
+PATIENCE = 30  # seconds
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     if options.failure in DAMAGES:
         damage_when_the_others_have_written(DAMAGES[options.failure], options.out / KEY / "1.0", rank, strategy)
     if rank == VICTIM and options.failure == "dies":
-        strategy._write_byte_range = lambda *args: os._exit(9)
+        strategy._write_byte_range = lambda *args: die_when_the_others_have_created(options.out / KEY)
     raised = ""
     try:
         strategy.ZarrSaveShardedStrategy("zarr", 1).save({"w": shard(rank)}, options.out)
@@ -79,6 +81,15 @@ def damage_when_the_others_have_written(
         write(*args)
 
     strategy._write_byte_range = in_turn
+
+
+def die_when_the_others_have_created(array: Path) -> None:
+    """The end of one rank ends the others, which may not have come as far."""
+    deadline = time.monotonic() + PATIENCE
+    chunks = array / "0.0", array / "1.0"
+    while not all(map(Path.exists, chunks)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os._exit(9)
 
 
 def array_is_gone(chunk: Path) -> None:
