@@ -1,7 +1,9 @@
 """A load is held against the record of the save, and what differs is named with what it looks like."""
 
+import copy
 import json
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,3 +139,9 @@ def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> 
         "first.weight exp_avg": "1,440 elements here, 1,200 in the checkpoint: another padding of the vocabulary?",
         "second.bias master": "kept in bfloat16 here, in float32 when it was saved",
     }
+
+
+def test_a_note_in_a_state_dict_that_others_write_is_nothing() -> None:
+    """As of Megatron's local checkpoints, which are pickled whole."""
+    note = live(some())
+    assert pickle.loads(pickle.dumps({"note": note})) == copy.deepcopy({"note": note}) == {"note": None}

@@ -40,6 +40,10 @@ class Live:
     shared: Mapping[Key, Key] = field(default_factory=dict)  # states in the memory of another one
     buckets: Mapping[str, Any] = field(default_factory=dict)  # see Record
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """In a state dict that is copied or written by others than `dist_checkpointing.save`: nothing."""
+        return type(None), ()
+
 
 @dataclass
 class Sums:
