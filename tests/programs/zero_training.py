@@ -13,10 +13,12 @@ Another program takes the parts: `engine`, `train`, `state`, and `on_ranks`, whi
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
 import os
+import random
 import socket
 import tempfile
 from pathlib import Path
@@ -224,9 +226,12 @@ def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Below those that Linux gives to connections: between here and its use another program's may get one of these."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def on_ranks(args: argparse.Namespace) -> None:
