@@ -44,7 +44,7 @@ compatibility: $(VENV)/ready
 	$(PY) tests/resume_table.py
 
 # Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
-$(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
+$(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth ckpt_patches/fingerprint/rows.c
 	test -x $(PY) && $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV) || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install --quiet pip; }
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'

@@ -8,10 +8,11 @@ import hashlib
 import os
 import re
 import shutil
+import sysconfig
 import zipfile
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
@@ -33,7 +34,7 @@ class BuildPy(build_py):
     """Add the start-up file to a wheel, and to a source distribution."""
 
     def run(self) -> None:
-        shutil.rmtree("build/lib", ignore_errors=True)  # what another version left there would be installed as well
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # what another version left there would be installed as well
         super().run()
         if not self.editable_mode:
             self.copy_file(PTH, str(Path(self.build_lib, PTH)), preserve_mode=False)
@@ -119,6 +120,16 @@ TEST = [
     "mypy==2.4.1",
 ]
 
+# The sums of fingerprints, which are left to NumPy where there is no C compiler. This is no module of Python and takes
+# none of its headers: one build is for every Python from 3.10 on (those without the GIL know no such builds).
+SUMS = Extension(
+    "ckpt_patches.fingerprint._rows",
+    ["ckpt_patches/fingerprint/rows.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
+    py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
+)
+
 README = Path("README.md")
 
 setup(
@@ -143,5 +154,7 @@ setup(
         "audit": AUDIT,
         "test": [*MEGATRON, *DEEPSPEED, *AUDIT, *TEST],
     },
+    ext_modules=[SUMS],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if SUMS.py_limited_api else {},
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,17 +57,21 @@ class Environment:
 
     def python(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         """Run its Python, with nothing of ours in the environment but `env`."""
+        return self._run(args, cwd or self.folder, env)
+
+    def _run(self, args: Sequence[str], cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES"))}
         return subprocess.run(
-            [str(self.executable), *args], cwd=cwd or self.folder, env=kept | env, text=True, capture_output=True
+            [str(self.executable), *args], cwd=cwd, env={**kept, **env}, text=True, capture_output=True
         )
 
-    def pip(self, *args: str) -> None:
-        done = self.python("-m", "pip", *args, PYTHONPATH=str(self.tools), CKPT_PATCHES="off")
+    def pip(self, *args: str, **env: str) -> None:
+        lent = {"PYTHONPATH": str(self.tools), "CKPT_PATCHES": "off"}
+        done = self._run(["-m", "pip", *args], self.folder, {**lent, **env})
         assert done.returncode == 0, f"pip {' '.join(args)}:\n{done.stdout}\n{done.stderr}"
 
-    def install(self, *args: str) -> None:
-        self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *args)
+    def install(self, *args: str, **env: str) -> None:
+        self.pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *args, **env)
 
     def finds_megatron(self, path: str = "") -> bool:
         """Whether `importlib.util.find_spec("megatron")` finds something."""

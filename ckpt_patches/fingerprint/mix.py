@@ -20,6 +20,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_patches.fingerprint import compiled
+
 ROW = 1 << 11  # elements
 BLOCK = 64  # rows that are mixed together: what fits into a core's own memory
 MODULUS = 1 << 64
@@ -121,6 +123,15 @@ def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
     with the odd one's other factor, low + (2^32 + 1) high: each word is multiplied once.
     """
     factors = _factors_of_rows(np.arange(first, first + len(bits)))
+    of_rows = compiled.sums_of_rows(bits, _words())
+    if of_rows is None:
+        of_rows = sums_of_rows(bits)
+    ones = _sums_of_columns()[ROW] * int(factors.sum(dtype=np.uint64))
+    return int((of_rows * factors).sum(dtype=np.uint64)) + ones
+
+
+def sums_of_rows(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """What the words of each row come to, by NumPy alone: at most half as fast as what `compiled` does."""
     mixed = np.empty((min(BLOCK, len(bits)), ROW // 2), np.uint64)
     of_rows = np.empty(len(bits), np.uint64)
     for begin in range(0, len(bits), BLOCK):
@@ -128,8 +139,7 @@ def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
         added = np.right_shift(words, HALF, out=mixed[: len(words)])
         np.add(added, words, out=added)
         np.einsum("ij,j->i", added, _words(), out=of_rows[begin : begin + BLOCK])
-    ones = _sums_of_columns()[ROW] * int(factors.sum(dtype=np.uint64))
-    return int((of_rows * factors).sum(dtype=np.uint64)) + ones
+    return of_rows
 
 
 def _aligned(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
