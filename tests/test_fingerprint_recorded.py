@@ -14,7 +14,8 @@ import shared
 from changed_elements import Bits, change_elements
 from ckpt_patches import cli
 from ckpt_patches.audit import torch_dist
-from ckpt_patches.audit.checkpoint import EXP_AVG, MASTER
+from ckpt_patches.audit.audit import audit
+from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.fingerprint import megatron, offline, record_files
 from every_checkpoint import EVERY
 from upstream import all_releases, checkpoint_formats, run, tree
@@ -204,6 +205,26 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
     assert (status, "WHOLE" in out) == (0, True)
     (line,) = [line for line in out.splitlines() if "master: other values" in line]
     assert line.split()[:3] == ["note", "repaired", "embedding.word_embeddings.weight"]
+
+
+def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a master that was made anew and moments that were reset, which look like lost ones."""
+    (old,) = [gpt for gpt in GPTS if gpt == Gpt("0.14.0", "--tp 2 --dp 2", default=True)]
+    damaged, repaired, new = tmp_path / "damaged", tmp_path / "repaired", tmp_path / "new"
+    shutil.copytree(saved(old), damaged)
+    for role in (MASTER, EXP_AVG, EXP_AVG_SQ):
+        change(damaged, role, lost)
+    assert cli.main(["repair", str(damaged), "--output", str(repaired)]) == 0
+    elements = sum(sum(end - begin for begin, end in own) for own in audit(repaired, 1).checkpoint.repaired.values())
+    assert cli.main(["migrate", str(repaired), "--output", str(new), "--no-sync"]) == 0
+    capsys.readouterr()
+    status, out = said(capsys, "audit", "--notes", str(new))
+    assert (status, "WHOLE" in out) == (0, True)
+    assert f"{elements} elements" in out
+    (line,) = [line for line in out.splitlines() if "master: other values" in line]
+    assert line.split()[:3] == ["note", "repaired", "embedding.word_embeddings.weight"]
+    (new / "ckpt-patches-repaired.json").unlink()
+    assert cli.main(["audit", str(new)]) == 1
 
 
 def test_what_a_record_has_and_no_file_is_said() -> None:

@@ -26,7 +26,7 @@ from ckpt_patches.formats.torch_writer import torch_file as written_file
 from ckpt_patches.formats.unfinished import UnfinishedFolder, meeting_folder, write_at_once
 from ckpt_patches.group import Group, processors
 from ckpt_patches.meeting import Meeting
-from ckpt_patches.migrate import keys, move, old_checkpoint
+from ckpt_patches.migrate import carried, keys, move, old_checkpoint
 from ckpt_patches.migrate.migration_plan import OutputFile, Plan, needs_nothing, plan, source_type
 from ckpt_patches.migrate.old_checkpoint import Source
 from ckpt_patches.pause import without_garbage_collection
@@ -194,6 +194,7 @@ def _finish(
     if not folder.is_of_this(folder.final):
         folders = folder.clean()
         _write_rest(found, planned, folder.working)
+        carried.write_list(found.found, planned, folder.working)
         findings += tuple(recorded.findings(found.found, folder.working, workers))
         _check_damage(found, findings, folder, options)
         folder.rename(folders, sync=options.sync)
