@@ -18,7 +18,7 @@ from ckpt_patches.audit.audit import audit
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.fingerprint import megatron, offline, record_files
 from every_checkpoint import EVERY
-from upstream import all_releases, checkpoint_formats, run, tree
+from upstream import all_releases, checkpoint_formats, releases, run, tree
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 NEWEST = "0.19.2"
@@ -127,10 +127,22 @@ def test_of_many_buckets_of_two_ranks_in_the_torch_format(tmp_path: Path, capsys
 
 
 # How a checkpoint is loaded that another layout of ranks has saved.
-OTHER = {"--tp 2 --dp 2": ["--pp 2 --dp 2", "--tp 1 --dp 4"], "--ep 2 --dp 2 --experts": ["--ep 2 --dp 4 --experts"]}
+OTHER = {
+    "--tp 2 --dp 2": ["--pp 2 --dp 2", "--tp 1 --dp 4"],
+    "--tp 2 --dp 2 --backend zarr": ["--pp 2 --dp 2", "--tp 1 --dp 4"],
+    "--ep 2 --dp 2 --experts": ["--ep 2 --dp 4 --experts"],
+}
 
 
-@pytest.mark.parametrize("gpt", [gpt for gpt in some(GPTS) if gpt.options in OTHER and not gpt.format], ids=str)
+def in_other_layouts() -> list[Any]:
+    """Those above, and in the run of all releases one of each other: of 0.12 zarr, whose torch_dist is of older torch."""
+    chosen = [gpt for gpt in some(GPTS) if gpt.options in OTHER and not gpt.format]
+    versions = [str(one.id) for one in releases("megatron-core", oldest="0.12.0")] if all_releases() else []
+    others = [one for one in versions if one not in {gpt.version for gpt in chosen}]
+    return [*chosen, *(Gpt(one, "--tp 2 --dp 2" + " --backend zarr" * one.startswith("0.12.")) for one in others)]
+
+
+@pytest.mark.parametrize("gpt", in_other_layouts(), ids=str)
 def test_a_load_in_another_layout_is_proven(gpt: Gpt, tmp_path: Path) -> None:
     for options in OTHER[gpt.options] if all_releases() else OTHER[gpt.options][:1]:
         other = Gpt(gpt.version, options)
