@@ -116,6 +116,12 @@ TEST = [
     "typeguard>=4",
     "beartype",
     "wrapt",
+    # What upstream checks its own code with, in its versions: tests/test_upstream_style.py.
+    "black>=26,<27",
+    "isort==5.13.2",
+    "pylint==3.2.6",
+    "yapf==0.40.2",
+    "flake8==5.0.4",
     "ruff==0.17.5",
     "mypy==2.4.1",
 ]

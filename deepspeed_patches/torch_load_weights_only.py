@@ -84,11 +84,11 @@ def load_checkpoint_file(path: str, map_location: object = None) -> object:
             refused = zipfile.is_zipfile(path) and torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if not refused:
                 raise
-            raise pickle.UnpicklingError(
-                f"{path} holds classes that DeepSpeed does not allow by itself: {', '.join(sorted(refused))}. If you "
-                "trust these, allow them before loading, with torch.serialization.add_safe_globals([...]). If you "
-                "trust the whole file, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
-            ) from error
+            message = f"{path} holds classes that DeepSpeed does not allow by itself: {', '.join(sorted(refused))}. "
+            message += "If you trust these, allow them before loading, with "
+            message += "torch.serialization.add_safe_globals([...]). If you trust the whole file, set "
+            message += "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+            raise pickle.UnpicklingError(message) from error
 
 
 # The edits

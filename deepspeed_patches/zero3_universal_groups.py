@@ -23,9 +23,10 @@ OF_THE_FIRST = 'optim_sd[OPTIMIZER_STATE_DICT]["param_groups"][0].items()'
 OWN_SETTINGS = """
 param_groups, saved_groups = self.optimizer.param_groups, optim_sd[OPTIMIZER_STATE_DICT]["param_groups"]
 if len(param_groups) != len(saved_groups):
-    raise ValueError(f"expected {len(saved_groups)} param groups, as in {optim_state_path}, found "
-                     f"{len(param_groups)} in this run: which settings belong to which cannot be told; make the "
-                     "optimizer with the groups of the run that was saved")
+    raise ValueError(
+        f"expected {len(saved_groups)} param groups, as in {optim_state_path}, found "
+        f"{len(param_groups)} in this run: which settings belong to which cannot be told; make the "
+        "optimizer with the groups of the run that was saved")
 for param_group, saved_group in zip(param_groups, saved_groups):
     param_group.update(saved_group)
     param_group['params'] = []

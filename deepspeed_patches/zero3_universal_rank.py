@@ -33,8 +33,7 @@ def take_the_part_of_the_rank(source: Source) -> None:
     asked = source.one(f"{LOCAL} = {OF_THE_NODE}", within=load)
     cut = source.one(f"loaded_checkpoint_state.narrow(0, {LOCAL} * partitioned_numel, partitioned_numel)", within=load)
     source.replace(asked, f"{RANK} = {OF_THE_PARTITIONS}")
-    (used,) = _names(source, cut, LOCAL)
-    source.replace(used, RANK)
+    source.replace(cut, f"loaded_checkpoint_state.narrow(0, {RANK} * partitioned_numel, partitioned_numel)")
 
 
 def _names(source: Source, within: ast.AST, name: str) -> list[ast.Name]:

@@ -187,7 +187,9 @@ BROUGHT = {
     NEWEST: [
         *BUILD,
         "if use_gloo_comm and not return_on_all_ranks:",
-        "self._gather_shards(world_tensors, local_shards, shard_ranges, data_parallel_group)",
+        "self._gather_shards(",
+        "world_tensors, local_shards, shard_ranges, data_parallel_group",
+        ")",
         "self._gather_shards_in_pieces(",
         *("world_tensors,", "local_shards,", "shard_ranges,", "data_parallel_group,"),
         *("use_gloo_comm,", "return_on_all_ranks,", ")", "del local_shards"),

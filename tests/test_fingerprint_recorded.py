@@ -129,13 +129,13 @@ def test_of_many_buckets_of_two_ranks_in_the_torch_format(tmp_path: Path, capsys
 # How a checkpoint is loaded that another layout of ranks has saved.
 OTHER = {
     "--tp 2 --dp 2": ["--pp 2 --dp 2", "--tp 1 --dp 4"],
-    "--tp 2 --dp 2 --backend zarr": ["--pp 2 --dp 2", "--tp 1 --dp 4"],
+    "--tp 2 --dp 2 --backend zarr": ["--pp 2 --dp 2 --backend zarr", "--tp 1 --dp 4 --backend zarr"],
     "--ep 2 --dp 2 --experts": ["--ep 2 --dp 4 --experts"],
 }
 
 
 def in_other_layouts() -> list[Any]:
-    """Those above, and in the run of all releases one of each other: of 0.12 zarr, whose torch_dist is of older torch."""
+    """Those above, and of all releases one of each other: of 0.12 zarr, whose torch_dist is for an older torch."""
     chosen = [gpt for gpt in some(GPTS) if gpt.options in OTHER and not gpt.format]
     versions = [str(one.id) for one in releases("megatron-core", oldest="0.12.0")] if all_releases() else []
     others = [one for one in versions if one not in {gpt.version for gpt in chosen}]

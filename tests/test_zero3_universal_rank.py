@@ -53,7 +53,7 @@ def test_upstream_test(version: str, tmp_path: Path) -> None:
 
 ADDED = [
     "rank = dist.get_rank(group=self.dp_process_group)",
-    "checkpoint_state_partition = loaded_checkpoint_state.narrow(0, rank * partitioned_numel,",
+    "checkpoint_state_partition = loaded_checkpoint_state.narrow(0, rank * partitioned_numel, partitioned_numel)",
 ]
 
 

@@ -60,7 +60,7 @@ def test_every_group_is_linked_after_a_step(one_rank):
     _step(optimizer)
     assert _linked_states(optimizer) == [STATES] * 3
     state = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[1]]
-    (lp,) = optimizer.bit16_groups[1]
+    (lp, ) = optimizer.bit16_groups[1]
     assert lp._hp_mapping.get_hp_fragment("exp_avg").data_ptr() == state["exp_avg"].data_ptr()
 
 

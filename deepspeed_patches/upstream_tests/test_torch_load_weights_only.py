@@ -28,17 +28,30 @@ def checkpoint_dir(request, tmp_path):
     optim_sd = {
         "loss_scaler": request.param,
         "zero_stage": ZeroStageEnum.gradients,
-        "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"params": [0]}]},
+        "base_optimizer_state": {
+            "state": {
+                0: {
+                    "exp_avg": torch.ones(4)
+                }
+            },
+            "param_groups": [{
+                "params": [0]
+            }]
+        },
         "single_partition_of_fp32_groups": [torch.arange(4.0)],
         "group_paddings": [0],
         "partition_count": [1],
-        "param_slice_mappings": [{"weight": fragment_address(numel=4, start=0)}],
+        "param_slice_mappings": [{
+            "weight": fragment_address(numel=4, start=0)
+        }],
     }
     torch.save({"optimizer_state_dict": optim_sd}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     model_sd = {
         "args": argparse.Namespace(lr=0.1),
         "iteration": 2,
-        "param_shapes": [{"weight": torch.Size([4])}],
+        "param_shapes": [{
+            "weight": torch.Size([4])
+        }],
     }
     torch.save(model_sd, tmp_path / "mp_rank_00_model_states.pt")
     for layer in range(4):
@@ -69,17 +82,19 @@ def test_checkpoint_is_read_for_conversion(checkpoint_dir):
 
 
 def test_zero_to_fp32_reads_optimizer_states(checkpoint_dir):
-    zero_stage, world_size, fp32_groups = zero_to_fp32.parse_optim_states([_optim_file(checkpoint_dir)], checkpoint_dir)
+    zero_stage, world_size, fp32_groups = zero_to_fp32.parse_optim_states([_optim_file(checkpoint_dir)],
+                                                                          checkpoint_dir)
     assert (zero_stage, world_size) == (2, 1)
     assert torch.equal(fp32_groups[0][0], torch.arange(4.0))
 
 
 class _Attack:
+
     def __init__(self, marker):
         self.marker = marker
 
     def __reduce__(self):
-        return exec, (f"open({self.marker!r}, 'w')",)
+        return exec, (f"open({self.marker!r}, 'w')", )
 
 
 def test_other_classes_are_refused_and_named(tmp_path):

@@ -26,7 +26,7 @@ def _optimizer(cls):
     optimizer.bit16_groups = optimizer.bf16_groups = lp_groups
     optimizer.single_partition_of_fp32_groups = optimizer.fp32_groups_flat_partition = flat_groups
     optimizer.param_names = {}
-    for i, (lp,) in enumerate(lp_groups):
+    for i, (lp, ) in enumerate(lp_groups):
         optimizer.param_names[lp] = f"param{i}"
         lp._hp_mapping = get_hp_fragment_mapping(lp, 0, flat_groups[i], {}, {}, False, i, 0, PADDED)
         enable_universal_checkpoint([lp])
@@ -59,14 +59,13 @@ def checkpoint_dir(tmp_path):
         folder = tmp_path / "zero" / f"param{i}"
         folder.mkdir(parents=True)
         for state, value in VALUES.items():
-            torch.save({"param": torch.full((numel,), value + 10 * i)}, folder / f"{state}.pt")
+            torch.save({"param": torch.full((numel, ), value + 10 * i)}, folder / f"{state}.pt")
     torch.save({"ds_version": "0.14.0"}, tmp_path / "zero" / "optimizer_state.pt")
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("cls", "stepped"), [(DeepSpeedZeroOptimizer, False), (DeepSpeedZeroOptimizer, True), (BF16_Optimizer, False)]
-)
+@pytest.mark.parametrize(("cls", "stepped"), [(DeepSpeedZeroOptimizer, False), (DeepSpeedZeroOptimizer, True),
+                                              (BF16_Optimizer, False)])
 def test_loads_the_states_of_every_group(cls, stepped, checkpoint_dir):
     optimizer = _optimizer(cls)
     if stepped:
@@ -74,16 +73,16 @@ def test_loads_the_states_of_every_group(cls, stepped, checkpoint_dir):
     grads = [group["params"][0].grad for group in optimizer.optimizer.param_groups]
     optimizer._load_hp_checkpoint_state(checkpoint_dir)
     for i, group in enumerate(optimizer.optimizer.param_groups):
-        (flat,) = group["params"]
-        (lp,) = optimizer.bit16_groups[i]
+        (flat, ) = group["params"]
+        (lp, ) = optimizer.bit16_groups[i]
         state = optimizer.optimizer.state[flat]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         assert flat.grad is grads[i]
         for key, value in VALUES.items():
             loaded = flat if key == "fp32" else state[key]
-            assert torch.equal(loaded[: lp.numel()], torch.full((lp.numel(),), value + 10 * i))
+            assert torch.equal(loaded[:lp.numel()], torch.full((lp.numel(), ), value + 10 * i))
         if not stepped:
-            assert torch.equal(flat[lp.numel() :], torch.zeros(PADDED - lp.numel()))
+            assert torch.equal(flat[lp.numel():], torch.zeros(PADDED - lp.numel()))
 
 
 class Engine(DeepSpeedEngine):

@@ -72,7 +72,7 @@ def test_a_checkpoint_without_steps(optimizer, tmp_path):
 def test_experts_that_other_ranks_own(optimizer, tmp_path):
     """They are there by their numbers among all ranks, where the rank counts its own."""
     experts = "layer.deepspeed_moe.experts.deepspeed_experts."
-    _, (elsewhere,) = optimizer.lp_groups
+    _, (elsewhere, ) = optimizer.lp_groups
     optimizer.param_names[elsewhere] = f"{experts}1.weight"
     _write_checkpoint(tmp_path, 3)
     os.rename(tmp_path / "zero" / "elsewhere", tmp_path / "zero" / f"{experts}global_1.weight")

@@ -55,14 +55,14 @@ def _write_checkpoint(folder, mark, rates=(0.25, 0.25)):
     for name, value in [("dense", 9.0), *((f"{EXPERTS}{mark}{number}.weight", float(number)) for number in range(4))]:
         os.makedirs(folder / "zero" / name)
         for state in ("fp32", "exp_avg", "exp_avg_sq"):
-            torch.save({"param": torch.full((2,), value)}, folder / "zero" / name / f"{state}.pt")
+            torch.save({"param": torch.full((2, ), value)}, folder / "zero" / name / f"{state}.pt")
     saved = [{"lr": 0.5, "moe": False, "name": "dense", "params": [0]}]
     saved += [{"lr": rate, "moe": True, "name": "ep_size_4", "params": [0]} for rate in rates]
     torch.save({"param_groups": saved}, folder / "zero" / "optimizer_state.pt")
 
 
 @pytest.mark.parametrize("mark", ["global_", ""], ids=["saved by several ranks", "saved by one rank"])
-@pytest.mark.parametrize("rates", [(0.25, 0.125), (0.25,), (0.25, 0.25, 0.25)])
+@pytest.mark.parametrize("rates", [(0.25, 0.125), (0.25, ), (0.25, 0.25, 0.25)])
 def test_experts_are_loaded_by_their_numbers_among_all_ranks(optimizer, mark, rates, tmp_path):
     rates_of_experts = rates if len(rates) == 2 else (0.25, 0.25)
     _write_checkpoint(tmp_path, mark, rates)

@@ -22,7 +22,7 @@ def flat_hp_tensor(params):
     start = 0
     for lp in params:
         lp._hp_mapping = get_hp_fragment_mapping(lp, start, flat, {}, {}, False, 0, 0, flat.numel())
-        lp._hp_mapping.optim_fragment = {key: torch.full((lp.numel(),), 10.0 + start) for key in OPTIM_KEYS}
+        lp._hp_mapping.optim_fragment = {key: torch.full((lp.numel(), ), 10.0 + start) for key in OPTIM_KEYS}
         start += lp.numel()
     return flat
 
@@ -31,7 +31,7 @@ def test_hp_fragments_stay_in_the_fp32_partition(params, flat_hp_tensor):
     map_to_flat_opt_states(flat_hp_tensor, params, {flat_hp_tensor: {}}, OPTIM_KEYS)
     for lp in params:
         lp._hp_mapping.get_hp_fragment().fill_(-1)
-    assert torch.equal(flat_hp_tensor, torch.full((7,), -1.0))
+    assert torch.equal(flat_hp_tensor, torch.full((7, ), -1.0))
 
 
 def test_optim_fragments_are_in_the_flat_states(params, flat_hp_tensor):
@@ -41,4 +41,4 @@ def test_optim_fragments_are_in_the_flat_states(params, flat_hp_tensor):
         assert torch.equal(optim_state[flat_hp_tensor][key], torch.tensor([10.0] * 4 + [14.0] * 3))
         for lp in params:
             lp._hp_mapping.get_hp_fragment(optim_state_key=key).fill_(-1)
-        assert torch.equal(optim_state[flat_hp_tensor][key], torch.full((7,), -1.0))
+        assert torch.equal(optim_state[flat_hp_tensor][key], torch.full((7, ), -1.0))

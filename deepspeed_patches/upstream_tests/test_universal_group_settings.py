@@ -19,7 +19,10 @@ OPTIMIZERS = pytest.mark.parametrize("cls", [DeepSpeedZeroOptimizer, BF16_Optimi
 def test_a_universal_checkpoint_has_the_settings(tmp_path):
     rank_state = {
         "optimizer_state_dict": {
-            "base_optimizer_state": {"state": {}, "param_groups": SAVED},
+            "base_optimizer_state": {
+                "state": {},
+                "param_groups": SAVED
+            },
             "ds_version": "0.14.0",
         }
     }
@@ -74,5 +77,5 @@ def test_a_load_says_that_the_settings_are_its_own(cls, settings, tmp_path, capl
     finally:
         logger.removeHandler(caplog.handler)
     assert optimizer.optimizer.param_groups == before
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (warning, ) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"has settings of {len(settings.get('param_groups', []))} param groups, and this run has 2" in warning

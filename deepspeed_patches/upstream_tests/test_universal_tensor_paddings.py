@@ -38,9 +38,15 @@ def checkpoint_dir(tmp_path, flat_states):
         optim_sd = {
             "base_optimizer_state": {
                 "state": {
-                    0: {"step": torch.tensor(2.0), "exp_avg": shard["exp_avg"], "exp_avg_sq": shard["exp_avg_sq"]}
+                    0: {
+                        "step": torch.tensor(2.0),
+                        "exp_avg": shard["exp_avg"],
+                        "exp_avg_sq": shard["exp_avg_sq"]
+                    }
                 },
-                "param_groups": [{"params": [0]}],
+                "param_groups": [{
+                    "params": [0]
+                }],
             },
             "single_partition_of_fp32_groups": [shard["fp32"]],
             "zero_stage": 1,

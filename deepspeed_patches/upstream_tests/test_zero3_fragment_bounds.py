@@ -35,8 +35,16 @@ def _write_checkpoint(folder, params):
             "zero_stage": 3,
             "fp32_flat_groups": [fp32],
             "optimizer_state_dict": {
-                "state": {0: {"step": 2, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}},
-                "param_groups": [{"params": [0]}],
+                "state": {
+                    0: {
+                        "step": 2,
+                        "exp_avg": exp_avg,
+                        "exp_avg_sq": exp_avg_sq
+                    }
+                },
+                "param_groups": [{
+                    "params": [0]
+                }],
             },
         }
         prefix = os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00")
@@ -47,7 +55,10 @@ def _write_checkpoint(folder, params):
 @pytest.mark.parametrize("numel", [1, 3, 8, 9, 11, 16, 17])
 def test_ranks_past_the_end_hold_nothing(tmp_path, numel):
     params = {
-        name: {state: torch.arange(1.0, n + 1) + 100 * i for i, state in enumerate(STATES)}
+        name: {
+            state: torch.arange(1.0, n + 1) + 100 * i
+            for i, state in enumerate(STATES)
+        }
         for name, n in (("weight", numel), ("bias", 5))
     }
     _write_checkpoint(str(tmp_path / "step2"), params)
@@ -61,8 +72,7 @@ def test_ranks_past_the_end_hold_nothing(tmp_path, numel):
             keep_temp_folder=False,
             strict=True,
             inject_missing_state=False,
-        )
-    )
+        ))
 
     for name, param in params.items():
         for state, expected in param.items():

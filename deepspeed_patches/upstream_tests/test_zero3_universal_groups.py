@@ -23,7 +23,7 @@ def _write_checkpoint(folder, step, groups):
     for index, name in enumerate(NAMES):
         (folder / "zero" / name).mkdir(parents=True)
         for key in ("fp32", "exp_avg", "exp_avg_sq"):
-            torch.save(torch.full((4,), float(index + 1)), folder / "zero" / name / f"{key}.pt")
+            torch.save(torch.full((4, ), float(index + 1)), folder / "zero" / name / f"{key}.pt")
     optim_sd = {"optimizer_state_dict": {"state": {0: states}, "param_groups": settings}}
     torch.save(optim_sd, folder / "zero" / "optimizer_state.pt")
 
@@ -86,7 +86,8 @@ def test_each_sub_group_counts_its_own_steps(optimizer, tmp_path):
         _step(optimizer)
 
     state = optimizer.optimizer.state
-    assert [state[flat]["step"].item() for flat in optimizer.fp32_partitioned_groups_flat] == [2.0 + STEPS] * len(NAMES)
+    assert [state[flat]["step"].item()
+            for flat in optimizer.fp32_partitioned_groups_flat] == [2.0 + STEPS] * len(NAMES)
 
 
 def test_a_step_that_is_a_number_stays_one(optimizer, tmp_path):

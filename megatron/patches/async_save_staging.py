@@ -33,7 +33,8 @@ fix = Fix(
 def _own_tensors(staged: object) -> object:
     """Staged write buckets in which no CPU tensor is the trainer's own memory.
 
-    Tensors that are on the CPU already are not copied by staging, and reach the worker in shared memory.
+    Tensors that are on the CPU already are not copied by staging, and reach the worker in shared
+    memory.
     """
     if isinstance(staged, (list, tuple)) and type(staged) in (list, tuple):
         return type(staged)(map(_own_tensors, staged))
@@ -49,7 +50,7 @@ class PersistentAsyncCaller:
         process: multiprocessing.Process
 
     def _join_or_worker_ends(self, queue: "multiprocessing.JoinableQueue[Any]") -> None:
-        """Wait until all that was put into a queue is done, or the worker that would do it has ended."""
+        """Wait until all that was put into a queue is done, or its worker has ended."""
         waiting = threading.Thread(target=queue.join, daemon=True)
         waiting.start()
         while waiting.is_alive() and self.process.is_alive():
@@ -58,8 +59,9 @@ class PersistentAsyncCaller:
     def _raise_as_worker_ended(self) -> None:
         """The checkpoint that it was to write is not whole, and no more will be written."""
         raise RuntimeError(
-            "expected the process that writes checkpoints to finish its save, found it ended with exit"
-            f" code {self.process.exitcode}: this checkpoint is not whole; look for what killed it"
+            "expected the process that writes checkpoints to finish its save, found it ended with"
+            f" exit code {self.process.exitcode}: this checkpoint is not whole; look for what"
+            " killed it"
         )
 
 
@@ -73,12 +75,15 @@ def hold_staged_tensors(source: Source) -> None:
         raise AlreadyThere  # since 0.17
     source.check_parts(
         {
-            "the staged tensors are held": source.has("self._staged = async_fn_args[1]", within=schedule),
+            "the staged tensors are held": source.has(
+                "self._staged = async_fn_args[1]", within=schedule
+            ),
             "and let go": source.has("self._staged = None", within=close),
         }
     )
     source.insert_after(
-        source.one(stage, within=schedule), "self._staged = async_fn_args[1]  # until the writer has ended"
+        source.one(stage, within=schedule),
+        "self._staged = async_fn_args[1]  # until the writer has ended",
     )
     source.insert_after(source.one("self.process = None", within=close), "self._staged = None")
 
@@ -101,7 +106,10 @@ def miss_a_dead_worker(source: Source) -> None:
         _method(source, f"PersistentAsyncCaller.{name}")
         for name in ("schedule_async_call", "is_current_async_call_done", "close")
     )
-    methods = (PersistentAsyncCaller._join_or_worker_ends, PersistentAsyncCaller._raise_as_worker_ended)
+    methods = (
+        PersistentAsyncCaller._join_or_worker_ends,
+        PersistentAsyncCaller._raise_as_worker_ended,
+    )
     ended = "worker_ended = not self.process.is_alive()"
     source.check_parts(
         {
@@ -113,7 +121,8 @@ def miss_a_dead_worker(source: Source) -> None:
             "closing": source.has("self._join_or_worker_ends(...)", within=close),
         }
     )
-    source.insert_after(source.one("import logging"), "import threading")
+    last = next(name for name in ("subprocess", "os", "logging") if source.imports(name))
+    source.insert_after(source.one(f"import {last}"), "import threading")
     _wait_also_for_its_end(source, schedule, "preload_q", RAISE_IF_ENDED)
     _wait_also_for_its_end(source, close, "queue")
     tries = source.all_of(ast.Try, done)
@@ -141,8 +150,16 @@ def _method(source: Source, name: str) -> Function:
 def _wait_also_for_its_end(source: Source, function: Function, name: str, then: str = "") -> None:
     """In place of waiting for a queue, which is the instance's up to 0.16 and the class's since."""
     waits = [f"self.{name}.join()", f"self._persistent_{name}.join()"]
-    found = [statement for statement in source.all_of(ast.Expr, function) if source.text(statement) in waits]
+    found = [
+        statement
+        for statement in source.all_of(ast.Expr, function)
+        if source.text(statement) in waits
+    ]
     if len(found) != 1:
-        raise NoMatch(f"expected {' or '.join(waits)} once in {function.name}, found it {len(found)} times")
+        raise NoMatch(
+            f"expected {' or '.join(waits)} once in {function.name}, found it {len(found)} times"
+        )
     queue = source.text(found[0]).removesuffix(".join()")
-    source.replace(found[0], "\n".join([f"self._join_or_worker_ends({queue})", *([then] if then else [])]))
+    source.replace(
+        found[0], "\n".join([f"self._join_or_worker_ends({queue})", *([then] if then else [])])
+    )

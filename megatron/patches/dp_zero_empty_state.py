@@ -97,7 +97,7 @@ class DistributedOptimizer:
         return initial
 
     def _saved_optimizer_state(self, param: "torch.Tensor") -> "dict[str, torch.Tensor]":
-        """A parameter's state, complete. Adds no entry to the optimizer's state, as `[param]` does."""
+        """A parameter's state, complete. Adds no entry to the optimizer's, as `[param]` does."""
         state = self.optimizer.state.get(param, {})
         return {**self._initial_optimizer_state(param, state), **state}
 
@@ -140,14 +140,20 @@ def complete_saved_states(source: Source) -> None:
     look_ups = [LOOK_UP] if source.has_function(f"{CLASS}.{LOOK_UP}") else list(OLDER_LOOK_UPS)
     look_ups = [name for name in look_ups if source.has_function(f"{CLASS}.{name}")]
     if not look_ups:
-        raise NoMatch(f"expected one of {', '.join((LOOK_UP, *OLDER_LOOK_UPS))} in {CLASS}, found none")
+        raise NoMatch(
+            f"expected one of {', '.join((LOOK_UP, *OLDER_LOOK_UPS))} in {CLASS}, found none"
+        )
     saves = [name for name in SAVES if source.has_function(f"{CLASS}.{name}")]
     source.check_parts(
         {
             **source.functions_there(f"{CLASS}.", *METHODS),
             **calls_there(source, "self._saved_optimizer_state(...)", look_ups),
             **calls_there(source, "self._warn_about_lost_state()", saves),
-            **(calls_there(source, "self._initial_optimizer_state(...)", look_ups) if look_ups == [LOOK_UP] else {}),
+            **(
+                calls_there(source, "self._initial_optimizer_state(...)", look_ups)
+                if look_ups == [LOOK_UP]
+                else {}
+            ),
             **(calls_there(source, STATE_OF_SHARD, look_ups) if look_ups == [LOOK_UP] else {}),
             **(calls_there(source, STEPS, ["state_dict"]) if needs_step(source) else {}),
         }
@@ -167,7 +173,10 @@ def complete_saved_states(source: Source) -> None:
 
 def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool]:
     """For `check_parts`: which of these methods have a call."""
-    return {f"{call} in {name}": source.has(call, source.function(f"{CLASS}.{name}")) for name in methods}
+    return {
+        f"{call} in {name}": source.has(call, source.function(f"{CLASS}.{name}"))
+        for name in methods
+    }
 
 
 def needs_step(source: Source) -> bool:
@@ -178,7 +187,9 @@ def needs_step(source: Source) -> bool:
 def complete_precision_aware_state(source: Source, look_up: Function) -> None:
     """With the precision-aware optimizer the main parameter itself is in the state."""
     pop = source.one("tensors['param'] = tensors.pop('master_param')", within=look_up)
-    source.insert_before(pop, "tensors.update(self._initial_optimizer_state(sharded_model_param, tensors))")
+    source.insert_before(
+        pop, "tensors.update(self._initial_optimizer_state(sharded_model_param, tensors))"
+    )
     keys = source.some("self.optimizer.state[sharded_model_param]", within=look_up)[0]
     source.replace(keys, STATE_OF_SHARD)
 

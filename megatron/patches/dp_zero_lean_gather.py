@@ -75,7 +75,9 @@ del local_shards
 """
 GATHER_IN_PLACE_OR_IN_PIECES = """
 if use_gloo_comm and not return_on_all_ranks:
-    self._gather_shards(world_tensors, local_shards, shard_ranges, data_parallel_group)
+    self._gather_shards(
+        world_tensors, local_shards, shard_ranges, data_parallel_group
+    )
 else:
     self._gather_shards_in_pieces(
         world_tensors,
@@ -117,9 +119,7 @@ class DistributedOptimizer:
         return [bucket[rank * shard_numel : (rank + 1) * shard_numel] for rank in range(ranks)]
 
     def _local_shard(
-        self,
-        world_tensor: "torch.Tensor | None",
-        shard_range: range,
+        self, world_tensor: "torch.Tensor | None", shard_range: range
     ) -> "torch.Tensor":
         """Zeros for this rank's shard of a bucket: in the world tensor itself, if there is one."""
         if world_tensor is None:
@@ -188,10 +188,7 @@ class DistributedOptimizer:
                 del piece, received  # before the next ones are allocated
 
     def _padded_shards(
-        self,
-        world_tensor: "torch.Tensor",
-        padded_numel: int,
-        shard_numel: int,
+        self, world_tensor: "torch.Tensor", padded_numel: int, shard_numel: int
     ) -> "list[torch.Tensor]":
         """A bucket's shards of equal size: views, but for those that reach into the padding."""
         shards = []
@@ -220,7 +217,10 @@ def gather_in_place(source: Source) -> None:
     source.check_parts(
         {
             **source.functions_there(f"{CLASS}.", *methods),
-            **{f"{m.__name__} is called": source.has(f"self.{m.__name__}(...)", save) for m in methods},
+            **{
+                f"{m.__name__} is called": source.has(f"self.{m.__name__}(...)", save)
+                for m in methods
+            },
             "no copy on the CPU in between": not source.has("tensors[key].detach().cpu()", save),
             "no data_parallel_global_ranks": not source.has("data_parallel_global_ranks", save),
         }
@@ -238,10 +238,14 @@ def gather_in_place(source: Source) -> None:
 def build_in_place(source: Source, save: Function) -> None:
     """The shards are built in the world tensors, without a copy on the CPU in between."""
     if len(source.all("local_shards", within=save)) != 4:
-        raise NoMatch(f"expected {save.name} to make local_shards, loop over them, fill them, gather them; no more")
+        raise NoMatch(
+            f"expected {save.name} to make local_shards, loop over them, fill them, gather them; no more"
+        )
     pattern = 'local_shards = {key: ...((gbuf_local_numel,), dtype=torch.float32, device="cpu") for key in ...}'
     shards = source.one(pattern, within=save)
-    fill = "local_shards[key][gbuf_local_start:gbuf_local_end].data.copy_(tensors[key].detach().cpu())"
+    fill = (
+        "local_shards[key][gbuf_local_start:gbuf_local_end].data.copy_(tensors[key].detach().cpu())"
+    )
     source.replace(source.one(fill, within=save).args[0], "tensors[key].detach()")
     source.insert_before(
         shards,
@@ -279,7 +283,11 @@ def scatter_in_place(source: Source) -> None:
             **source.functions_there(f"{CLASS}.", padded),
             "_padded_shards is called": source.has("self._padded_shards(...)", within=load),
             **{f"no {pattern}": not source.has(pattern, within=load) for pattern in PADDING},
-            **({"a load bucket by bucket": loads_bucket_by_bucket(source, load)} if by_bucket else {}),
+            **(
+                {"a load bucket by bucket": loads_bucket_by_bucket(source, load)}
+                if by_bucket
+                else {}
+            ),
         }
     )
     for statement in PADDING:
@@ -323,11 +331,20 @@ def load_bucket_by_bucket(source: Source, load: Function) -> None:
     buffer = source.loop("dtype, gbuf_range_map_for_all_buckets", load)
     states = source.loop("key", buffer)
     buckets = source.loop("bucket_idx, gbuf_range_map", states)
-    received, set_states = source.one("recv_tensors = {}", within=load), source.one(SET_STATES, within=load)
+    received, set_states = (
+        source.one("recv_tensors = {}", within=load),
+        source.one(SET_STATES, within=load),
+    )
     start = source.one("offset_in_world_tensors = 0", within=load)
     if buffer.body[-3:] != [received, states, set_states] or states.body != [start, buckets]:
-        raise NoMatch(f"expected nothing but the buckets in the loop over the states in {load.name}")
-    for one, other in ((received, start), (states.target, buckets.target), (states.iter, buckets.iter)):
+        raise NoMatch(
+            f"expected nothing but the buckets in the loop over the states in {load.name}"
+        )
+    for one, other in (
+        (received, start),
+        (states.target, buckets.target),
+        (states.iter, buckets.iter),
+    ):
         source.replace(one, source.text(other))
         source.replace(other, source.text(one))
     source.remove(source.one(ADVANCE, within=buckets))

@@ -21,8 +21,9 @@ ENDS = ("param_world_start", "param_world_end")
 BUCKET = "bucket_id"
 PADDING = f"end_padding[{BUCKET}]"
 ALL_THERE = """assert missing_elems_num == 0, (
-    f"expected the gathered {state_key} of '{sharded_metadata.key}' at [{param_world_start},"
-    f" {param_world_end}), found {missing_elems_num} elements less"
+    f"expected the gathered {state_key} of '{sharded_metadata.key}' at"
+    f" [{param_world_start}, {param_world_end}), found {missing_elems_num}"
+    " elements less"
 )"""
 
 
@@ -45,11 +46,16 @@ def cut_without_end_padding(source: Source) -> None:
     if not source.has_function(name):
         raise NotConcerned  # no such format up to 0.14
     save = source.function(name)
-    if not source.has("state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save):
+    if not source.has(
+        "state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save
+    ):
         raise AlreadyThere
     loop = source.loop(f"model_param, ({', '.join(ENDS)}, ...)", within=save)
     bucket = _bucket(source, loop)
-    lines = ("end_padding = _end_padding_before_buckets(buffer)", *(f"{end} -= {PADDING}" for end in ENDS))
+    lines = (
+        "end_padding = _end_padding_before_buckets(buffer)",
+        *(f"{end} -= {PADDING}" for end in ENDS),
+    )
     source.check_parts(
         {
             **source.functions_there("", _end_padding_before_buckets),
@@ -60,10 +66,12 @@ def cut_without_end_padding(source: Source) -> None:
     )
     source.replace(bucket, BUCKET)
     source.insert_before(loop, lines[0])
-    comment = "# The states are gathered without the buckets' end padding, which these ranges include."
+    comment = "# What is gathered has no end padding of buckets, which these ranges include."
     source.insert_before(loop.body[0], "\n".join([comment, *lines[1:]]))
     source.replace(source.branch("missing_elems_num > 0", within=loop), ALL_THERE)
-    source.insert_function_before(source.class_named("DistributedOptimizer"), _end_padding_before_buckets)
+    source.insert_function_before(
+        source.class_named("DistributedOptimizer"), _end_padding_before_buckets
+    )
 
 
 def _bucket(source: Source, loop: ast.For) -> ast.expr:
@@ -71,6 +79,11 @@ def _bucket(source: Source, loop: ast.For) -> ast.expr:
     assert isinstance(loop.target, ast.Tuple)
     assert isinstance(loop.target.elts[1], ast.Tuple)
     bucket = loop.target.elts[1].elts[-1]
-    if source.text(loop.iter) != "buffer.param_index_map.items()" or source.text(bucket) not in ("_", BUCKET):
-        raise NoMatch(f"expected {', '.join(ENDS)}, _ in a loop over `buffer.param_index_map.items()`")
+    if source.text(loop.iter) != "buffer.param_index_map.items()" or source.text(bucket) not in (
+        "_",
+        BUCKET,
+    ):
+        raise NoMatch(
+            f"expected {', '.join(ENDS)}, _ in a loop over `buffer.param_index_map.items()`"
+        )
     return bucket

@@ -63,8 +63,10 @@ class DistributedOptimizer:
         _get_model_param_range_map: Any
         _build_model_param_to_state_dict_param_map: Any
 
-    def _copy_model_params_to_hybrid_optimizer(self, state_dict: "dict[str, Any] | None" = None) -> None:
-        """Copy model params to every copy that the hybrid optimizer holds of this rank's shards of them.
+    def _copy_model_params_to_hybrid_optimizer(
+        self, state_dict: "dict[str, Any] | None" = None
+    ) -> None:
+        """Copy model params to every copy of this rank's shards that the hybrid optimizer holds.
 
         Args:
             state_dict (dict, optional): take the params from it instead, in its higher precision.
@@ -100,7 +102,12 @@ def reload_hybrid_optimizer(source: Source) -> None:
     method = DistributedOptimizer._copy_model_params_to_hybrid_optimizer
     reload = source.function("DistributedOptimizer._copy_model_params_to_main_params")
     called = source.has(f"self.{method.__name__}", within=reload)
-    source.check_parts({**source.functions_there("DistributedOptimizer.", method), f"a call in {reload.name}": called})
+    source.check_parts(
+        {
+            **source.functions_there("DistributedOptimizer.", method),
+            f"a call in {reload.name}": called,
+        }
+    )
     branch = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=reload)
     has_state_dict = any(argument.arg == "state_dict" for argument in reload.args.args)
     call = f"self.{method.__name__}({'state_dict' if has_state_dict else ''})"

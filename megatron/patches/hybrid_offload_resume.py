@@ -58,14 +58,20 @@ class HybridDeviceOptimizer:
 
     def _step_of_param_groups(self) -> "int | None":
         """The step of an optimizer that keeps it in its param groups, as FusedAdam does."""
-        steps = {group.get("step") for optimizer in self.sub_optimizers for group in optimizer.param_groups}
+        steps = {
+            group.get("step")
+            for optimizer in self.sub_optimizers
+            for group in optimizer.param_groups
+        }
         return max((int(step) for step in steps if step is not None), default=None)
 
 
 class DistributedOptimizer:
     """The method that upstream's class of this name gets."""
 
-    def _state_of_hybrid_optimizer(self, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    def _state_of_hybrid_optimizer(
+        self, tensors: "dict[str, torch.Tensor]"
+    ) -> "dict[str, torch.Tensor]":
         """What the hybrid optimizer gets of a parameter's loaded state.
 
         Its state holds a copy of the main param too. The step is loaded with the param groups,
@@ -73,7 +79,9 @@ class DistributedOptimizer:
         The tensors are copied, as it keeps them: a slice would keep all that was loaded alive.
         """
         state = {
-            key: value.clone() for key, value in tensors.items() if key != "step" and isinstance(value, torch.Tensor)
+            key: value.clone()
+            for key, value in tensors.items()
+            if key != "step" and isinstance(value, torch.Tensor)
         }
         state.setdefault("master_param", state["param"])
         return state
@@ -85,8 +93,12 @@ def copy_loaded_main_params(source: Source) -> None:
     update = source.function("HybridDeviceOptimizer._update_fp32_params_by_new_state")
     source.check_parts(
         {
-            "self.param_to_inner_param[param]": source.has("self.param_to_inner_param[param]", within=update),
-            "param.data.copy_(fp32_param)": source.has("param.data.copy_(fp32_param)", within=update),
+            "self.param_to_inner_param[param]": source.has(
+                "self.param_to_inner_param[param]", within=update
+            ),
+            "param.data.copy_(fp32_param)": source.has(
+                "param.data.copy_(fp32_param)", within=update
+            ),
         }
     )
     # Newer code asks with `get`, and leaves out the parameters that are fp32 themselves. They have a CPU clone as well.
@@ -105,7 +117,8 @@ def keep_sub_optimizers_steps(source: Source) -> None:
     if source.all("update_group_attrs.pop('step', None)", within=sync):
         raise AlreadyThere
     source.insert_after(
-        source.one("del update_group_attrs['params']", within=sync), 'update_group_attrs.pop("step", None)'
+        source.one("del update_group_attrs['params']", within=sync),
+        'update_group_attrs.pop("step", None)',
     )
 
 
@@ -119,7 +132,10 @@ def allow_optimizer_classes(source: Source) -> None:
         HybridDeviceOptimizer._step_of_param_groups,
     )
     source.check_parts(
-        {**source.functions_there("HybridDeviceOptimizer.", *methods), f"{call} in __init__": source.has(call, init)}
+        {
+            **source.functions_there("HybridDeviceOptimizer.", *methods),
+            f"{call} in __init__": source.has(call, init),
+        }
     )
     source.insert_before(source.one("self._init_sub_optimizers()", within=init), call)
     zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
@@ -131,7 +147,9 @@ def allow_optimizer_classes(source: Source) -> None:
 def sync_after_every_load(source: Source) -> None:
     """Two of upstream's loads hand the state to the sub-optimizers, the others leave them what they had."""
     functions = [
-        source.function(name) for name in (f"DistributedOptimizer.{n}" for n in LOADS) if source.has_function(name)
+        source.function(name)
+        for name in (f"DistributedOptimizer.{n}" for n in LOADS)
+        if source.has_function(name)
     ]
     missing = [function for function in functions if not source.all(SYNC, within=function)]
     if not missing:
@@ -140,7 +158,9 @@ def sync_after_every_load(source: Source) -> None:
         last = function.body[-1]
         if not isinstance(last, ast.For):
             raise NoMatch(f"expected {function.name} to end with a loop over the buffers")
-        source.insert_after(last, f"if isinstance(self.optimizer, HybridDeviceOptimizer):\n    {SYNC}")
+        source.insert_after(
+            last, f"if isinstance(self.optimizer, HybridDeviceOptimizer):\n    {SYNC}"
+        )
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
@@ -149,8 +169,12 @@ def load_into_state(source: Source) -> None:
     load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
     method = DistributedOptimizer._state_of_hybrid_optimizer
     called = source.has("self._state_of_hybrid_optimizer(tensors)", within=load)
-    source.check_parts({**source.functions_there("DistributedOptimizer.", method), "it is called": called})
-    look_up = source.one("group_index, group_order = self.model_param_group_index_map[model_param]", within=load)
+    source.check_parts(
+        {**source.functions_there("DistributedOptimizer.", method), "it is called": called}
+    )
+    look_up = source.one(
+        "group_index, group_order = self.model_param_group_index_map[model_param]", within=load
+    )
     source.insert_before(
         look_up,
         """if isinstance(self.optimizer, HybridDeviceOptimizer):
@@ -162,10 +186,15 @@ def load_into_state(source: Source) -> None:
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def save_and_load_step(source: Source) -> None:
     """FusedAdam's step was not saved with nothing offloaded; a checkpoint of step 0 was loaded as one of step 1."""
-    save, load = (source.function(f"DistributedOptimizer.{name}") for name in ("state_dict", "load_state_dict"))
+    save, load = (
+        source.function(f"DistributedOptimizer.{name}")
+        for name in ("state_dict", "load_state_dict")
+    )
     step = "self.optimizer._step_of_param_groups()"
     steps = 'list(set([g["step"] for g in state_dict["optimizer"]["param_groups"] if "step" in g]))'
-    source.check_parts({step: source.has(step, save), f"{steps} or [0]": source.has(f"{steps} or [0]", load)})
+    source.check_parts(
+        {step: source.has(step, save), f"{steps} or [0]": source.has(f"{steps} or [0]", load)}
+    )
     of_hybrid = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=save)
     source.replace(source.one("step = None", within=of_hybrid).value, step)
     source.insert_at(source.one(steps, within=load), " or [0]", end=True)

@@ -57,7 +57,9 @@ class OptimizerParamScheduler:
 
 
 REMEMBER = """# A load puts the checkpoint's bounds into the param groups.
-self.own_bounds = [_bounds_of_param_group(param_group) for param_group in optimizer.param_groups]
+self.own_bounds = [
+    _bounds_of_param_group(param_group) for param_group in optimizer.param_groups
+]
 self.keep_own_bounds = False"""
 KEEP = "self.keep_own_bounds = self.override_opt_param_scheduler"
 RESTORE = """if self.keep_own_bounds:
@@ -69,7 +71,9 @@ def keep_own_bounds(source: Source) -> None:
     """At every step after a load, as the optimizer may be loaded after the scheduler, or be told global bounds."""
     if source.has_function(f"{CLASS}.{UPSTREAMS}"):
         raise AlreadyThere
-    init, step, load = (source.function(f"{CLASS}.{name}") for name in ("__init__", "step", "load_state_dict"))
+    init, step, load = (
+        source.function(f"{CLASS}.{name}") for name in ("__init__", "step", "load_state_dict")
+    )
     source.check_parts(
         {
             **source.functions_there("", _bounds_of_param_group),
@@ -92,7 +96,9 @@ def step_with_loaded_weight_decay(source: Source) -> None:
     load = source.function(f"{CLASS}.load_state_dict")
     weight_decay = source.branch("'start_wd' in state_dict", within=load)
     step = source.one(STEP, within=load)
-    both = [node for node in load.body if node is weight_decay or getattr(node, "value", None) is step]
+    both = [
+        node for node in load.body if node is weight_decay or getattr(node, "value", None) is step
+    ]
     if both[:1] == [weight_decay] and len(both) == 2:
         raise AlreadyThere
     if load.body[-2:] != both:

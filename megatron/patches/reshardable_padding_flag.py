@@ -32,6 +32,8 @@ def drop_padding_flag(source: Source) -> None:
     if source.has("if not isinstance(v, torch.Tensor):\n    continue", within=states):
         raise AlreadyThere  # what is no tensor is passed over, the flag with it
     drop = 'src_tensors.pop("padding", None)'
-    source.check_parts({f"{drop} in {function.name}": source.has(drop, function) for function in affected})
+    source.check_parts(
+        {f"{drop} in {function.name}": source.has(drop, function) for function in affected}
+    )
     for function in affected:
         source.insert_before(source.one(pattern, within=function), drop)

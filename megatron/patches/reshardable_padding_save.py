@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 fix = Fix(
     __name__,
-    upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5898", "https://github.com/NVIDIA/Megatron-LM/issues/6191"),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/issues/5898",
+        "https://github.com/NVIDIA/Megatron-LM/issues/6191",
+    ),
     affected="megatron-core 0.11.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with DistributedOptimizer",
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_save.py",
 )
@@ -22,10 +25,23 @@ fix = Fix(
 # What the format was called up to 0.14, and is called since.
 NAMES = ("fs_bucket_space", "dp_reshardable")
 # Elements of a shard that are saved: all of them up to 0.14, then those before the end padding of the bucket.
-OF_ALL, OF_UNPADDED = (
-    "gbuf_local_numel",
-    "min(gbuf_local_numel, gbuf_world_numel_unpadded - data_parallel_rank * gbuf_local_numel)",
-)
+ALL = "bucket_state.extend(self._padding_of_shard(gbuf_local_numel))"
+UNPADDED = """bucket_state.extend(
+    self._padding_of_shard(
+        min(
+            gbuf_local_numel,
+            gbuf_world_numel_unpadded
+            - data_parallel_rank * gbuf_local_numel,
+        )
+    )
+)"""
+CLIPPED = """next_param_start = min(
+    gbuf_local_numel,
+    gbuf_world_numel_unpadded - data_parallel_rank * gbuf_local_numel,
+)"""
+WITH_EMPTY_SHARDS = """buckets_state = self._with_empty_shards(
+    gbuf_idx, state_dict.get(gbuf_idx, {}).get(dtype, [])
+)"""
 
 
 class DistributedOptimizer:
@@ -36,7 +52,9 @@ class DistributedOptimizer:
         data_parallel_group: torch.distributed.ProcessGroup
         model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
 
-        def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> "dict[str, torch.Tensor]":
+        def _get_main_param_and_optimizer_states(
+            self, model_param: torch.nn.Parameter
+        ) -> "dict[str, torch.Tensor]":
             """Upstream's."""
 
     def _padding_of_shard(self, numel: int) -> "list[dict[str, Any]]":
@@ -57,8 +75,10 @@ class DistributedOptimizer:
         }
         return [{**padding, "gbuf_local_start": 0, "gbuf_local_end": numel, "padding": True}]
 
-    def _with_empty_shards(self, gbuf_idx: int, buckets_state: "list[list[Any]]") -> "list[list[Any]]":
-        """What was loaded of a buffer's buckets, with an empty list for each of which this rank has nothing saved.
+    def _with_empty_shards(
+        self, gbuf_idx: int, buckets_state: "list[list[Any]]"
+    ) -> "list[list[Any]]":
+        """What was loaded of a buffer's buckets, with empty lists where this rank has nothing.
 
         An empty list vanishes from a state dict on its way through a checkpoint.
         """
@@ -75,20 +95,19 @@ def save_shards_of_padding(source: Source) -> None:
     """Upstream asserts that there are none, and lets the last gap of a shard reach beyond the bucket's saved end."""
     save, _ = _methods(source)
     unpadded = source.has("gbuf_world_numel_unpadded", within=save)
-    numel = OF_UNPADDED if unpadded else OF_ALL
-    call = f"bucket_state.extend(self._padding_of_shard({numel}))"
-    end = f"next_param_start = {OF_UNPADDED}"
+    call = UNPADDED if unpadded else ALL
     parts = {
         **source.functions_there("DistributedOptimizer.", DistributedOptimizer._padding_of_shard),
         "it is called": source.has(call, within=save),
     }
     if unpadded:
-        parts["the last gap is clipped"] = source.has(end, within=save)
+        parts["the last gap is clipped"] = source.has(CLIPPED, within=save)
     source.check_parts(parts)
     empty = source.one("assert bucket_state, 'empty bucket encountered'", within=save)
-    source.replace(empty, f"if not bucket_state:\n    {call}\nif not bucket_state:\n    continue")
+    padding = "    " + call.replace("\n", "\n    ")
+    source.replace(empty, f"if not bucket_state:\n{padding}\nif not bucket_state:\n    continue")
     if unpadded:
-        source.replace(source.one("next_param_start = gbuf_local_numel", within=save), end)
+        source.replace(source.one("next_param_start = gbuf_local_numel", within=save), CLIPPED)
     source.insert_method_before(save, DistributedOptimizer._padding_of_shard)
 
 
@@ -99,17 +118,21 @@ def load_with_empty_shards(source: Source) -> None:
     if not source.has("gbuf_world_numel_unpadded", within=save):
         raise NotConcerned  # padding is saved, and nothing vanishes
     method = DistributedOptimizer._with_empty_shards
-    call = "buckets_state = self._with_empty_shards(gbuf_idx, state_dict.get(gbuf_idx, {}).get(dtype, []))"
     source.check_parts(
         {
             **source.functions_there("DistributedOptimizer.", method),
-            "it is called": source.has(call, within=load),
-            "its result is loaded": source.has("bucket_state = buckets_state[bucket_idx]", within=load),
+            "it is called": source.has(WITH_EMPTY_SHARDS, within=load),
+            "its result is loaded": source.has(
+                "bucket_state = buckets_state[bucket_idx]", within=load
+            ),
         }
     )
     buckets = source.loop("bucket_idx, gbuf_range_map", within=load)
-    source.insert_before(buckets, call)
-    source.replace(source.one("state_dict[gbuf_idx][dtype][bucket_idx]", within=buckets), "buckets_state[bucket_idx]")
+    source.insert_before(buckets, WITH_EMPTY_SHARDS)
+    source.replace(
+        source.one("state_dict[gbuf_idx][dtype][bucket_idx]", within=buckets),
+        "buckets_state[bucket_idx]",
+    )
     source.insert_method_before(load, method)
 
 
@@ -117,7 +140,8 @@ def _methods(source: Source) -> "tuple[Function, Function]":
     """The save and the load of the format."""
     for name in NAMES:
         save, load = (
-            f"DistributedOptimizer.{prefix}_{name}" for prefix in ("sharded_param_state", "load_parameter_state_from")
+            f"DistributedOptimizer.{prefix}_{name}"
+            for prefix in ("sharded_param_state", "load_parameter_state_from")
         )
         if source.has_function(save):
             break

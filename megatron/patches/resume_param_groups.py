@@ -79,7 +79,9 @@ def _param_groups_by_rates(current: "list[Any]", saved: "list[Any]") -> "Iterabl
     return zip(sorted(current, key=rates), sorted(saved, key=rates), strict=True)
 
 
-def _pair_param_groups(current_groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]") -> "list[int]":
+def _pair_param_groups(
+    current_groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]"
+) -> "list[int]":
     """Index of the saved param group whose settings each of this run's groups takes.
 
     Neither the order of the groups nor their number is the same on all pipeline stages and in all
@@ -93,7 +95,9 @@ def _pair_param_groups(current_groups: "list[dict[str, Any]]", saved_groups: "li
         ValueError: a group of this run has no counterpart, or it cannot be told which one it is.
     """
 
-    def by(common: "Callable[..., Any]", groups: "list[dict[str, Any]]", taken: "Collection[int]") -> "dict[Any, Any]":
+    def by(
+        common: "Callable[..., Any]", groups: "list[dict[str, Any]]", taken: "Collection[int]"
+    ) -> "dict[Any, Any]":
         found: dict[Any, list[Any]] = {}
         for index, group in enumerate(groups):
             if index not in taken:
@@ -114,7 +118,9 @@ def _pair_param_groups(current_groups: "list[dict[str, Any]]", saved_groups: "li
         for key, groups in by(common, current_groups, pairs).items():
             pairs.update((own[0], other[0]) for own, other in pair(groups, saved.get(key, [])))
     if len(pairs) < len(current_groups):
-        found = [f"  {index}: {_param_group_text(group)}" for index, group in enumerate(saved_groups)]
+        found = [
+            f"  {index}: {_param_group_text(group)}" for index, group in enumerate(saved_groups)
+        ]
         wanted = [
             f"  {_param_group_text(group)}: {pairs.get(index, 'cannot be told')}"
             for index, group in enumerate(current_groups)
@@ -122,18 +128,21 @@ def _pair_param_groups(current_groups: "list[dict[str, Any]]", saved_groups: "li
         raise ValueError(
             "Cannot tell whose settings a param group resumes with. Expected in the checkpoint, for"
             " each group of this run, one with the same wd_mult, lr_mult and experts, and where"
-            " several have these, the same rates or as many groups as here. Found in the checkpoint\n"
+            " several have these, the same rates or as many groups as here. Found in the"
+            " checkpoint\n"
             + "\n".join(found)
             + "\nand in this run, with the number of the saved group\n"
             + "\n".join(wanted)
-            + "\nResume with the options for learning rates and weight decay that the checkpoint was"
-            " saved with, or without the optimizer's state."
+            + "\nResume with the options for learning rates and weight decay that the checkpoint"
+            " was saved with, or without the optimizer's state."
         )
     return [pairs[index] for index in range(len(pairs))]
 
 
 def saved_param_groups_in_order(
-    current_groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]", params_of: "list[dict[str, Any]]"
+    current_groups: "list[dict[str, Any]]",
+    saved_groups: "list[dict[str, Any]]",
+    params_of: "list[dict[str, Any]]",
 ) -> "list[dict[str, Any]]":
     """The saved settings for each of this run's param groups.
 
@@ -154,7 +163,9 @@ def saved_param_groups_in_order(
                     f" the settings saved for {_param_group_text(saved)}. These rates hold as"
                     " well, unless override_opt_param_scheduler is set."
                 )
-    return [{**saved, "params": group["params"]} for saved, group in zip(found, params_of, strict=False)]
+    return [
+        {**saved, "params": group["params"]} for saved, group in zip(found, params_of, strict=False)
+    ]
 
 
 FUNCTIONS = (
@@ -177,7 +188,10 @@ IN_ORDER = f"""state_dict_param_groups = {CALL}(
     params_of=inner_state_dict["param_groups"],
 )"""
 # Up to 0.13.1 each of these two hands the saved groups to the inner optimizer as they are.
-LOADS = {"Float16OptimizerWithFloat16Params": "state_dict[optimizer_key]", "FP32Optimizer": "state_dict"}
+LOADS = {
+    "Float16OptimizerWithFloat16Params": "state_dict[optimizer_key]",
+    "FP32Optimizer": "state_dict",
+}
 
 
 @fix.edit(OPTIMIZER)
@@ -208,7 +222,9 @@ def pair_groups(source: Source) -> None:
             text = f"""{groups} = {CALL}(
     self.optimizer.param_groups, {groups}, params_of={groups}
 )"""
-            source.insert_before(source.one(f"self.optimizer.load_state_dict({saved})", within=function), text)
+            source.insert_before(
+                source.one(f"self.optimizer.load_state_dict({saved})", within=function), text
+            )
     for inserted in FUNCTIONS:
         source.insert_function_before(source.class_named("MegatronOptimizer"), inserted)
 
@@ -217,20 +233,33 @@ def pair_groups(source: Source) -> None:
 def pair_groups_of_distributed_optimizer(source: Source) -> None:
     """It has code of its own for the same."""
     load = source.function("DistributedOptimizer.load_state_dict")
-    imported = [node for node in source.tree.body if isinstance(node, ast.ImportFrom) and node.module == "optimizer"]
+    imported = [
+        node
+        for node in source.tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == "optimizer"
+    ]
     if len(imported) != 1:
         raise NoMatch(f"expected one `from .optimizer import ...`, found {len(imported)}")
     if imported[0].level != 1 or any(alias.asname for alias in imported[0].names):
-        raise NoMatch(f"expected plain names in `from .optimizer import ...`, found `{source.text(imported[0])}`")
+        raise NoMatch(
+            f"expected plain names in `from .optimizer import ...`, found `{source.text(imported[0])}`"
+        )
     names = [alias.name for alias in imported[0].names]
-    source.check_parts({f"{CALL} is imported": CALL in names, f"{CALL} is called": source.has(f"{CALL}(...)", load)})
+    source.check_parts(
+        {
+            f"{CALL} is imported": CALL in names,
+            f"{CALL} is called": source.has(f"{CALL}(...)", load),
+        }
+    )
     first, last = matching_by_key(source, load) if KEYS in names else (None, None)
     if first and last:
         source.replace_from_to(first, last, f"{INNER}\n{IN_ORDER}")
     else:
         source.one(INNER, within=load)
         by_index = "{**group, 'params': list(inner_state_dict['param_groups'][idx]['params'])}"
-        groups = source.one(f"state_dict_param_groups = [{by_index} for idx, group in ...]", within=load)
+        groups = source.one(
+            f"state_dict_param_groups = [{by_index} for idx, group in ...]", within=load
+        )
         source.replace(groups, IN_ORDER)
     source.replace(imported[0], import_of(sorted({*names} - {KEYS} | {CALL}, key=upstreams_order)))
 
@@ -242,8 +271,12 @@ def matching_by_key(source: Source, load: Function) -> "tuple[ast.stmt, ast.stmt
     block = load.body[start : start + 6]
     kinds = [ast.FunctionDef, ast.Assign, ast.For, ast.Assign, ast.Assign, ast.For]
     assigned = ["param_groups_map = {}", INNER, "state_dict_param_groups = []"]
-    if [type(node) for node in block] != kinds or [source.text(block[index]) for index in (1, 3, 4)] != assigned:
-        raise NoMatch(f"expected the matching by {KEYS} in {load.name}, found other code behind make_needed_groups")
+    if [type(node) for node in block] != kinds or [
+        source.text(block[index]) for index in (1, 3, 4)
+    ] != assigned:
+        raise NoMatch(
+            f"expected the matching by {KEYS} in {load.name}, found other code behind make_needed_groups"
+        )
     return first, block[-1]
 
 

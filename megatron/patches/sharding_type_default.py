@@ -13,7 +13,11 @@ MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 def refuses_flattened_ranges(source: Source) -> bool:
     """Since 0.16: what the default format is made of."""
-    tests = [test for test in source.all_of(ast.If) if source.text(test.test) == "self.flattened_range is not None"]
+    tests = [
+        test
+        for test in source.all_of(ast.If)
+        if source.text(test.test) == "self.flattened_range is not None"
+    ]
     return any(isinstance(test.body[0], ast.Raise) for test in tests)
 
 
@@ -34,5 +38,8 @@ def default_to_what_can_be_saved(source: Source) -> None:
     default = "(metadata or {}).get('distrib_optim_sharding_type', 'dp_reshardable')"
     if source.has(default, within=method):
         raise AlreadyThere
-    call = source.one("(metadata or {}).get('distrib_optim_sharding_type', 'fully_sharded_model_space')", within=method)
-    source.replace(call.args[1], "'dp_reshardable'")
+    call = source.one(
+        "(metadata or {}).get('distrib_optim_sharding_type', 'fully_sharded_model_space')",
+        within=method,
+    )
+    source.replace(call, default)

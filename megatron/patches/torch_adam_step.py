@@ -40,7 +40,9 @@ SKIP_STEP = """if key == "step":
 
 def check_concerned(source: Source) -> None:
     """Raises NotConcerned where upstream's optimizer does not work without Apex or Transformer Engine at all."""
-    if "HAVE_APEX_OR_TE" not in source.text(source.function("DistributedOptimizer.load_state_dict")):
+    if "HAVE_APEX_OR_TE" not in source.text(
+        source.function("DistributedOptimizer.load_state_dict")
+    ):
         raise NotConcerned
 
 
@@ -59,7 +61,9 @@ def load_without_step(source: Source) -> None:
     loops = [loop for loop in loops if source.text(loop.iter) == "dst_tensors"]
     if not loops:
         raise NoMatch("expected `for key in dst_tensors`, found none")
-    source.check_parts({f"the step, line {loop.lineno}": source.has(SKIP_STEP, loop) for loop in loops})
+    source.check_parts(
+        {f"the step, line {loop.lineno}": source.has(SKIP_STEP, loop) for loop in loops}
+    )
     for loop in loops:
         source.insert_before(loop.body[0], SKIP_STEP)
 
@@ -79,13 +83,23 @@ def save_without_step(source: Source) -> None:
     """These sharded formats take every key of the state for a tensor of the parameter's size."""
     check_concerned(source)
     pairs = [methods(source, pair) for pair in SAVES.items()]
-    affected = [pair[0] for pair in pairs if pair and not any(source.all("'step'", within=method) for method in pair)]
+    affected = [
+        pair[0]
+        for pair in pairs
+        if pair and not any(source.all("'step'", within=method) for method in pair)
+    ]
     if not affected:
         raise AlreadyThere
     for function in affected:
         assignments = [
-            node for node in source.all_of(ast.Assign, function) if source.text(node.targets[0]) == "tensors"
+            node
+            for node in source.all_of(ast.Assign, function)
+            if source.text(node.targets[0]) == "tensors"
         ]
         if len(assignments) != 1:
-            raise NoMatch(f"expected `tensors = ...` once in {function.name}, found it {len(assignments)} times")
-        source.insert_after(assignments[0], 'tensors.pop("step", None)  # saved with the param groups')
+            raise NoMatch(
+                f"expected `tensors = ...` once in {function.name}, found it {len(assignments)} times"
+            )
+        source.insert_after(
+            assignments[0], 'tensors.pop("step", None)  # saved with the param groups'
+        )

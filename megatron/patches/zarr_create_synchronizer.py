@@ -24,7 +24,9 @@ def synchronize_creation(source: Source) -> None:
     if any(source.text(value) != "None" for value in given):
         raise AlreadyThere
     if given:
-        raise NoMatch("expected zarr.create to get a synchronizer or none at all, found synchronizer=None")
+        raise NoMatch(
+            "expected zarr.create to get a synchronizer or none at all, found synchronizer=None"
+        )
     synchronizer = """(
     zarr.ProcessSynchronizer(str(checkpoint_dir / f"{sharded_tensor.key}.sync"))
     if sharded_tensor.flattened_range is not None

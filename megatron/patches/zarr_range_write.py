@@ -42,7 +42,7 @@ fix = Fix(
 
 
 def _why_not_byte_ranges(arr: "zarr.Array", sharded_tensor: "ShardedTensor") -> str:
-    """Why a flattened range of this array is not a range of bytes in one chunk file; empty if it is.
+    """Why a flattened range of this array is no range of bytes in one chunk file; empty if it is.
 
     Decided by what is the same on all ranks: a range that is written without a lock must not meet
     another rank's read-modify-write of the same chunk.
@@ -65,14 +65,20 @@ def _chunk_path(arr: "zarr.Array", coordinates: "tuple[int, ...]") -> str:
     return os.path.join(str(arr.store.path), arr._chunk_key(coordinates or (0,)))
 
 
-def _create_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path") -> "zarr.Array":
+def _create_flattened_array(
+    sharded_tensor: "ShardedTensor", checkpoint_dir: "Path"
+) -> "zarr.Array":
     """Create the array of a flattened tensor, and say how all ranks write to it."""
-    arr = _create_zarr_array(replace(sharded_tensor, data=None, flattened_range=None), checkpoint_dir)
+    arr = _create_zarr_array(
+        replace(sharded_tensor, data=None, flattened_range=None), checkpoint_dir
+    )
     reason = _why_not_byte_ranges(arr, sharded_tensor)
     if reason:
         logger.warning(f"{sharded_tensor.key}: written under locks, which is slow: {reason}")
         return _open_flattened_array(sharded_tensor, checkpoint_dir)
-    logger.info(f"{sharded_tensor.key}: written by byte ranges: uncompressed chunks in a local directory")
+    logger.info(
+        f"{sharded_tensor.key}: written by byte ranges: uncompressed chunks in a local directory"
+    )
     return arr
 
 
@@ -87,7 +93,7 @@ def _open_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path
 
 
 def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> None:
-    """Write a flattened range of a local shard, which is one chunk, to its bytes in the chunk's file.
+    """Write a flattened range of a local shard, one chunk, to its bytes in the chunk's file.
 
     Whoever comes first creates the file, so that no rank creates those of all others.
     """
@@ -100,7 +106,9 @@ def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> Non
     torch.cuda.synchronize()
     content = memoryview(data.view(torch.uint8).numpy())
     start = sharded_tensor.flattened_range.start * data.element_size()
-    path = _chunk_path(arr, tuple(o // c for o, c in zip(sharded_tensor.global_offset, arr.chunks, strict=True)))
+    path = _chunk_path(
+        arr, tuple(o // c for o, c in zip(sharded_tensor.global_offset, arr.chunks, strict=True))
+    )
     nbytes = math.prod(arr.chunks) * arr.dtype.itemsize
     written = 0
     try:
@@ -112,7 +120,9 @@ def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> Non
             if size == 0:
                 os.ftruncate(file, nbytes)
             elif size != nbytes:
-                raise CheckpointingException(f"{path}: expected a chunk file of {nbytes} bytes, found {size}")
+                raise CheckpointingException(
+                    f"{path}: expected a chunk file of {nbytes} bytes, found {size}"
+                )
             while written < len(content):
                 count = os.pwrite(file, content[written:], start + written)
                 if count == 0:
@@ -122,12 +132,15 @@ def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> Non
             os.close(file)  # a network file system may report a full disk only here
     except OSError as error:
         raise CheckpointingException(
-            f"{path}: expected to write {len(content)} bytes at {start}, wrote {written}: {error.strerror}"
+            f"{path}: expected to write {len(content)} bytes at {start}, wrote {written}: "
+            f"{error.strerror}"
         ) from error
 
 
-def _attempt(failures: "list[Exception]", function: "Callable[..., object]", *args: "object") -> "object":
-    """Call a function; a failure is kept for `_raise_failures`, where no rank waits for this one."""
+def _attempt(
+    failures: "list[Exception]", function: "Callable[..., object]", *args: "object"
+) -> "object":
+    """Call a function; keep a failure for `_raise_failures`, so that no rank waits for this one."""
     try:
         return function(*args)
     except Exception as error:
@@ -146,7 +159,9 @@ def _raise_failures(failures: "list[Exception]") -> None:
     torch.distributed.all_gather_object(messages, str(failures[0]) if failures else None)
     if failures:
         raise failures[0]
-    rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
+    rank, message = next(
+        (rank, message) for rank, message in enumerate(messages) if message is not None
+    )
     raise CheckpointingException(f"the save failed on rank {rank}: {message}")
 
 
@@ -163,7 +178,9 @@ def _remove_lock_directories(checkpoint_dir: "Path") -> None:
             if of_array and not any(file.stat().st_size for file in locks.iterdir()):
                 shutil.rmtree(locks)
     except OSError as error:
-        logger.warning(f"{checkpoint_dir}: left directories with locks, which nobody needs: {error}")
+        logger.warning(
+            f"{checkpoint_dir}: left directories with locks, which nobody needs: {error}"
+        )
 
 
 RANGE_WRITERS = (
@@ -174,6 +191,14 @@ RANGE_WRITERS = (
     _write_byte_range,
 )
 FAILURE_HELPERS = (_attempt, _raise_failures, _remove_lock_directories)
+
+
+CREATED = "arr = _create_zarr_array(ten, checkpoint_dir) if _should_create_array(ten) else None"
+CREATED_OR_FAILED = """arr = (
+    _attempt(failures, _create_zarr_array, ten, checkpoint_dir)
+    if _should_create_array(ten)
+    else None
+)"""
 
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
@@ -208,8 +233,13 @@ def write_byte_ranges(source: Source) -> None:
     )
     source.remove(source.branch("ten.flattened_range is not None", within=create_or_open))
     source.replace(
-        source.one("_open_zarr_array_verbose(checkpoint_dir / ten.key, 'r+', **open_kwargs)", within=create_or_open),
-        '_attempt(failures, _open_zarr_array_verbose, checkpoint_dir / ten.key, "r+")',
+        source.one(
+            "_open_zarr_array_verbose(checkpoint_dir / ten.key, 'r+', **open_kwargs)",
+            within=create_or_open,
+        ),
+        """_attempt(
+    failures, _open_zarr_array_verbose, checkpoint_dir / ten.key, "r+"
+)""",
     )
     source.insert_after(
         source.one("assert arr is not None", within=save),
@@ -234,20 +264,27 @@ def fail_on_all_ranks(source: Source) -> None:
             **source.functions_there("", *FAILURE_HELPERS),
             create_attempt: source.has(create_attempt, create_or_open),
             save_attempt: source.has(save_attempt, save),
-            "_raise_failures after creating": source.has("_raise_failures(failures)", create_or_open),
+            "_raise_failures after creating": source.has(
+                "_raise_failures(failures)", create_or_open
+            ),
             "_raise_failures after saving": source.has("_raise_failures(failures)", save),
-            "parameter failures": "failures" in [argument.arg for argument in create_or_open.args.args],
+            "parameter failures": "failures"
+            in [argument.arg for argument in create_or_open.args.args],
             "failures": source.has("failures: List[Exception] = []", save),
             "failures is passed": any(source.text(call.args[-1]) == "failures" for call in calls),
-            "_remove_lock_directories is called": source.has("_remove_lock_directories(checkpoint_dir)", save),
+            "_remove_lock_directories is called": source.has(
+                "_remove_lock_directories(checkpoint_dir)", save
+            ),
         }
     )
-    create_array = source.one("_create_zarr_array(ten, checkpoint_dir)", within=create_or_open)
-    source.replace(create_array, create_attempt)
+    source.one("_create_zarr_array(ten, checkpoint_dir)", within=create_or_open)
+    source.replace(source.one(CREATED, within=create_or_open), CREATED_OR_FAILED)
     save_array = source.one("_save_to_existing_array(ten, arr)", within=save)
     source.replace(save_array, save_attempt)
     for function in (create_or_open, save):
-        source.replace(source.one("torch.distributed.barrier()", within=function), "_raise_failures(failures)")
+        source.replace(
+            source.one("torch.distributed.barrier()", within=function), "_raise_failures(failures)"
+        )
     # An array that could not be opened fails the save of its tensor, so the list is looked at there.
     source.add_parameter(create_or_open, "failures: List[Exception]")
     create_arrays = source.one("arrays = _create_or_open_zarr_arrays(...)", within=save)
@@ -268,7 +305,9 @@ def import_modules(source: Source) -> None:
     if not source.imports("shutil"):
         source.insert_after(source.one("import os"), "import shutil")
     if not source.imports("replace"):
-        source.insert_before(source.one("from functools import partial"), "from dataclasses import replace")
+        source.insert_before(
+            source.one("from functools import partial"), "from dataclasses import replace"
+        )
 
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr", independent=True, ours_alone=True)

@@ -283,7 +283,7 @@ def resume(rank: int, options: argparse.Namespace) -> None:
     file = options.out / f"{layout(options)}-{place()}.pt"
     if not file.exists():
         state = sharded(options, model, optimizer, is_loading=False)
-        mt.write(state, options.out / "again", "torch_dist")
+        mt.write(state, options.out / "again", options.backend)
         if rank == 0:
             print(json.dumps({"result": "saved again"}))
         return

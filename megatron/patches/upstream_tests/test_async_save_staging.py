@@ -4,6 +4,7 @@ from queue import Queue
 
 import pytest
 import torch
+
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,

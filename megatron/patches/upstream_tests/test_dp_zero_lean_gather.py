@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 BUCKETS = 3
@@ -76,7 +77,9 @@ def optimizer(group):
     optimizer.model_param_group_index_map = {p: (0, order) for order, p in enumerate(params)}
     optimizer.gbuf_ranges = [{(torch.float32, torch.float32): gbuf_ranges}]
     bucket = SimpleNamespace(grad_data=torch.zeros(PADDED_NUMEL), numel_unpadded=NUMEL)
-    buffer = SimpleNamespace(params=params, buckets=[bucket] * BUCKETS, numel_unpadded=BUCKETS * NUMEL)
+    buffer = SimpleNamespace(
+        params=params, buckets=[bucket] * BUCKETS, numel_unpadded=BUCKETS * NUMEL
+    )
     optimizer.buffers = [buffer]
     optimizer.data_parallel_group = optimizer.data_parallel_group_gloo = group
     optimizer.ddp_config = SimpleNamespace(use_custom_fsdp=False, use_megatron_fsdp=False)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -26,7 +27,9 @@ def optimizer(params):
         start += padded
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.gbuf_ranges = [{DTYPE: [{} for _ in buckets]}]
-    optimizer.buffers = [SimpleNamespace(buckets=buckets, param_index_map=index_map, numel_unpadded=start - 2)]
+    optimizer.buffers = [
+        SimpleNamespace(buckets=buckets, param_index_map=index_map, numel_unpadded=start - 2)
+    ]
     return optimizer
 
 
@@ -36,16 +39,21 @@ def test_states_are_saved_with_their_own_parameter(optimizer, params, monkeypatc
         for name, param in params.items()
     }
     buffer = {
-        key: torch.cat([states[key] for states in gathered.values()]) for key in ("param", "exp_avg", "exp_avg_sq")
+        key: torch.cat([states[key] for states in gathered.values()])
+        for key in ("param", "exp_avg", "exp_avg_sq")
     }
     buffer["numel_unpadded"] = sum(numel for numel, _ in BUCKETS.values())
-    monkeypatch.setattr(optimizer, "get_parameter_state_dp_zero", lambda **_: {0: {DTYPE: buffer}}, raising=False)
+    monkeypatch.setattr(
+        optimizer, "get_parameter_state_dp_zero", lambda **_: {0: {DTYPE: buffer}}, raising=False
+    )
     model = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in params.items()}
 
     saved = optimizer.sharded_param_state_fully_reshardable(model, metadata={})
 
     found = {tensor.key: tensor.data for states in saved.values() for tensor in states.values()}
-    assert found.keys() == {f"optimizer.state.{key}.{name}" for name, states in gathered.items() for key in states}
+    assert found.keys() == {
+        f"optimizer.state.{key}.{name}" for name, states in gathered.items() for key in states
+    }
     for name, states in gathered.items():
         for key, state in states.items():
             assert torch.equal(found[f"optimizer.state.{key}.{name}"], state), (name, key)

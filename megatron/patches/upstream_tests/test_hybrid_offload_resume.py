@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -89,7 +90,9 @@ def test_state_gets_loaded_main_param_and_keeps_its_step(hybrid, precision_aware
     (param,) = hybrid.param_groups[0]["params"]
     optimizer, model_param = _distributed(hybrid, precision_aware)
     step = torch.tensor(3.0)
-    hybrid.state[param] = {key: torch.zeros(NUMEL) for key in ("exp_avg", "exp_avg_sq", "master_param")}
+    hybrid.state[param] = {
+        key: torch.zeros(NUMEL) for key in ("exp_avg", "exp_avg_sq", "master_param")
+    }
     hybrid.state[param]["step"] = step
     bucket = torch.rand(3, 2 * NUMEL)
     tensors = {key: bucket[i, :NUMEL] for i, key in enumerate(("param", "exp_avg", "exp_avg_sq"))}
@@ -108,7 +111,10 @@ def test_every_load_hands_the_state_to_sub_optimizers(hybrid, monkeypatch):
     optimizer, _ = _distributed(hybrid)
     optimizer.gbuf_ranges = []
     optimizer.per_bucket_numel_unpadded = []
-    for load in ("load_parameter_state_from_fs_bucket_space", "load_parameter_state_from_dp_reshardable"):
+    for load in (
+        "load_parameter_state_from_fs_bucket_space",
+        "load_parameter_state_from_dp_reshardable",
+    ):
         if hasattr(optimizer, load):
             getattr(optimizer, load)({"per_bucket_numel_unpadded": []})
     assert synced

@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+
 from megatron.core.dist_checkpointing import ShardedTensor
 
 SHAPE = (4, 3)

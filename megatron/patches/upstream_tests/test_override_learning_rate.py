@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 SAVED = {"max_lr": 1e-3, "min_lr": 1e-4}
@@ -23,7 +24,11 @@ def make_scheduler(*param_groups, bounds, **flags):
         end_wd=0.1,
         wd_incr_steps=10,
         wd_incr_style="constant",
-        **{"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False, **flags},
+        **{
+            "use_checkpoint_opt_param_scheduler": False,
+            "override_opt_param_scheduler": False,
+            **flags,
+        },
     )
     return scheduler
 
@@ -53,7 +58,9 @@ def test_override_holds_where_the_optimizer_is_told_something_else_afterwards():
         group.update(SAVED)
     scheduler.step(increment=0)
 
-    assert [group["lr"] for group in scheduler.optimizer.param_groups] == pytest.approx([2.75e-4, 5.5e-6])
+    assert [group["lr"] for group in scheduler.optimizer.param_groups] == pytest.approx(
+        [2.75e-4, 5.5e-6]
+    )
 
 
 def test_override_of_a_weight_decay_of_a_group():

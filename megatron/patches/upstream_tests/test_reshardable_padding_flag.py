@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 NUMEL = 6

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MAIN = {"wd_mult": 1.0, "max_lr": 1e-3, "min_lr": 1e-4, "default_config": True}
@@ -13,7 +14,9 @@ COMMON = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 
 def make_optimizer(*groups):
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], **COMMON, **group} for group in groups]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(2))], **COMMON, **group} for group in groups
+    ]
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.optimizer = torch.optim.SGD(groups, lr=0.1)
     optimizer.config = SimpleNamespace(fp16=False)
@@ -41,12 +44,20 @@ def test_settings_go_to_the_group_that_they_were_saved_for():
 def test_groups_that_differ_in_the_learning_rate_alone():
     optimizer = make_optimizer(MAIN, EMBEDDING)
 
-    assert load(optimizer, {**EMBEDDING, "name": "embedding"}, {**MAIN, "name": "main"}) == ["main", "embedding"]
+    assert load(optimizer, {**EMBEDDING, "name": "embedding"}, {**MAIN, "name": "main"}) == [
+        "main",
+        "embedding",
+    ]
 
 
 def test_a_new_learning_rate():
-    optimizer = make_optimizer({**MAIN, "max_lr": 1e-4}, {**EMBEDDING, "max_lr": 2e-4}, {**BIAS, "max_lr": 1e-4})
-    saved = [{**group, "name": name} for name, group in (("bias", BIAS), ("main", MAIN), ("embedding", EMBEDDING))]
+    optimizer = make_optimizer(
+        {**MAIN, "max_lr": 1e-4}, {**EMBEDDING, "max_lr": 2e-4}, {**BIAS, "max_lr": 1e-4}
+    )
+    saved = [
+        {**group, "name": name}
+        for name, group in (("bias", BIAS), ("main", MAIN), ("embedding", EMBEDDING))
+    ]
 
     assert load(optimizer, *saved) == ["main", "embedding", "bias"]
 

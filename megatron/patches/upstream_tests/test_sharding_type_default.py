@@ -10,7 +10,9 @@ def test_a_format_is_chosen_that_can_be_saved(monkeypatch):
     optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
     monkeypatch.setattr(optimizer, "state_dict", dict, raising=False)
     for name in ("dp_reshardable", "fully_reshardable", "dp_zero", "fs_model_space"):
-        monkeypatch.setattr(optimizer, f"sharded_param_state_{name}", lambda *_, name=name: name, raising=False)
+        monkeypatch.setattr(
+            optimizer, f"sharded_param_state_{name}", lambda *_, name=name: name, raising=False
+        )
 
     chosen = optimizer.sharded_state_dict({})
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import zarr as zarr_strategy
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import zarr as zarr_strategy
@@ -23,7 +24,9 @@ def one_rank(monkeypatch):
     if torch.distributed.is_initialized():
         yield
         return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
