@@ -704,14 +704,6 @@ def test_a_gap_alone_cannot_be_told(zarr: Path) -> None:
     assert main(["audit", str(zarr)]) == 3
 
 
-def test_a_picture_of_the_holes(zarr: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    lose_master(zarr)
-    picture = tmp_path / "holes.png"
-    assert main(["audit", str(zarr), "--plot", str(picture)]) == 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_picture_without_matplotlib_is_refused_before_the_audit(
     zarr: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

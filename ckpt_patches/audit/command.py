@@ -160,7 +160,7 @@ def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int
     from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE, audit, find
 
     if options.plot:
-        plot.require()
+        plot.require(options.plot)
     reports = []
     found = _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))])
     team.order(audit=list(map(str, found)))
@@ -173,7 +173,8 @@ def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int
     if options.json:
         print(json.dumps(report.as_json(reports), indent=1))
     if options.plot:
-        print(f"{options.plot}: {plot.draw(reports, options.plot)} damaged arrays", file=sys.stderr)
+        drawn = _reading(lambda: plot.draw(reports, options.plot))
+        print(f"{options.plot}: {drawn} arrays with findings", file=sys.stderr)
     verdicts = {found.verdict for found in reports}
     if DAMAGED in verdicts:
         return EXIT_STATUS[DAMAGED]

@@ -42,11 +42,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 def as_text(report: Report, *, notes: bool) -> str:
     """The verdict, and a line for each finding; the notes where they are asked for."""
-    found = report.checkpoint
-    about = [found.format, in_bytes(found.nbytes)]
-    about += [f"step {found.step}"] if found.step is not None else []
-    about += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
-    lines = [f"{found.path}: {report.verdict.upper()} ({', '.join(about)})"]
+    lines = [f"{report.checkpoint.path}: {report.verdict.upper()} ({about(report)})"]
     shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
     rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -59,6 +55,15 @@ def as_text(report: Report, *, notes: bool) -> str:
     if hidden:
         lines.append(f"  and {hidden} notes (--notes)")
     return "\n".join(lines)
+
+
+def about(report: Report) -> str:
+    """What a checkpoint is: its format, size, step and ranks."""
+    found = report.checkpoint
+    known = [found.format, in_bytes(found.nbytes)]
+    known += [f"step {found.step}"] if found.step is not None else []
+    known += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
+    return ", ".join(known)
 
 
 def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:

@@ -31,6 +31,21 @@ def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
         raise
 
 
+def replace_durably(path: Path, data: bytes) -> None:
+    """Write a file that has its name when all of it is on the disk; one that was there stays until then.
+
+    Raises:
+        OSError: it names the file that was written, or its folder; nothing else of it is left.
+    """
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        write_durably(temporary, data)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _take_owner_and_mode(descriptor: int, like: Path) -> None:
     wanted, found = like.stat(), os.fstat(descriptor)
     if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
