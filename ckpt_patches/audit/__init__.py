@@ -4,8 +4,8 @@ What a format looks like is known by `ckpt_patches.formats`. Here a reader for e
 makes shards of it: a master with its moments and its weight; `coverage` adds what no reader has a place for. `scan`
 reads each byte once, `blocks` says what is odd about an element, `judge` with `holes` what that means, `checksums`
 what the files' own say, `quantized` whether a weight is of 8 bits, `shifted` with `ways` whether all of it lies in the
-wrong place. `damages` is the closed list of what can be wrong, `audit` puts it together, `report` and `plot` show it,
-the latter as `bars` plans it.
+wrong place. `damages` is the closed list of what can be wrong, `audit` puts it together, `report` shows it,
+`plot` draws what `bars` plans, and `page` (written with `markup`) has that and what to do (`advice`).
 `repair` with `unshift` and `copies` repairs a copy, and `repaired` is the list of what was. Of several processes the
 first one orders and judges (`team`), the `others` each read their share (`shares`) and send `replies`.
 """

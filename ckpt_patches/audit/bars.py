@@ -5,7 +5,6 @@ Two draw what is planned here: `plot` with matplotlib, and `page` as a part of a
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.checkpoint import Shard
@@ -35,6 +34,7 @@ COLOURS = {
     "bad_file": "#005a32",
 }
 OTHER = "#8a8a8a"
+INEXACT = 0.35  # the opacity of a finding without a range
 
 Key = tuple[str, str]  # an array's name, and its shard's
 
@@ -172,8 +172,3 @@ def _rest(undrawn: int, others: int, what: str, without_place: int) -> Iterator[
         yield f"and {others:,} {what if others > 1 else what.replace('arrays', 'array')}"
     if without_place:
         yield f"and {without_place:,} finding{'s' * (without_place > 1)} of no single array"
-
-
-def name_of(path: Path) -> str:
-    """A path as it can be shown."""
-    return printable(str(path))

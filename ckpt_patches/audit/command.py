@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ckpt_patches.errors import UserError
 
 if TYPE_CHECKING:
+    from ckpt_patches.audit.audit import Report
     from ckpt_patches.audit.team import Team
     from ckpt_patches.fingerprint.states import OfZero
     from ckpt_patches.group import Group
@@ -35,6 +36,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     audit.add_argument("--json-lines", action="store_true", help="the same, a line for each as soon as it is judged")
     audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
+    audit.add_argument("--html", type=Path, metavar="FILE.html", help="write a page: verdicts, pictures, what to do")
     _add_processes_to(audit)
     audit.set_defaults(run=_audit, of_zero=of_zero)
     repair = commands.add_parser("repair", help="repair what can be repaired, in a copy")
@@ -156,11 +158,10 @@ def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> in
 
 
 def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int:
-    from ckpt_patches.audit import plot, report
+    from ckpt_patches.audit import report
     from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE, audit, find
 
-    if options.plot:
-        plot.require(options.plot)
+    _require_pictures(options)
     reports = []
     found = _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))])
     team.order(audit=list(map(str, found)))
@@ -172,13 +173,31 @@ def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int
             print(report.as_text(reports[-1], notes=options.notes), flush=True)
     if options.json:
         print(json.dumps(report.as_json(reports), indent=1))
-    if options.plot:
-        drawn = _reading(lambda: plot.draw(reports, options.plot))
-        print(f"{options.plot}: {drawn} arrays with findings", file=sys.stderr)
+    _reading(lambda: _write_pictures(options, reports))
     verdicts = {found.verdict for found in reports}
     if DAMAGED in verdicts:
         return EXIT_STATUS[DAMAGED]
     return max(EXIT_STATUS[verdict] for verdict in verdicts | {WHOLE})
+
+
+def _require_pictures(options: argparse.Namespace) -> None:
+    """Say before an audit of hours what cannot be drawn after it."""
+    from ckpt_patches.audit import page, plot
+
+    if options.plot:
+        plot.require(options.plot)
+    if options.html:
+        page.require(options.html)
+
+
+def _write_pictures(options: argparse.Namespace, reports: "list[Report]") -> None:
+    from ckpt_patches.audit import page, plot
+
+    if options.plot:
+        print(f"{options.plot}: {plot.draw(reports, options.plot)} arrays with findings", file=sys.stderr)
+    if options.html:
+        page.write(reports, options.html)
+        print(f"{options.html}: {page.headline(reports)}", file=sys.stderr)
 
 
 def _found(path: Path, checkpoints: list[Path]) -> list[Path]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import WHOLE, Report
-from ckpt_patches.audit.bars import Bar, Panel, colour, legend, panel
+from ckpt_patches.audit.bars import INEXACT, Bar, Panel, colour, legend, panel
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.durable import replace_durably
 
@@ -13,7 +13,6 @@ MOST_PANELS = 12  # checkpoints of a picture; more are not legible
 LONGEST_LABEL = 60  # characters
 BAR = 0.26  # inches
 ARRAY, BOUNDARY = "#dddddd", "#303030"
-INEXACT = 0.35  # the opacity of a finding without a range
 
 
 def require(to: Path) -> None:
