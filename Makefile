@@ -6,7 +6,7 @@ CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest quick test-all lint check bench demo compatibility clean
+.PHONY: test rest quick test-all lint check bench demo compatibility pictures clean
 
 # Formatting, lint, types, and on the newest releases what holds for each fix and each format.
 test: lint check
@@ -42,6 +42,12 @@ demo: $(VENV)/ready
 compatibility: $(VENV)/ready
 	$(PY) tests/compatibility.py
 	$(PY) tests/resume_table.py
+
+# The pictures of docs/: the map, the plot of holes, and the plots and tables of what is recorded of scale.
+pictures: $(VENV)/ready
+	$(PY) tests/map_page.py
+	$(PY) tests/holes_page.py
+	$(PY) tests/scale_page.py
 
 # Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
 $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth ckpt_patches/fingerprint/rows.c

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import holes_page
 from ckpt_patches.audit import bars, damages, plot
 from ckpt_patches.audit.audit import Report, audit
 from ckpt_patches.audit.checkpoint import Checkpoint, Owner, Shard, Stream
@@ -102,6 +103,12 @@ def test_a_finding_without_a_range_is_of_the_whole_array_and_pale() -> None:
     assert (mark.begin, mark.end, mark.is_exact) == (0, 1, False)
 
 
+def test_no_mark_is_hidden_by_a_wider_or_a_pale_one() -> None:
+    pale, wide, narrow = Finding(damages.BAD_FILE, "master.0"), lost(0, 0, 500), lost(0, 9, 10, damages.NOT_FINITE)
+    drawn = bars.panel(arrays(1, narrow, pale, wide)).bars[0]
+    assert [mark.finding for mark in drawn.marks] == [pale, wide, narrow]
+
+
 def test_boundaries_are_those_of_the_ranks_that_wrote() -> None:
     owners = (Owner("rank 0", 0, 300), Owner("rank 1", 300, 1000))
     assert bars.panel(arrays(1, lost(0, 5, 9), owners=owners, ranks=4)).bars[0].boundaries == (0.3,)
@@ -185,3 +192,14 @@ def test_an_ending_that_is_no_pictures_is_refused_before_the_audit(
     said = capsys.readouterr()
     assert "expected a file that ends in one of" in said.err
     assert said.out == ""
+
+
+def test_the_picture_in_the_documentation_shows_what_its_checkpoints_have(tmp_path: Path) -> None:
+    panels = [bars.panel(report) for report in holes_page.damaged(tmp_path)]
+    text = holes_page.PICTURE.read_text(encoding="utf-8")
+    labels = [bar.label for drawn in panels for bar in drawn.bars]
+    assert len(labels) == 5
+    for words in (*(drawn.title for drawn in panels), *labels, *(kind for kind, _ in bars.legend(panels))):
+        assert f"<!-- {words} -->" in text
+    page = (holes_page.PICTURE.parent / "audit.md").read_text(encoding="utf-8")
+    assert f"({holes_page.PICTURE.name})" in page

@@ -55,7 +55,7 @@ class Bar:
 
     label: str
     boundaries: tuple[float, ...]  # of what its data-parallel ranks have written, in parts of its length
-    marks: tuple[Mark, ...]
+    marks: tuple[Mark, ...]  # in the order in which they are drawn: the narrow ones over the wide ones
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,11 @@ def _by_array(report: Report, shards: dict[Key, Shard]) -> dict[Key, list[Findin
 
 
 def _bar(key: Key, shard: Shard, findings: list[Finding], data_parallel: int | None) -> Bar:
-    marks = tuple(_mark(finding, shard.numel) for finding in findings)
+    marks = tuple(
+        sorted((_mark(f, shard.numel) for f in findings), key=lambda mark: (mark.is_exact, mark.begin - mark.end))
+    )
     label = printable(" ".join(filter(None, key)))
-    return Bar(label, boundaries(shard, findings, data_parallel), marks)
+    return Bar(label, boundaries(shard, findings, data_parallel), tuple(marks))
 
 
 def _mark(finding: Finding, numel: int) -> Mark:

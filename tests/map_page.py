@@ -1,0 +1,457 @@
+"""Draw docs/map.svg: who reads and writes what at a save, a conversion and a load, with each fix where its bug sits.
+
+python tests/map_page.py
+"""
+
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.formats.durable import replace_durably
+from upstream import REPOSITORY
+
+PICTURE = REPOSITORY / "docs" / "map.svg"
+SAVE, DISK, LOAD = 0, 1, 2
+COLUMNS = ("Save", "On disk, and conversion", "Load")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Something that a program does, or what lies on the disk."""
+
+    package: str
+    column: int
+    title: str
+    says: tuple[str, ...]  # who reads and writes what
+    modules: tuple[str, ...] = ()  # upstream's, without the package's name; none of files
+    tools: str = ""  # of this package, that read or write the files
+
+
+STAGES = {
+    "format": Stage(
+        CORE,
+        SAVE,
+        "Choose the format",
+        ("reads: what the caller asks for", "makes: one of the sharding types"),
+        ("optimizer.distrib_optimizer", "dist_checkpointing.mapping"),
+    ),
+    "state": Stage(
+        CORE,
+        SAVE,
+        "Cut up the optimizer's state",
+        ("each rank reads its masters, moments and step", "makes: shards of buckets, or of parameters"),
+        ("optimizer.distrib_optimizer",),
+    ),
+    "gather": Stage(
+        CORE,
+        SAVE,
+        "Gather it (torch, dp_zero_gather_scatter, fully_reshardable)",
+        ("data-parallel rank 0 reads the others' parts", "makes: whole buffers, or parameters"),
+        ("optimizer.distrib_optimizer",),
+    ),
+    "share": Stage(
+        CORE,
+        SAVE,
+        "Share out the shards",
+        ("all ranks read what each of them holds", "makes: who writes which shard"),
+        (
+            "dist_checkpointing.exchange_utils",
+            "dist_checkpointing.mapping",
+            "dist_checkpointing.strategies.fully_parallel",
+        ),
+    ),
+    "zarr": Stage(
+        CORE,
+        SAVE,
+        "Write zarr",
+        ("one rank creates each array", "every rank writes its ranges of the chunks"),
+        ("dist_checkpointing.strategies.zarr",),
+    ),
+    "async": Stage(
+        CORE,
+        SAVE,
+        "Write torch_dist, in the background",
+        ("a worker reads copies of the tensors", "writes: a file each, then the index"),
+        ("dist_checkpointing.strategies.async_utils",),
+    ),
+    "megatron files": Stage(
+        CORE,
+        DISK,
+        "Megatron checkpoint",
+        (
+            "zarr: a folder an array, a file a chunk",
+            "torch_dist: *.distcp and .metadata",
+            "torch: distrib_optim.pt, model_optim_rng.pt",
+            "param groups and step: common.pt",
+        ),
+        tools="audit · repair · fingerprint",
+    ),
+    "migration": Stage(
+        CORE,
+        DISK,
+        "Migration, for 0.16 and later",
+        ("reads: zarr, or flattened ranges", "writes: torch_dist in today's formats"),
+        tools="migrate",
+    ),
+    "check": Stage(
+        CORE,
+        LOAD,
+        "Check and read the shards",
+        ("each rank reads the index, and its shards", "checks: that they cover each array"),
+        (
+            "dist_checkpointing.serialization",
+            "dist_checkpointing.validation",
+            "dist_checkpointing.exchange_utils",
+        ),
+    ),
+    "groups": Stage(
+        CORE,
+        LOAD,
+        "Give param groups their settings",
+        ("reads: the saved groups and the run's own", "sets: learning rates, weight decays, step"),
+        ("optimizer.optimizer", "optimizer.distrib_optimizer"),
+    ),
+    "optimizer": Stage(
+        CORE,
+        LOAD,
+        "Copy the state into the optimizer",
+        ("each rank reads its part, or what rank 0 scatters", "sets: masters, moments, step"),
+        ("optimizer.distrib_optimizer",),
+    ),
+    "offload": Stage(
+        CORE,
+        LOAD,
+        "Refresh the copies of CPU offload",
+        ("the hybrid optimizer reads weights and state", "sets: its copies on CPU and GPU"),
+        ("optimizer.cpu_offloading.hybrid_optimizer",),
+    ),
+    "scheduler": Stage(
+        CORE,
+        LOAD,
+        "Load the scheduler",
+        ("reads: its state, or the command line", "sets: learning rate and weight decay"),
+        ("optimizer_param_scheduler",),
+    ),
+    "wrapper": Stage(
+        DEEPSPEED,
+        SAVE,
+        "Choose the optimizer's wrapper",
+        ("the engine reads ZeRO's stage and the data types", "decides: who holds and saves the state"),
+        ("runtime.constants", "runtime.bf16_optimizer", "runtime.base_optimizer"),
+    ),
+    "model states": Stage(
+        DEEPSPEED,
+        SAVE,
+        "Write the model states",
+        ("reads: weights, shapes, the client's state", "writes: *_model_states.pt, of each rank at ZeRO-3"),
+        ("runtime.engine",),
+    ),
+    "optimizer states": Stage(
+        DEEPSPEED,
+        SAVE,
+        "Write the optimizer's states",
+        ("each rank reads its flat partitions and padding", "writes: its *_optim_states.pt"),
+        ("runtime.engine",),
+    ),
+    "zero files": Stage(
+        DEEPSPEED,
+        DISK,
+        "ZeRO checkpoint",
+        ("a file of model states, or one a rank", "a file of optimizer states a rank"),
+        tools="audit · repair · fingerprint",
+    ),
+    "extract": Stage(
+        DEEPSPEED,
+        DISK,
+        "Conversion: cut out the fragments",
+        ("reads: the ranks' files, in the ranks' order", "writes: a file a rank, parameter and state; settings"),
+        (
+            "checkpoint.ds_to_universal",
+            "checkpoint.zero_checkpoint",
+            "checkpoint.deepspeed_checkpoint",
+            "checkpoint.reshape_utils",
+        ),
+        tools="to-universal",
+    ),
+    "merge": Stage(
+        DEEPSPEED,
+        DISK,
+        "Conversion: join the fragments",
+        ("reads: the fragments of each parameter", "writes: fp32.pt, exp_avg.pt, exp_avg_sq.pt"),
+        ("checkpoint.ds_to_universal",),
+        tools="to-universal",
+    ),
+    "universal files": Stage(
+        DEEPSPEED,
+        DISK,
+        "Universal checkpoint",
+        ("a folder a parameter, a file a state", "settings: zero/optimizer_state.pt"),
+        tools="audit · repair · fingerprint",
+    ),
+    "ordinary load": Stage(
+        DEEPSPEED,
+        LOAD,
+        "Load a ZeRO checkpoint",
+        ("each rank reads its own files", "sets: partitions, settings, step"),
+        (
+            "runtime.engine",
+            "runtime.checkpoint_engine.torch_checkpoint_engine",
+            "utils.zero_to_fp32",
+        ),
+    ),
+    "universal load": Stage(
+        DEEPSPEED,
+        LOAD,
+        "Load a universal checkpoint",
+        ("each rank reads its part of each parameter", "sets: masters and moments"),
+        (
+            "runtime.base_optimizer",
+            "runtime.zero.stage_1_and_2",
+            "runtime.zero.stage3",
+            "runtime.bf16_optimizer",
+            "checkpoint.universal_checkpoint",
+        ),
+    ),
+    "settings": Stage(
+        DEEPSPEED,
+        LOAD,
+        "… its settings and step",
+        ("reads: the saved param groups, the model states", "sets: learning rates, betas, decays, step"),
+        (
+            "runtime.engine",
+            "runtime.zero.stage_1_and_2",
+            "runtime.zero.stage3",
+            "checkpoint.universal_checkpoint",
+        ),
+    ),
+    "links": Stage(
+        DEEPSPEED,
+        LOAD,
+        "Link parameters to their state",
+        ("reads: where each lies in the flat tensors", "sets: the links of safe_get_full_… and of loads"),
+        ("utils.tensor_fragment", "runtime.zero.stage_1_and_2", "runtime.bf16_optimizer"),
+    ),
+}
+
+# A fix, and the stages in which its bug shows. A new fix is one row.
+SITS = {
+    "zarr_create_synchronizer": ("zarr",),
+    "zarr_range_write": ("zarr",),
+    "dp_zero_empty_state": ("state",),
+    "torch_adam_step": ("state", "optimizer"),
+    "reshardable_padding_flag": ("optimizer",),
+    "reshardable_padding_save": ("state",),
+    "fully_reshardable_shift": ("gather",),
+    "async_save_staging": ("async",),
+    "sharding_type_default": ("format",),
+    "resume_param_groups": ("groups",),
+    "override_learning_rate": ("scheduler",),
+    "hybrid_offload_reload": ("offload",),
+    "hybrid_offload_resume": ("offload",),
+    "dp_zero_lean_gather": ("gather", "optimizer"),
+    "numpy2_product": ("share", "check"),
+    "universal_tensor_paddings": ("extract",),
+    "zero3_fragment_bounds": ("extract",),
+    "zero3_universal_rank": ("universal load",),
+    "zero3_universal_groups": ("settings",),
+    "zero3_universal_save": ("model states",),
+    "torch_load_weights_only": ("extract", "ordinary load", "universal load"),
+    "universal_fragment_rebind": ("links",),
+    "optimizer_state_links": ("links",),
+    "universal_empty_group": ("universal load",),
+    "universal_experts": ("universal load",),
+    "universal_all_moments": ("universal load",),
+    "universal_step": ("settings",),
+    "universal_group_settings": ("extract", "settings"),
+    "rank_order": ("extract", "merge"),
+    "bf16_stage0_state": ("model states", "ordinary load"),
+    "bf16_wrapper_name": ("wrapper",),
+}
+
+# What goes from one stage to another.
+ARROWS = (
+    ("format", "state"),
+    ("state", "gather"),
+    ("gather", "share"),
+    ("share", "zarr"),
+    ("share", "async"),
+    ("zarr", "megatron files"),
+    ("async", "megatron files"),
+    ("megatron files", "migration"),
+    ("megatron files", "check"),
+    ("migration", "check"),
+    ("megatron files", "scheduler"),
+    ("check", "groups"),
+    ("groups", "optimizer"),
+    ("optimizer", "offload"),
+    ("wrapper", "model states"),
+    ("model states", "optimizer states"),
+    ("model states", "zero files"),
+    ("optimizer states", "zero files"),
+    ("zero files", "extract"),
+    ("extract", "merge"),
+    ("merge", "universal files"),
+    ("zero files", "ordinary load"),
+    ("universal files", "universal load"),
+    ("universal load", "settings"),
+    ("settings", "links"),
+    ("ordinary load", "links"),
+)
+
+# Units of the picture, which is as wide as a page of text when it is scaled to two thirds.
+WIDTH, MARGIN, GUTTER, GAP = 1260, 24, 54, 20
+BOX = (WIDTH - 2 * MARGIN - 2 * GUTTER) // 3
+LINE, FIX, PAD = 17, 22, 12
+HEADING, COLUMN_HEADING = 44, 28
+TITLE_LETTER, LETTER, CODE_LETTER = 7.6, 6.5, 7.3  # how wide one is at most, on average over a line
+STYLE = """
+text { font-family: "DejaVu Sans", Verdana, Arial, sans-serif; font-size: 12px; fill: #24292f; }
+.heading { font-size: 19px; font-weight: bold; } .column { font-size: 14px; fill: #57606a; font-weight: bold; }
+.title { font-size: 12.5px; font-weight: bold; } .soft { fill: #57606a; font-size: 11.5px; }
+.code { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 11.5px; }
+.fix { fill: #8a1c12; } .tool { fill: #0a4f9e; }
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a box."""
+
+    text: str
+    style: str  # of the style sheet
+    height: int
+    letter: float  # how wide a letter is
+
+
+@dataclass(frozen=True)
+class Box:
+    """A stage in its place."""
+
+    stage: Stage
+    x: int
+    y: int
+    lines: tuple[Line, ...]
+
+    @property
+    def height(self) -> int:
+        return sum(line.height for line in self.lines) + 2 * PAD
+
+    @property
+    def middle(self) -> int:
+        return self.y + self.height // 2
+
+
+def lines_of(name: str) -> tuple[Line, ...]:
+    """What is written in a stage's box."""
+    stage = STAGES[name]
+    found = [Line(part, "title", LINE, TITLE_LETTER) for part in _wrapped(stage.title, TITLE_LETTER)]
+    found += [Line(part, "soft", LINE, LETTER) for text in stage.says for part in _wrapped(text, LETTER)]
+    found += [Line(fix, "code fix", FIX, CODE_LETTER) for fix, stages in SITS.items() if name in stages]
+    if stage.tools:
+        found.append(Line(stage.tools, "code tool", FIX, CODE_LETTER))
+    return tuple(found)
+
+
+def _wrapped(text: str, letter: float) -> list[str]:
+    return textwrap.wrap(text, int((BOX - 2 * PAD) / letter), subsequent_indent="   " if ": " in text else "")
+
+
+def boxes(package: str, top: int) -> dict[str, Box]:
+    """The stages of a package, below each other in their columns, the middle one as high as the others are."""
+    columns = [[name for name, own in STAGES.items() if (own.package, own.column) == (package, at)] for at in range(3)]
+    heights = [sum(Box(STAGES[name], 0, 0, lines_of(name)).height for name in names) for names in columns]
+    tallest = max(height + GAP * (len(names) - 1) for height, names in zip(heights, columns, strict=True))
+    found = {}
+    for at, (names, height) in enumerate(zip(columns, heights, strict=True)):
+        gap = (tallest - height) // max(len(names) - 1, 1) if at == DISK else GAP
+        gap = min(gap, 4 * GAP)
+        y = top + (tallest - height - gap * (len(names) - 1)) // 2
+        for name in names:
+            found[name] = Box(STAGES[name], MARGIN + at * (BOX + GUTTER), y, lines_of(name))
+            y += found[name].height + gap
+    return found
+
+
+def drawing() -> str:
+    """The picture; the same of the same tables."""
+    parts: list[str] = []
+    y = MARGIN
+    for package, name in ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed")):
+        parts.append(_text(MARGIN, y + 22, name, "heading"))
+        for at, column in enumerate(COLUMNS):
+            parts.append(_text(MARGIN + at * (BOX + GUTTER), y + HEADING + 14, column, "column"))
+        placed = boxes(package, y + HEADING + COLUMN_HEADING)
+        parts += _arrows(placed)
+        parts += [part for box in placed.values() for part in _box(box)]
+        y = max(box.y + box.height for box in placed.values()) + 2 * MARGIN
+    legend = "Red: a fix, where its bug sits (a page each in docs/). Blue: commands of ckpt-patches. Dashed: files."
+    parts.append(_text(MARGIN, y, legend, "soft"))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + MARGIN}" '
+        f'viewBox="0 0 {WIDTH} {y + MARGIN}" role="img" aria-label="Who reads and writes what, and where bugs sit">'
+    )
+    marker = (
+        '<defs><marker id="tip" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
+        '<path d="M0 0 L9 4 L0 8 z" fill="#6e7781"/></marker></defs>'
+    )
+    ground = f'<rect width="{WIDTH}" height="{y + MARGIN}" rx="8" fill="#ffffff"/>'
+    return "\n".join([head, f"<style>{STYLE}</style>", marker, ground, *parts, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x}" y="{y}" class="{style}" xml:space="preserve">{escape(text)}</text>'
+
+
+def _box(box: Box) -> Iterable[str]:
+    are_files = not box.stage.modules and box.stage.title.endswith("checkpoint")
+    look = 'fill="#f6f8fa" stroke="#8c959f" stroke-dasharray="5 4"' if are_files else 'fill="#ffffff" stroke="#8c959f"'
+    yield f'<rect x="{box.x}" y="{box.y}" width="{BOX}" height="{box.height}" rx="6" {look}/>'
+    y = box.y + PAD
+    for line in box.lines:
+        if "fix" in line.style or "tool" in line.style:
+            fill = "#ffebe9" if "fix" in line.style else "#ddf4ff"
+            width = round(len(line.text) * CODE_LETTER + 12)
+            yield f'<rect x="{box.x + PAD}" y="{y + 2}" width="{width}" height="{FIX - 3}" rx="4" fill="{fill}"/>'
+            yield _text(box.x + PAD + 6, y + 16, line.text, line.style)
+        else:
+            yield _text(box.x + PAD, y + 13, line.text, line.style)
+        y += line.height
+
+
+def _arrows(placed: dict[str, Box]) -> list[str]:
+    return [_arrow(placed[begin], placed[end], placed.values()) for begin, end in ARROWS if begin in placed]
+
+
+def _arrow(begin: Box, end: Box, every: Iterable[Box]) -> str:
+    """Straight down in a column, or around what lies between; through the gutter to the next column."""
+    if begin.x != end.x:
+        between = end.x - GUTTER // 2
+        return _path(
+            [(begin.x + BOX, begin.middle), (between, begin.middle), (between, end.middle), (end.x, end.middle)]
+        )
+    if any(box.x == begin.x and begin.y < box.y < end.y for box in every):
+        edge, beside = begin.x, begin.x - MARGIN // 2
+        if begin.stage.column == LOAD:  # on whose left there are the arrows from the files
+            edge, beside = begin.x + BOX, begin.x + BOX + MARGIN // 2
+        return _path([(edge, begin.middle), (beside, begin.middle), (beside, end.middle), (edge, end.middle)])
+    x = begin.x + BOX // 2
+    return _path([(x, begin.y + begin.height), (x, end.y)])
+
+
+def _path(points: Sequence[tuple[int, int]]) -> str:
+    places = " L".join(f"{x} {y}" for x, y in points)
+    return f'<path d="M{places}" fill="none" stroke="#6e7781" stroke-width="1.4" marker-end="url(#tip)"/>'
+
+
+def write() -> None:
+    replace_durably(PICTURE, drawing().encode("utf-8"))
+
+
+if __name__ == "__main__":
+    write()
+    print(f"wrote {PICTURE}")
