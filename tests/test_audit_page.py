@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, written
-from test_audit import copied, lose_both_moments, lose_master, names, put_nan, state
+from test_audit import IN_ZARR, copied, lose_both_moments, lose_master, names, put_nan, state
 from test_audit_pictures import arrays, lost
 from zero_checkpoints import trained
 
@@ -188,6 +189,22 @@ def test_the_command_of_the_page_repairs(zarr: Path, tmp_path: Path) -> None:
     command = parsed(audit(zarr)).commands[0]
     assert main(shlex.split(command)[1:]) == 0
     assert audit(tmp_path / f"{zarr.name}-repaired").verdict == WHOLE
+
+
+@pytest.mark.parametrize("change", [one[0] for one in IN_ZARR], ids=lambda change: change.__name__)
+def test_the_page_has_a_command_for_a_repair_where_repair_does_one(
+    zarr: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(zarr)
+    report = audit(zarr)
+    commands = [shlex.split(command) for command in parsed(report).commands]
+    repairs = [command for command in commands if command[:2] == ["ckpt-patches", "repair"]]
+    if repairs:
+        assert main(repairs[0][1:]) == 0
+    else:
+        assert main(["repair", str(zarr), "--output", str(zarr.parent / "new")]) == 2
+        refused = "is whole" if report.verdict == WHOLE else "cannot be repaired, and nothing was written"
+        assert refused in capsys.readouterr().err
 
 
 def test_moments_are_taken_from_an_older_whole_checkpoint_of_the_same_audit(zarr: Path, tmp_path: Path) -> None:

@@ -124,3 +124,21 @@ def test_a_new_folder_is_not_taken_for_that_of_a_process_of_the_same_number(tmp_
     assert of_killed[1].exists()
     assert (tmp_path / "new").is_dir()
     assert temporary.name != another.name
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250)
+    for data in (b"first", b"second"):
+        durable.replace_durably(path, data)
+        assert path.read_bytes() == data
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_where_a_file_cannot_be_replaced_the_one_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"first")
+    failing(monkeypatch, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        durable.replace_durably(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["file"]
