@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_patches import __version__
 from ckpt_patches.audit import command as audit
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import command as fingerprint
@@ -27,6 +29,8 @@ EXAMPLES = """examples:
   ckpt-patches list                                    every fix in a sentence, and the releases that it is for
   ckpt-patches diff --tree ~/Megatron-LM > fix.patch   then: git -C ~/Megatron-LM apply fix.patch
   ckpt-patches diff zarr_create_synchronizer --tree ~/Megatron-LM --with-test
+  ckpt-patches show --diff megatron.core.optimizer.distrib_optimizer
+                                                       what the hook changes in a module that is installed
   ckpt-patches apply                                   write the fixes into the installed files (a Dockerfile's RUN)
   ckpt-patches revert numpy2_product                   take one out again, byte for byte
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
@@ -92,6 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     diff = commands.add_parser("diff", help="print the fixes as a unified diff against a tree")
     diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
     diff.set_defaults(run=_diff)
+    show = commands.add_parser("show", help="print a module as the hook runs it, or what it changes there")
+    show.add_argument("module", metavar="MODULE", help="as megatron.core.optimizer.distrib_optimizer")
+    show.add_argument("--diff", action="store_true", help="the changes alone, as a unified diff")
+    show.set_defaults(run=_show)
     apply = commands.add_parser("apply", help="write the fixes into a tree's files")
     apply.set_defaults(run=_apply)
     revert = commands.add_parser("revert", help="take applied fixes out of a tree's files again")
@@ -102,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     migrate.add_to(commands)
     fingerprint.add_to(commands, _fingerprints_of_zero)
     for command in (diff, apply, revert):
-        command.add_argument("fixes", nargs="*", metavar="FIX", help="fixes to take (default: all)")
+        command.add_argument("fixes", nargs="*", metavar="FIX", help=f"of these (default: all): {', '.join(FIXES)}")
+    for command in (diff, show, apply, revert):
         command.add_argument(
             "--tree",
             metavar="PATH",
@@ -130,7 +139,6 @@ def _status(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     from ckpt_patches.engine.fix import load, sentence
-    from ckpt_patches.engine.registry import FIXES
 
     fixes = [(load(name), sentence(name)) for name in FIXES]
     if options.json:
@@ -176,6 +184,35 @@ def _diff(options: argparse.Namespace) -> int:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
     sys.stdout.flush()
     return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
+
+
+def _show(options: argparse.Namespace) -> int:
+    """The whole module with all fixes that are not switched off; what was written into the file already is in it."""
+    from ckpt_patches import Switches
+    from ckpt_patches.engine.diffs import file_diff
+    from ckpt_patches.engine.plan import fixes_for, module_path
+
+    edited = {module for modules in FIXES.values() for module in modules}
+    if options.module not in edited:
+        raise UserError(f"expected a module that a fix edits, found {options.module}; these are {_lines(edited)}")
+    package = TARGETS[options.module]
+    (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
+    plan = plan_tree(tree.root, package, fixes_for(package, Switches(os.environ).skip))
+    _raise_unreadable([plan])
+    file = plan.files.get(options.module)
+    path = Path(module_path(tree.root, options.module))
+    if file is None and not path.exists():
+        raise UserError(f"expected {path}, found no such file: this release does not have the module")
+    if file is not None:
+        sys.stdout.buffer.write(file_diff(plan.root, file) if options.diff else file.patched)
+    elif not options.diff:
+        sys.stdout.buffer.write(path.read_bytes())
+    sys.stdout.flush()
+    return _tell([one for one in plan.results if options.module in FIXES[one.name]])
+
+
+def _lines(modules: Iterable[str]) -> str:
+    return "".join(f"\n  {module}" for module in sorted(modules))
 
 
 def _apply(options: argparse.Namespace) -> int:

@@ -241,6 +241,51 @@ def test_diff_of_the_installed_files_needs_no_tree() -> None:
     assert "--- a/megatron/core/dist_checkpointing/mapping.py" in done.stdout
 
 
+# show
+
+
+def test_a_module_is_shown_as_the_hook_runs_it(tmp_path: Path) -> None:
+    root = tree("megatron-core", "0.14.0")
+    done = command("show", MODULE, on=root)
+    assert (done.returncode, "numpy2_product: applied" in done.stderr) == (0, True)
+    program = f"import inspect, {MODULE} as m; print(inspect.getsource(m), end='')"
+    runs = python("-c", program, tree=root).stdout
+    assert done.stdout == runs
+    assert "np.prod(" in runs
+
+
+def test_of_a_module_the_changes_alone(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    done = command("show", "--diff", MODULE, "--tree", str(tmp_path))
+    assert done.stdout == command("diff", "numpy2_product", "--tree", str(tmp_path)).stdout
+    assert command("apply", "numpy2_product", "--tree", str(tmp_path)).returncode == 0
+    again = command("show", "--diff", MODULE, "--tree", str(tmp_path))
+    assert (again.returncode, again.stdout) == (0, "")
+    assert "numpy2_product: already there" in again.stderr
+    whole = command("show", MODULE, "--tree", str(tmp_path))
+    assert whole.stdout == path.read_text()
+
+
+def test_a_fix_that_is_switched_off_is_not_shown(tmp_path: Path) -> None:
+    make(tmp_path)
+    done = command("show", "--diff", MODULE, "--tree", str(tmp_path), CKPT_PATCHES_SKIP="numpy2_product")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_module_that_no_fix_edits_is_said_with_those_that_are(tmp_path: Path) -> None:
+    make(tmp_path)
+    done = command("show", "megatron.core.utils", "--tree", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    first, *modules = done.stderr.splitlines()
+    assert "expected a module that a fix edits, found megatron.core.utils" in first
+    assert [line.strip() for line in modules] == sorted({module for edited in FIXES.values() for module in edited})
+
+
+def test_a_module_that_a_release_does_not_have_is_said() -> None:
+    done = command("show", "megatron.core.dist_checkpointing.strategies.zarr", on=tree("megatron-core", "0.19.2"))
+    assert one_line(done).endswith("this release does not have the module")
+
+
 # Versions
 
 
@@ -307,3 +352,8 @@ def test_help_has_examples() -> None:
     done = command("--help")
     assert "examples:" in done.stdout
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
+def test_help_names_the_fixes(verb: str) -> None:
+    assert set(FIXES) <= set(command(verb, "--help").stdout.replace(",", " ").split())
