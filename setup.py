@@ -122,6 +122,8 @@ TEST = [
     "pylint==3.2.6",
     "yapf==0.40.2",
     "flake8==5.0.4",
+    "twine>=6",
+    "check-wheel-contents>=0.6",
     "ruff==0.17.5",
     "mypy==2.4.1",
 ]
@@ -147,11 +149,18 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
     ],
     package_dir=PACKAGES,
     packages=[package for name in PACKAGES for package in _packages(name)],
+    package_data={name: ["py.typed"] for name in PACKAGES},
     entry_points={"console_scripts": ["ckpt-patches = ckpt_patches.cli:main"]},
     install_requires=[],  # never pulls another torch into a container whose torch was built by hand
     extras_require={

@@ -174,6 +174,19 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
         assert shipped == {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
 
 
+@pytest.mark.slow
+def test_package_indexes_and_linters_of_wheels_take_them(environment: Environment, source: Path, wheel: Path) -> None:
+    (archive,) = as_source_distribution(environment, source)
+    for command in (["twine", "check", "--strict", str(wheel), archive], ["check_wheel_contents", str(wheel)]):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_type_checkers_are_told_that_the_packages_have_types(installed: Environment) -> None:
+    packages = ("ckpt_patches", "deepspeed_patches", "megatron_patches")
+    assert all((installed.site_packages / package / "py.typed").exists() for package in packages)
+
+
 def test_nothing_is_required(installed: Environment) -> None:
     """It must never pull another torch into a container."""
     (metadata,) = installed.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
