@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")
-FINGERPRINT_OFF = ("0", "off", "")
+SWITCHED_OFF = ("0", "off", "")
 # What every target module's name begins with. The registry itself is read when the first such name is met.
 PREFIXES = ("megatron.", "deepspeed.")
 # Without one of these in sys.modules no target has been loaded.
@@ -43,9 +43,11 @@ class Switches:
         self.skip: frozenset[str] = frozenset()
         if "CKPT_PATCHES_SKIP" in environ:
             self._read_skip(environ["CKPT_PATCHES_SKIP"])
-        self.fingerprint = False
+        self.overlays: tuple[str, ...] = ()  # what is laid over upstream besides the fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
             self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
+        if "CKPT_PATCHES_LOST_HOST" in environ:
+            self._read_lost_host(environ["CKPT_PATCHES_LOST_HOST"])
 
     def _read_skip(self, value: str) -> None:
         from ckpt_patches.engine.registry import EVERYTHING, FIXES
@@ -60,14 +62,27 @@ class Switches:
             )
 
     def _read_fingerprint(self, value: str) -> None:
-        self.fingerprint = value not in FINGERPRINT_OFF
-        if value not in (*FINGERPRINT_OFF, *FINGERPRINT_ON):
-            valid = ", ".join(filter(None, (*FINGERPRINT_ON, *FINGERPRINT_OFF)))
+        if value in SWITCHED_OFF:
+            return
+        if value not in FINGERPRINT_ON:
+            valid = ", ".join(filter(None, (*FINGERPRINT_ON, *SWITCHED_OFF)))
             self.errors.append(f"CKPT_PATCHES_FINGERPRINT={value}: expected one of {valid}; going on with 1")
-        if self.fingerprint and self.mode == "off":
+        self._lay("fingerprint", f"CKPT_PATCHES_FINGERPRINT={value}", "no resume is proven")
+
+    def _read_lost_host(self, value: str) -> None:
+        if value in SWITCHED_OFF:
+            return
+        if not value.isdecimal() or int(value) < 1:
             self.errors.append(
-                f"CKPT_PATCHES_FINGERPRINT={value} does nothing with CKPT_PATCHES=off: no resume is proven"
+                f"CKPT_PATCHES_LOST_HOST={value}: expected seconds, 1 or more, or 0 or off; going on without"
             )
+            return
+        self._lay("lost_host", f"CKPT_PATCHES_LOST_HOST={value}", "no lost host is noticed")
+
+    def _lay(self, overlay: str, switch: str, without: str) -> None:
+        self.overlays += (overlay,)
+        if self.mode == "off":
+            self.errors.append(f"{switch} does nothing with CKPT_PATCHES=off: {without}")
 
 
 class PatchFinder:

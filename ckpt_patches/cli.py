@@ -17,6 +17,7 @@ from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import command as fingerprint
 from ckpt_patches.migrate import command as migrate
+from ckpt_patches.options import spelled
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.states import Fingerprint
@@ -54,7 +55,7 @@ MEANING = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = spelled(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == [TO_UNIVERSAL]:
         from deepspeed_patches.ds_to_universal import command
 
@@ -197,7 +198,8 @@ def _show(options: argparse.Namespace) -> int:
         raise UserError(f"expected a module that a fix edits, found {options.module}; these are {_lines(edited)}")
     package = TARGETS[options.module]
     (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
-    plan = plan_tree(tree.root, package, fixes_for(package, Switches(os.environ).skip))
+    switches = Switches(os.environ)
+    plan = plan_tree(tree.root, package, fixes_for(package, switches.skip, switches.overlays))
     _raise_unreadable([plan])
     file = plan.files.get(options.module)
     path = Path(module_path(tree.root, options.module))

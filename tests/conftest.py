@@ -10,7 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import hosts
 
 # The default run draws the same cases every time: one that fails is no accident. `make test-all` draws others.
 # How long a case takes says how busy the machine is.
@@ -227,3 +230,16 @@ def _record(path: Path, found: dict[str, Any]) -> None:
         earlier = json.loads(path.read_text()) if path.exists() else {}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted({**earlier, **found}.items())]
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+@pytest.fixture
+def make_hosts(tmp_path: Path) -> Iterator[hosts.MakeHosts]:
+    with ExitStack() as stack:
+
+        def make(count: int) -> list[hosts.Host]:
+            try:
+                return stack.enter_context(hosts.hosts(count, tmp_path))
+            except hosts.NoHostsError as error:
+                pytest.skip(f"no hosts can be made here: {error}")
+
+        yield make

@@ -10,12 +10,17 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
+PORT = "29400"  # of hosts that nobody else has
+LIMIT = 90  # seconds until all have ended
 # The first process of a host: it waits for the end of its input, which is that of the test.
 FIRST = 'mount --bind "$1" /etc/hosts && hostname "$2" && ip link set lo up && echo ready && exec cat'
 
@@ -63,6 +68,9 @@ class Host:
     def cut_network(self) -> None:
         """Nobody reaches it any more, and it nobody."""
         _do("nsenter", f"--target={self.first}", "--net", "ip", "link", "set", "eth0", "down")
+
+
+MakeHosts = Callable[[int], list[Host]]
 
 
 @contextlib.contextmanager
@@ -129,3 +137,50 @@ def _processes(kind: str, space: str) -> set[int]:
             if os.readlink(f"/proc/{name}/ns/{kind}") == space:
                 found.add(int(name))
     return found
+
+
+# What runs on them
+
+
+def finished(running: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Of each its status, its output and its errors."""
+    ended = [(*process.communicate(timeout=LIMIT), process.returncode) for process in running]
+    return [(status, out, errors) for out, errors, status in ended]
+
+
+def until(
+    there: Callable[[], bool], running: Sequence[subprocess.Popen[str]] = (), said: Callable[[], object] = str
+) -> None:
+    """While all of these run; `said` is for the message, where it takes too long."""
+    end = time.monotonic() + LIMIT
+    while not there():
+        assert time.monotonic() < end, said()
+        assert [process.poll() for process in running] == [None] * len(running), finished(running)
+        time.sleep(0.05)
+
+
+def torchrun(
+    on: Sequence[Host], *command: str, env: Mapping[str, str], processes: int = 1
+) -> list[subprocess.Popen[str]]:
+    """So many processes on each host."""
+    options = ["--nnodes", str(len(on)), "--nproc-per-node", str(processes)]
+    options += ["--rdzv-backend", "c10d", "--rdzv-id", "hosts"]
+    options += ["--rdzv-endpoint", f"{on[0].name}:{PORT}", "--no-python"]
+    started = [sys.executable, "-m", "torch.distributed.run", *options, *command]
+    return [host.start(*started, env=env) for host in on]
+
+
+class Heard:
+    """What a process says, while it runs."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.lines: list[str] = []
+        threading.Thread(target=self._listen, args=[process.stderr], daemon=True).start()
+
+    def _listen(self, errors: IO[str]) -> None:
+        self.lines.extend(errors)
+
+    def ends(self) -> list[str]:
+        """Why the watches of its ranks end them."""
+        said = [line for line in self.lines if " ends in the middle of " in line]
+        return [line.split(" ends in the middle of ")[1].split(": ", 1)[1] for line in said]

@@ -158,6 +158,13 @@ STAGES = {
         ("each rank reads its flat partitions and padding", "writes: its *_optim_states.pt"),
         ("runtime.engine",),
     ),
+    "latest": Stage(
+        DEEPSPEED,
+        SAVE,
+        "Name the checkpoint",
+        ("all ranks have written", "rank 0 writes: latest"),
+        ("runtime.engine",),
+    ),
     "zero files": Stage(
         DEEPSPEED,
         DISK,
@@ -271,6 +278,7 @@ SITS = {
     "rank_order": ("extract", "merge"),
     "bf16_stage0_state": ("model states", "ordinary load"),
     "bf16_wrapper_name": ("wrapper",),
+    "latest_after_all_ranks": ("latest",),
 }
 
 # What goes from one stage to another.
@@ -292,7 +300,8 @@ ARROWS = (
     ("wrapper", "model states"),
     ("model states", "optimizer states"),
     ("model states", "zero files"),
-    ("optimizer states", "zero files"),
+    ("optimizer states", "latest"),
+    ("latest", "zero files"),
     ("zero files", "extract"),
     ("extract", "merge"),
     ("merge", "universal files"),

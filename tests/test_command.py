@@ -1,6 +1,7 @@
 """The command: status, diff, apply, revert; bad input is one clear line and exit status 2."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import upstream
+from ckpt_patches import cli
 from ckpt_patches.engine.installed import version_in
 from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.options import spelled
 from small_tree import MODULE, UPSTREAM, make, python
 from upstream import tree
 
@@ -357,3 +360,32 @@ def test_help_has_examples() -> None:
 @pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
 def test_help_names_the_fixes(verb: str) -> None:
     assert set(FIXES) <= set(command(verb, "--help").stdout.replace(",", " ").split())
+
+
+# The spelling of options
+
+SPELLED = [
+    (["to-universal", "--input_folder=a_b", "--no_strict"], ["to-universal", "--input-folder=a_b", "--no-strict"]),
+    (["audit", "--trust_checkpoint", "x_y", "--", "--a_b"], ["audit", "--trust-checkpoint", "x_y", "--", "--a_b"]),
+]
+
+
+@pytest.mark.parametrize(("given", "found"), SPELLED)
+def test_underscores_in_the_names_of_options_are_dashes(given: list[str], found: list[str]) -> None:
+    """Not in their values, in paths, or behind `--`."""
+    assert spelled(given) == found
+
+
+@pytest.mark.parametrize("command", ["status", "list", "diff", "show", "apply", "revert", "audit", "repair", "migrate"])
+def test_the_help_has_dashes_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert re.findall(r"--[a-z]+_\w+", capsys.readouterr().out) == []
+
+
+def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["to-universal", "--help"])
+    said = capsys.readouterr().out
+    assert re.findall(r"--[a-z]+_\w+", said) == []
+    assert "--workers N, --num-extract-workers N" in said

@@ -161,8 +161,8 @@ def test_the_options_change_nothing_in_the_output(source: Path, tmp_path: Path) 
 
 def test_an_option_without_a_meaning_says_so(source: Path, tmp_path: Path) -> None:
     done = ours(source, tmp_path / "universal", "--num_merge_workers", "2", "--keep_temp_folder")
-    assert "--num_merge_workers has no meaning any more" in done.stderr
-    assert "--keep_temp_folder has no meaning any more" in done.stderr
+    assert "--num-merge-workers has no meaning any more" in done.stderr
+    assert "--keep-temp-folder has no meaning any more" in done.stderr
 
 
 def test_the_summary_for_programs(source: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_missing_universal_info_is_injected_on_demand(tmp_path: Path) -> None:
     folder = without_info(trained(NEWEST, *FLAT, *ZERO3)["bf16_optimizer"], tmp_path)
     refused = ours(folder, tmp_path / "universal", check=False)
     assert refused.returncode == 2
-    assert "--inject_missing_state" in refused.stderr
+    assert "--inject-missing-state" in refused.stderr
     ours(folder, tmp_path / "universal", "--inject_missing_state")
     name = "mp_rank_00_model_states.pt"
     assert (tmp_path / "universal" / name).read_bytes() == (folder / name).read_bytes()

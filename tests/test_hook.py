@@ -308,6 +308,8 @@ def test_off_and_skip(tmp_path: Path) -> None:
         ("CKPT_PATCHES", "stirct", ["off", "warn", "strict"]),
         ("CKPT_PATCHES_SKIP", "numpy3", list(FIXES)),
         ("CKPT_PATCHES_FINGERPRINT", "on", ["1", "warn", "0", "off", "going on with 1"]),
+        ("CKPT_PATCHES_LOST_HOST", "on", ["1 or more", "0", "off", "going on without"]),
+        ("CKPT_PATCHES_LOST_HOST", "0.5", ["1 or more", "0", "off", "going on without"]),
     ],
 )
 def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
@@ -322,11 +324,20 @@ def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     assert python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr == ""
 
 
-def test_fingerprints_that_are_asked_for_of_a_package_that_is_off_are_said_not_to_be_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "without"),
+    [
+        ("CKPT_PATCHES_FINGERPRINT", "1", "no resume is proven"),
+        ("CKPT_PATCHES_LOST_HOST", "45", "no lost host is noticed"),
+    ],
+)
+def test_what_is_asked_for_of_a_package_that_is_off_is_said_not_to_be_there(
+    variable: str, value: str, without: str, tmp_path: Path
+) -> None:
     make(tmp_path)
-    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", "CKPT_PATCHES_FINGERPRINT": "1"})
-    assert "CKPT_PATCHES_FINGERPRINT=1 does nothing with CKPT_PATCHES=off: no resume is proven" in done.stderr
-    quiet = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", "CKPT_PATCHES_FINGERPRINT": "0"})
+    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", variable: value})
+    assert f"{variable}={value} does nothing with CKPT_PATCHES=off: {without}" in done.stderr
+    quiet = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", variable: "0"})
     assert (done.stdout.strip(), quiet.stderr) == ("False", "")
 
 

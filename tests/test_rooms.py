@@ -14,6 +14,7 @@ COMMON = {
     "ckpt_patches.errors",
     "ckpt_patches.group",
     "ckpt_patches.meeting",
+    "ckpt_patches.options",
     "ckpt_patches.pause",
     "ckpt_patches.processes",
     "ckpt_patches.progress",
@@ -26,6 +27,7 @@ ROOMS = {
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine", "ckpt_patches.formats.durable"},
     "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint"},
     "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
+    "ckpt_patches.watch": COMMON,
     "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "deepspeed_patches.ds_to_universal": COMMON
     | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.engine.installed"}

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
-from hosts import Host, NoHostsError, hosts
+from hosts import LIMIT, PORT, Host, MakeHosts, finished, torchrun, until
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
@@ -26,31 +25,6 @@ from universal import MODULE, environment, parallel
 from upstream import PROGRAMS, all_releases, environment_for, tree
 
 pytestmark = pytest.mark.slow
-
-PORT = "29400"  # of hosts that nobody else has
-LIMIT = 90  # seconds until all have ended
-
-
-MakeHosts = Callable[[int], list[Host]]
-
-
-@pytest.fixture
-def make_hosts(tmp_path: Path) -> Iterator[MakeHosts]:
-    with ExitStack() as stack:
-
-        def make(count: int) -> list[Host]:
-            try:
-                return stack.enter_context(hosts(count, tmp_path))
-            except NoHostsError as error:
-                pytest.skip(f"no hosts can be made here: {error}")
-
-        yield make
-
-
-def finished(running: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Of each its status, its output and its errors."""
-    ended = [(*process.communicate(timeout=LIMIT), process.returncode) for process in running]
-    return [(status, out, errors) for out, errors, status in ended]
 
 
 # The tools
@@ -153,15 +127,6 @@ def write_damaged(path: Path) -> None:
     by_hand(path, states, arrays(400, 64)["fp32_param"])
 
 
-def until(there: Callable[[], bool], running: Sequence[subprocess.Popen[str]] = ()) -> None:
-    """While all of these run."""
-    end = time.monotonic() + LIMIT
-    while not there():
-        assert time.monotonic() < end
-        assert [process.poll() for process in running] == [None] * len(running), finished(running)
-        time.sleep(0.05)
-
-
 def until_in_the_middle(own: Work, running: Sequence[subprocess.Popen[str]]) -> None:
     def have_met() -> bool:
         assert [process.poll() for process in running] == [None] * len(running), finished(running)
@@ -262,17 +227,6 @@ def test_a_cut_network_does_not_stop_the_work(command: str, number: int, make_ho
 # Under torchrun
 
 
-def torchrun(
-    on: Sequence[Host], *command: str, env: Mapping[str, str] | None = None, processes: int = 1
-) -> list[subprocess.Popen[str]]:
-    """So many processes on each host."""
-    options = ["--nnodes", str(len(on)), "--nproc-per-node", str(processes)]
-    options += ["--rdzv-backend", "c10d", "--rdzv-id", "hosts"]
-    options += ["--rdzv-endpoint", f"{on[0].name}:{PORT}", "--no-python"]
-    started = [sys.executable, "-m", "torch.distributed.run", *options, *command]
-    return [host.start(*started, env={**environment(), **(env or {})}) for host in on]
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_tools_under_torchrun(size: int, make_hosts: MakeHosts, tmp_path: Path) -> None:
     """One after the other, in one run of it."""
@@ -285,7 +239,7 @@ def test_all_tools_under_torchrun(size: int, make_hosts: MakeHosts, tmp_path: Pa
         f"> {tmp_path}/$RANK-{own.command}; echo $? >> {tmp_path}/$RANK-status"
         for own in works
     ]
-    ended = finished(torchrun(made, "bash", "-c", "\n".join(lines)))
+    ended = finished(torchrun(made, "bash", "-c", "\n".join(lines), env=environment()))
     assert [status for status, _, _ in ended] == [0] * size, ended
     for rank in range(size):
         assert (tmp_path / f"{rank}-status").read_text().split() == ["0", "0", "1", "0"], ended
@@ -304,7 +258,7 @@ def test_a_host_that_is_killed_with_its_torchrun_is_named_by_the_others(
     first, lost, other = made
     by_one, single = start_alone(command, tmp_path, first, SMALL)
     own = work(command, tmp_path, "together")
-    running = torchrun(made, sys.executable, "-c", own.program(slowly(command)), *own.arguments)
+    running = torchrun(made, sys.executable, "-c", own.program(slowly(command)), *own.arguments, env=environment())
     until_in_the_middle(own, running)
     begin = time.monotonic()
     lost.kill()
@@ -315,7 +269,7 @@ def test_a_host_that_is_killed_with_its_torchrun_is_named_by_the_others(
     said = [line for _, _, errors in ended for line in errors.splitlines() if "failed" in line or "ignal" in line]
     assert any(line.endswith(message) for line in said), said
     assert not own.output.exists()
-    again = torchrun([first, other], sys.executable, "-c", own.program(SMALL), *own.arguments)
+    again = torchrun([first, other], sys.executable, "-c", own.program(SMALL), *own.arguments, env=environment())
     found = finished(again)
     if command == "audit":
         lines = [line for _, out, _ in found for line in out.splitlines(keepends=True)]
@@ -330,7 +284,14 @@ SAVES = [("0.16.1", "torch_dist"), ("0.14.0", "zarr")]
 
 
 def save(
-    on: Sequence[Host], version: str, backend: str, out: Path, *options: str, processes: int = 1, patience: int = 120
+    on: Sequence[Host],
+    version: str,
+    backend: str,
+    out: Path,
+    *options: str,
+    processes: int = 1,
+    patience: int = 120,
+    **variables: str,
 ) -> list[subprocess.Popen[str]]:
     """A training on the hosts that saves at its end; Gloo finds the others by the hosts' own addresses.
 
@@ -339,7 +300,7 @@ def save(
     out.mkdir(exist_ok=True)
     program = [sys.executable, str(PROGRAMS / "saving_on_hosts.py"), str(out), backend, *options]
     own = environment_for(tree("megatron-core", version), "hook")
-    own |= {"GLOO_SOCKET_IFNAME": "eth0", "FAKEGPU_PG_TIMEOUT": str(patience)}
+    own |= {"GLOO_SOCKET_IFNAME": "eth0", "FAKEGPU_PG_TIMEOUT": str(patience), **variables}
     return torchrun(on, *program, env=own, processes=processes)
 
 

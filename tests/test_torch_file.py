@@ -176,7 +176,7 @@ class Unknown:
 
 def test_a_class_that_is_not_listed(path: Path) -> None:
     torch.save({"extra": Unknown()}, path)
-    with pytest.raises(UnlistedClassError, match=r"state\.pt holds \S*Unknown, which is not on .* --trust_checkpoint"):
+    with pytest.raises(UnlistedClassError, match=r"state\.pt holds \S*Unknown, which is not on .* --trust-checkpoint"):
         torch_file.read(path)
     found = torch_file.read(path, trust=True).value["extra"]
     assert isinstance(found, Instance)

@@ -141,7 +141,7 @@ def _converted_again(report: Report, advice: Advice) -> str:
 
 
 def _convert(source: "str | Path", to: Path) -> str:
-    return line("ckpt-patches", "to-universal", "--input_folder", source, "--output_folder", to)
+    return line("ckpt-patches", "to-universal", "--input-folder", source, "--output-folder", to)
 
 
 def _beside(path: Path, word: str) -> Path:

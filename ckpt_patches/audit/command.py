@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.options import MANY, add_group, add_workers
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
@@ -48,18 +49,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
 
 
 def _add_processes_to(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes that read (default: the processors, at most 16; under a launcher divided among its processes)",
-    )
-    command.add_argument(
-        "--group",
-        default="",
-        metavar="RANK/SIZE|none",
-        help="work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)",
-    )
+    add_workers(command, many=MANY)
+    add_group(command)
     where = "beside NEW" if command.prog.endswith("repair") else "beside the first PATH"
     command.add_argument("--meet", type=Path, metavar="FOLDER", help=f"where these processes meet (default: {where})")
 

@@ -80,6 +80,7 @@ FIXES = {
     ),
     "rank_order": ("deepspeed.checkpoint.reshape_utils", "deepspeed.checkpoint.ds_to_universal"),
     "bf16_stage0_state": ("deepspeed.runtime.engine",),
+    "latest_after_all_ranks": ("deepspeed.runtime.engine",),
     "bf16_wrapper_name": (
         "deepspeed.runtime.constants",
         "deepspeed.runtime.bf16_optimizer",
@@ -87,16 +88,23 @@ FIXES = {
     ),
 }
 
-# What is no fix, and laid over upstream in the same way by the hook, where CKPT_PATCHES_FINGERPRINT asks for it.
-FINGERPRINTS = {
-    "fingerprint_megatron": (
-        "megatron.core.optimizer.optimizer",
-        "megatron.core.optimizer.distrib_optimizer",
-        "megatron.core.dist_checkpointing.serialization",
-    ),
-    "fingerprint_deepspeed": ("deepspeed.runtime.engine",),
+# What is no fix, and laid over upstream in the same way by the hook, where CKPT_PATCHES_<NAME> asks for it. The last
+# one is the outermost where several decorate a function. Each has a page in docs/.
+OVERLAYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "fingerprint": {
+        "fingerprint_megatron": (
+            "megatron.core.optimizer.optimizer",
+            "megatron.core.optimizer.distrib_optimizer",
+            "megatron.core.dist_checkpointing.serialization",
+        ),
+        "fingerprint_deepspeed": ("deepspeed.runtime.engine",),
+    },
+    "lost_host": {
+        "lost_host_megatron": ("megatron.core.dist_checkpointing.serialization",),
+        "lost_host_deepspeed": ("deepspeed.runtime.engine",),
+    },
 }
-EVERYTHING = {**FIXES, **FINGERPRINTS}
+EVERYTHING = {**FIXES, **{name: modules for parts in OVERLAYS.values() for name, modules in parts.items()}}
 
 # Upstream module: its package. What the import hook looks every name up in.
 TARGETS = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.options import add_trust
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
@@ -43,11 +44,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder, like global_step1000")
     command.add_argument("--against", type=Path, metavar="OTHER", help="say what another checkpoint has otherwise")
     command.add_argument("--json", action="store_true", help="for programs")
-    command.add_argument(
-        "--trust_checkpoint",
-        action="store_true",
-        help="let classes pass that checkpoints are not known to hold (none is ever run)",
-    )
+    add_trust(command)
     command.set_defaults(run=lambda options: run(options, of_zero))
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import dtypes, pickles, stored_zip
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
+from ckpt_patches.options import TRUST
 
-TRUST = "--trust_checkpoint"
 QUANTIZED = "torch._utils._rebuild_qtensor"
 # What a file in torch's format before 1.6 begins with: a pickle of a number that is torch's mark.
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_patches import __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
-from ckpt_patches.engine.registry import EVERYTHING, FINGERPRINTS, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, OVERLAYS, TARGETS
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.ranks import RANK_VARIABLES, is_rank_zero
 
@@ -41,7 +41,7 @@ def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None
 
 def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
     """Warn that a module is loaded without its fixes, whichever they are; in strict mode raise StrictModeError."""
-    names = fixes_for(TARGETS[module], switches.skip, fingerprint=switches.fingerprint)
+    names = fixes_for(TARGETS[module], switches.skip, switches.overlays)
     fixes = [name for name in names if module in EVERYTHING[name]]
     if not fixes:
         return
@@ -56,7 +56,7 @@ def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches
 
 def mismatch(plan: TreePlan, result: FixResult) -> str:
     """The message for a fix that does not run."""
-    page = "fingerprint" if result.name in FINGERPRINTS else result.name
+    page = next((page for page, parts in OVERLAYS.items() if result.name in parts), result.name)
     return (
         f"the fix {result.name} is NOT active on {_upstream(plan)}: {result.reason}. The bug may be there: see "
         f"docs/{page}.md; report a release that it does not match, or set CKPT_PATCHES_SKIP={result.name} to "

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 INSTEAD = "import it before another import hook is installed, or write the fix into the files with `ckpt-patches apply`"
 
-# By tree, package, the fixes to skip and whether resumes are proven: the plan, and why fixes could not edit modules
+# By tree, package, the fixes to skip and the overlays: the plan, and why fixes could not edit modules
 # when it was made.
-_plans: "dict[tuple[str, str, frozenset[str], bool], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
+_plans: "dict[tuple[str, str, frozenset[str], tuple[str, ...]], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
 # Targets in which our loader has run edited code: the module, its spec then, and the file.
 _run: "dict[str, tuple[ModuleType, Any, FilePlan]]" = {}
 # Loads of targets that were not ours, or had no edit, and of which all has been said: the module's name, and its spec.
@@ -76,7 +76,7 @@ def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan,
     from ckpt_patches.engine.kept import plan_or_kept
     from ckpt_patches.engine.plan import fixes_for, plan_tree
 
-    names = fixes_for(package, switches.skip, fingerprint=switches.fingerprint)
+    names = fixes_for(package, switches.skip, switches.overlays)
     unavailable: dict[tuple[str, str], str] = {}
     plan = plan_or_kept(root, package, names)
     while found := _unavailable(plan):
@@ -150,7 +150,7 @@ def _current_plan(
     root: str, package: str, switches: "Switches", module: str = "", text: bytes | None = None
 ) -> "TreePlan":
     """The plan of a tree as it is now, given the text (its digest) of one of its modules."""
-    key = (root, package, switches.skip, switches.fingerprint)
+    key = (root, package, switches.skip, switches.overlays)
     plan, unavailable = _plans.get(key, (None, {}))
     changed = plan is not None and text is not None and plan.texts.get(module, text) != text
     if plan is None or changed or _unavailable(plan) or _is_available_again(root, unavailable):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.options import MANY, add_group, add_no_sync, add_trust, add_workers
 
 if TYPE_CHECKING:
     from ckpt_patches.migrate.migrate import Options, Summary
@@ -47,41 +48,16 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     migrate.add_argument(
         "--damaged-as-is", action="store_true", help="migrate although elements are damaged: they stay as they are"
     )
-    migrate.add_argument(
-        "--trust_checkpoint",
-        action="store_true",
-        help="let classes pass that checkpoints are not known to hold (none is ever run)",
-    )
-    migrate.add_argument(
-        "--workers",
-        type=_positive,
-        metavar="N",
-        help="processes (default: the processors, at most 16; under a launcher divided among its processes)",
-    )
-    migrate.add_argument(
-        "--no-sync",
-        dest="sync",
-        action="store_false",
-        help="do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails",
-    )
-    migrate.add_argument(
-        "--group",
-        default="",
-        metavar="RANK/SIZE|none",
-        help="work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)",
-    )
+    add_trust(migrate)
+    add_workers(migrate, many=MANY)
+    add_no_sync(migrate)
+    add_group(migrate)
     migrate.set_defaults(run=run)
 
 
 def _step(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number of steps, found {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number of processes, found {text!r}")
     return int(text)
 
 

@@ -1,6 +1,6 @@
 """Convert a DeepSpeed ZeRO checkpoint to a universal one in one pass; a tool, not a fix: it edits nothing of upstream.
 
-    python -m deepspeed_patches.ds_to_universal --input_folder IN/global_step10 --output_folder IN/universal
+    python -m deepspeed_patches.ds_to_universal --input-folder IN/global_step10 --output-folder IN/universal
 
 The way of a conversion, by modules: `command`, `convert`; `traits` with `syntax`, `known_converters` (what DeepSpeed's
 converter does); `read_headers` with `folder` (the files' headers, as `headers`); `conversion_plan` with `fragments`,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import TRUST
+from ckpt_patches.options import add_group, add_no_sync, add_trust, add_workers, spelled
 from ckpt_patches.processes import WorkerDefect
 from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
 from deepspeed_patches.ds_to_universal.file_systems import LOCAL
@@ -19,7 +19,7 @@ EPILOG = (
 )
 # Upstream's options without a meaning here, and why.
 OBSOLETE = {
-    "num_merge_workers": "nothing is merged: each file is written once, by --num_extract_workers processes",
+    "num_merge_workers": "nothing is merged: each file is written once, by --workers processes",
     "keep_temp_folder": "there is no temporary folder",
 }
 UNITS = {"k": 10, "m": 20, "g": 30}
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
     begin = time.monotonic() - time.process_time()  # with the imports
     parser = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=EPILOG)
     _add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
 
     def say(message: str) -> None:
         print(f"{program}: {message}", file=sys.stderr)
 
     for name, reason in OBSOLETE.items():
         if getattr(options, name):
-            say(f"--{name} has no meaning any more: {reason}")
+            say(f"--{name.replace('_', '-')} has no meaning any more: {reason}")
     try:
         summary = convert(options.input_folder, options.output_folder, _chosen(options), begin=begin, warn=say)
     except (UserError, OSError) as error:
@@ -55,27 +55,23 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input_folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
-    parser.add_argument("--output_folder", required=True, metavar="FOLDER", help="to be made")
+    parser.add_argument("--input-folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
+    parser.add_argument("--output-folder", required=True, metavar="FOLDER", help="to be made")
+    add_workers(parser, "--num-extract-workers", default=WORKERS)
+    parser.add_argument("--num-merge-workers", type=int, metavar="N", help="of upstream, without a meaning here")
+    parser.add_argument("--keep-temp-folder", action="store_true", help="of upstream, without a meaning here")
     parser.add_argument(
-        "--num_extract_workers", type=int, default=WORKERS, metavar="N", help=f"processes (default: {WORKERS})"
-    )
-    parser.add_argument("--num_merge_workers", type=int, metavar="N", help="of upstream, without a meaning here")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="of upstream, without a meaning here")
-    parser.add_argument(
-        "--no_strict",
+        "--no-strict",
         dest="strict",
         action="store_false",
         help="convert although patterns match no parameter, or fragments do not follow on one another",
     )
     parser.add_argument(
-        "--inject_missing_state", action="store_true", help="convert a checkpoint without universal_checkpoint_info"
+        "--inject-missing-state", action="store_true", help="convert a checkpoint without universal_checkpoint_info"
     )
+    add_trust(parser)
     parser.add_argument(
-        TRUST, action="store_true", help="let classes pass that checkpoints are not known to hold (none is ever run)"
-    )
-    parser.add_argument(
-        "--bytes_in_flight",
+        "--bytes-in-flight",
         type=size,
         default=BYTES_IN_FLIGHT,
         metavar="BYTES",
@@ -88,26 +84,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--direct",
         choices=("auto", "on", "off"),
         default="auto",
-        help=f"write past the page cache (default: on {' and '.join(LOCAL)}, but not with --no_sync)",
+        help=f"write past the page cache (default: on {' and '.join(LOCAL)}, but not with --no-sync)",
     )
-    parser.add_argument(
-        "--no_sync",
-        dest="sync",
-        action="store_false",
-        help="do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails",
-    )
-    parser.add_argument(
-        "--group",
-        default="",
-        metavar="RANK/SIZE|none",
-        help="convert as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)",
-    )
+    add_no_sync(parser)
+    add_group(parser)
     parser.add_argument("--json", action="store_true", help="print a summary for programs")
 
 
 def _chosen(options: argparse.Namespace) -> Options:
     return Options(
-        workers=options.num_extract_workers,
+        workers=options.workers,
         bytes_in_flight=options.bytes_in_flight,
         access=options.access,
         strict=options.strict,

@@ -137,7 +137,7 @@ def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[s
                 [
                     f"{source} is not what the run recorded when it saved, and was not converted:",
                     *lines,
-                    "take another checkpoint; --no_strict converts it as it is, which one that was repaired needs",
+                    "take another checkpoint; --no-strict converts it as it is, which one that was repaired needs",
                 ]
             )
         )

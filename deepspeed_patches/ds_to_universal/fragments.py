@@ -75,7 +75,7 @@ def check_fragments(
         if gap and strict:
             raise UserError(
                 f"{where}: the fragments of data-parallel ranks {one.dp} and {other.dp} do not follow on one another "
-                "(--no_strict converts nevertheless)"
+                "(--no-strict converts nevertheless)"
             )
 
 

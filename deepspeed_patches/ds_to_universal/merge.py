@@ -62,7 +62,7 @@ class Merge:
             return []
         text = f"no parameter matches the patterns {', '.join(sorted(self.rules.unused))}"
         if self.strict:
-            raise UserError(f"{text} of the checkpoint's universal_checkpoint_info; --no_strict converts nevertheless")
+            raise UserError(f"{text} of the checkpoint's universal_checkpoint_info; --no-strict converts nevertheless")
         return [text]
 
 

@@ -251,7 +251,7 @@ def _info(reader: _Reader, model: dict[str, Any], inject_missing_state: bool) ->
     if not isinstance(info, dict):
         raise UserError(
             f"{reader.files[0].path} has no {INFO}, which the training program has to put there; "
-            "say --inject_missing_state if no parameter is parallel in its tensors"
+            "say --inject-missing-state if no parameter is parallel in its tensors"
         )
     return info
 

@@ -1,8 +1,8 @@
 """Save and load with the real packages on CPU ranks, and count what each rank does; prints JSON, by part and rank.
 
     counting.py zarr OUT --ranks 4 --chunks 16        flattened shards, of which each tensor-parallel rank has a chunk
-    counting.py megatron OUT --ranks 4 --formats torch,fully_reshardable [--layers 2] [--hidden 64]
-    counting.py zero OUT --ranks 4 --stages 1,2,3 [--layers 2] [--hidden 64]
+    counting.py megatron OUT --ranks 4 --formats torch,fully_reshardable [--layers 2] [--hidden 64] [--offload 0.5]
+    counting.py zero OUT --ranks 4 --stages 0,1,3 [--layers 2] [--hidden 64]
     counting.py tool OUT MODULE ARGUMENT...           a command, of files in OUT
 
 What is done is done twice: the first time modules are imported and connections opened, the second time is counted.
@@ -44,6 +44,7 @@ def main() -> None:
         command.add_argument("--stages", type=lambda text: text.split(","), default=[])
         command.add_argument("--layers", type=int, default=2)
         command.add_argument("--hidden", type=int, default=64)
+        command.add_argument("--offload", type=float, metavar="FRACTION")
     command = commands.add_parser("tool")
     command.set_defaults(start=tool)
     command.add_argument("out", type=Path)
@@ -105,16 +106,18 @@ def megatron(options: argparse.Namespace) -> None:
 def save_and_load(rank: int, options: argparse.Namespace) -> None:
     import megatron_training as mt
 
-    mt.use_inner_optimizer("fused")
+    if options.offload is None:
+        mt.use_inner_optimizer("fused")
     stack = functools.partial(stack_of_layers, layers=options.layers, hidden=options.hidden)
-    model, optimizer = mt.build(make_model=stack)
+    build = functools.partial(mt.build, make_model=stack, offload_fraction=options.offload)
+    model, optimizer = build()
     mt.step(model, optimizer, 0)
     found: dict[str, Counter[str]] = {}
     for name, time in itertools.product(options.formats, ("first", "second")):
         folder = options.out / time / name
         with counted(folder) as found[f"{name}, save"]:
             mt.save(name, model, optimizer, folder)
-        model, optimizer = mt.build(make_model=stack)
+        model, optimizer = build()
         with counted(folder) as found[f"{name}, load"]:
             mt.load(name, model, optimizer, folder)
     report(found, options.ranks)
@@ -147,11 +150,15 @@ def zero(options: argparse.Namespace) -> None:
     for work in (save_zero, load_zero):
         options.work = work
         zero_training.on_ranks(options)
-        for stage in options.stages if work is save_zero else ():
+        for stage in convertible(options.stages) if work is save_zero else ():
             folders = ["--input_folder", options.out / stage / TAG, "--output_folder", options.out / stage / UNIVERSAL]
             subprocess.run([sys.executable, "-m", "deepspeed_patches.ds_to_universal", *folders], check=True)
     files = [options.out / f"{work.__name__}.json" for work in (save_zero, load_zero)]
     print("\n" + json.dumps({part: rows for file in files for part, rows in json.loads(file.read_text()).items()}))
+
+
+def convertible(stages: list[str]) -> list[str]:
+    return [stage for stage in stages if stage != "0"]
 
 
 def save_zero(rank: int, options: argparse.Namespace) -> None:
@@ -167,7 +174,7 @@ def save_zero(rank: int, options: argparse.Namespace) -> None:
 def load_zero(rank: int, options: argparse.Namespace) -> None:
     found = {}
     for stage in options.stages:
-        for tag in (TAG, UNIVERSAL):
+        for tag in (TAG, UNIVERSAL) if convertible([stage]) else (TAG,):
             run = zero_run(options, stage, universal=tag == UNIVERSAL)
             name = f"stage {stage}, {'universal ' if tag == UNIVERSAL else ''}load"
             for _ in range(2):

@@ -1,0 +1,51 @@
+"""What several commands ask for, in the same words."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+TRUST = "--trust-checkpoint"
+MANY = "the processors, at most 16; under a launcher divided among its processes"
+
+
+def spelled(arguments: Sequence[str]) -> list[str]:
+    """Arguments with dashes in the names of options, which had underscores, as upstream's converter still has."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return [*map(_with_dashes, arguments[:end]), *arguments[end:]]
+
+
+def _with_dashes(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else argument
+
+
+def add_trust(command: "ArgumentParser") -> None:
+    text = "let classes pass that checkpoints are not known to hold (none is ever run)"
+    command.add_argument(TRUST, action="store_true", help=text)
+
+
+def add_workers(command: "ArgumentParser", *other_names: str, default: int | None = None, many: str = "") -> None:
+    """`many`: how many there are where nobody says it, in words."""
+    names, text = ("--workers", *other_names), f"processes (default: {many or default})"
+    command.add_argument(*names, dest="workers", type=positive, default=default, metavar="N", help=text)
+
+
+def add_group(command: "ArgumentParser") -> None:
+    text = "work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)"
+    command.add_argument("--group", default="", metavar="RANK/SIZE|none", help=text)
+
+
+def add_no_sync(command: "ArgumentParser") -> None:
+    text = "do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails"
+    command.add_argument("--no-sync", dest="sync", action="store_false", help=text)
+
+
+def positive(text: str) -> int:
+    """A number of processes."""
+    if not text.isdecimal() or int(text) == 0:
+        from argparse import ArgumentTypeError
+
+        raise ArgumentTypeError(f"expected a number of processes, found {text!r}")
+    return int(text)

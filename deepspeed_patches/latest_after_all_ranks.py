@@ -1,0 +1,74 @@
+"""Let `latest` name a checkpoint only when every rank has written its files.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960
+"""
+
+import ast
+
+from ckpt_patches.engine.agreement import insert_agreement
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import Function, NoMatch, Source
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
+    affected="DeepSpeed 0.12.0 to 0.19.8",
+    test="tests/unit/checkpoint/test_latest_after_all_ranks.py",
+)
+
+SAVE = "DeepSpeedEngine.save_checkpoint"
+COMMIT_LATER = "DeepSpeedEngine._commit_decoupled_checkpoint"  # since 0.17.1, of engines that write in the background
+
+BARRIER = "dist.barrier()"
+WAIT = f"""# Other ranks may still be writing, and may fail at it.
+{BARRIER}"""
+
+
+@fix.edit(ENGINE)
+def wait_for_all_ranks(source: Source) -> None:
+    """Upstream waits behind it."""
+    named = [statement_that_names(source, function) for function in functions(source)]
+    source.check_parts({f"{BARRIER} in front of line {found.lineno}": waits(source, found) for found in named})
+    for statement in named:
+        source.insert_before(statement, WAIT)
+
+
+@fix.edit(ENGINE, independent=True, ours_alone=True)
+def agree_first(source: Source) -> None:
+    """A rank that does not wait here would wait somewhere else."""
+    saves = functions(source)
+    insert_agreement(
+        source,
+        f"{fix.name}.1",
+        by_upstream=all(waits(source, statement_that_names(source, function)) for function in saves),
+        announce=source.function("DeepSpeedEngine.__init__").body[-1],
+        check=saves,
+        ranks="None",
+        patience=30,
+        before=source.class_named("DeepSpeedEngine"),
+    )
+
+
+def functions(source: Source) -> list[Function]:
+    """Those that write `latest`."""
+    return [source.function(name) for name in (SAVE, COMMIT_LATER) if name == SAVE or source.has_function(name)]
+
+
+def statement_that_names(source: Source, function: Function) -> ast.If:
+    """The `if` of the rank that writes `latest`. Raises NoMatch."""
+    branches = [branch for branch in source.all_of(ast.If, function) if opens_latest(source, branch.body)]
+    if len(branches) != 1:
+        raise NoMatch(f"expected one `if` that writes `latest` in {function.name}, found {len(branches)}")
+    return branches[0]
+
+
+def opens_latest(source: Source, statements: list[ast.stmt]) -> bool:
+    return any(isinstance(statement, ast.With) and source.has("'latest'", statement) for statement in statements)
+
+
+def waits(source: Source, statement: ast.stmt) -> bool:
+    """Whether the statement before it in its block is a barrier."""
+    blocks = [node.body for node in source.all_of(ast.If)] + [node.body for node in source.all_of(ast.FunctionDef)]
+    return any(source.has(BARRIER, block[block.index(statement) - 1]) for block in blocks if statement in block)

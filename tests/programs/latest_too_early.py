@@ -1,0 +1,104 @@
+"""Two ranks of the real DeepSpeed, of which the second ends in the middle of a save; then a run by what `latest` names.
+
+save OUT KIND      one checkpoint that is whole, and another step's, which the second rank does not write; prints
+                   what `latest` says in the end
+whole OUT KIND     one rank, by RANK and MASTER_PORT, of a save that goes well, or prints what was raised
+resume OUT KIND    each rank prints the tag that it loaded, what was raised, and whether its moments are all zeros
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+import zero_training as zt
+
+RANKS = 2
+LATE = 3.0  # seconds after which the first rank would have written all that it writes
+
+
+def save(rank: int, args: argparse.Namespace) -> None:
+    run = zt.engine(args.kind, RANKS, universal=False)
+    zt.train(run, rank, RANKS, first=0)
+    run.save_checkpoint(str(args.out), tag="first")
+    zt.train(run, rank, RANKS, first=zt.STEPS)
+    if rank == 1:
+        run.checkpoint_engine.save = end
+    run.save_checkpoint(str(args.out), tag="second")
+
+
+def whole(rank: int, args: argparse.Namespace) -> None:
+    run, error = zt.engine(args.kind, RANKS, universal=False), ""
+    try:
+        run.save_checkpoint(str(args.out), tag="first")
+    except RuntimeError as raised:
+        error = str(raised).splitlines()[0]
+    say({"rank": rank, "error": error})
+    time.sleep(1)  # rank 0 holds the store, from which the other reads at the same time
+    os._exit(0)  # as a job ends in which a rank has failed
+
+
+def end(*args: Any, **kwargs: Any) -> None:
+    time.sleep(LATE)
+    os._exit(3)
+
+
+def resume(rank: int, args: argparse.Namespace) -> None:
+    run = zt.engine(args.kind, RANKS, universal=False)
+    found: dict[str, Any] = {"rank": rank, "error": ""}
+    try:
+        path, _ = run.load_checkpoint(str(args.out))
+        found["tag"] = Path(path).parent.name
+        states = run.optimizer.optimizer.state.values()
+        found["no moments"] = not any(bool(state["exp_avg"].any()) for state in states if "exp_avg" in state)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    say(found)
+    os._exit(0)  # of ranks that differ one would wait for the other
+
+
+def say(found: dict[str, Any]) -> None:
+    """In one piece: the other rank has the same output."""
+    os.write(1, f"{json.dumps(found)}\n".encode())
+
+
+def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    args.work(rank, args)
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", choices=["save", "whole", "resume"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("kind", choices=zt.KINDS)
+    args = parser.parse_args()
+    is_save, args.work = args.work == "save", {"save": save, "whole": whole, "resume": resume}[args.work]
+    zt.prepare()
+    if args.work is whole:
+        rank_main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args)
+    port = zt.free_port()
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if is_save:
+        codes = [process.exitcode for process in ranks]
+        print(json.dumps({"latest": (args.out / "latest").read_text(), "codes": codes}))
+
+
+if __name__ == "__main__":
+    main()

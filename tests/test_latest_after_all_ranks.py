@@ -1,0 +1,117 @@
+"""latest_after_all_ranks: what `latest` names where a rank of the real DeepSpeed ends in the middle of a save."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edits
+from ckpt_patches.engine.plan import Outcome
+from deepspeed_patches.latest_after_all_ranks import BARRIER, ENGINE
+from upstream import DELIVERIES, check_upstream_test, free_port, newest_by_default, releases, run, tree
+from zero_checkpoints import PERMISSIVE
+
+FIX = "latest_after_all_ranks"
+UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
+
+AFFECTED = releases("deepspeed")
+NEWEST = "0.19.8"
+
+
+def writes_in_background(version: str) -> bool:
+    """Whether a release has engines that do; since 0.17.1."""
+    return "def _commit_decoupled_checkpoint(" in edits.text(tree("deepspeed", version), ENGINE)
+
+
+def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "stage1") -> list[dict[str, Any]]:
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery}
+    done = run("latest_too_early", what, out, kind, env=PERMISSIVE, timeout=100, **on)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", ["none"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_upstream_names_a_checkpoint_that_a_rank_has_not_written(version: str, delivery: str, tmp_path: Path) -> None:
+    assert on_ranks("save", tmp_path, version, delivery) == [{"latest": "second", "codes": [1, 3]}]
+    assert len(list((tmp_path / "second").glob("*_optim_states.pt"))) == 1
+
+
+def test_upstream_does_not_start_again_from_it(tmp_path: Path) -> None:
+    """Nor after a restart, and another one: somebody has to find the one before it."""
+    on_ranks("save", tmp_path, NEWEST, "none")
+    found = {one["rank"]: one for one in on_ranks("resume", tmp_path, NEWEST, "none")}
+    assert found[1]["error"].startswith("FileNotFoundError")
+    assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # and waits for the other
+
+
+@pytest.mark.compat(fix=FIX)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("version", AFFECTED)
+def test_names_the_one_before_it(version: str, delivery: str, tmp_path: Path) -> None:
+    assert on_ranks("save", tmp_path, version, delivery) == [{"latest": "first", "codes": [1, 3]}]
+
+
+@pytest.mark.parametrize("kind", ["stage1", "stage2", "stage3"])
+def test_starts_again_from_the_one_before_it(kind: str, tmp_path: Path) -> None:
+    on_ranks("save", tmp_path, NEWEST, "hook", kind)
+    found = sorted(on_ranks("resume", tmp_path, NEWEST, "hook", kind), key=lambda one: int(one["rank"]))
+    assert found == [{"rank": rank, "error": "", "tag": "first", "no moments": False} for rank in range(2)]
+
+
+@pytest.mark.parametrize("lacks", [[], [0], [1]], ids=["none lacks it", "the first lacks it", "the second lacks it"])
+def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Path) -> None:
+    """In place of a rank that waits for the other for ever."""
+    port = str(free_port())
+
+    def one(rank: int) -> list[str]:
+        env = {"RANK": str(rank), "MASTER_PORT": port, **({"CKPT_PATCHES_SKIP": FIX} if rank in lacks else {})}
+        on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env, "timeout": 100}
+        done = run("latest_too_early", "whole", tmp_path, "stage1", **on)
+        return [json.loads(line)["error"] for line in done.stdout.splitlines() if line.startswith("{")]
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(one, range(2)))
+    if not lacks:
+        assert errors == [[""], [""]]
+    for rank in {0, 1} - set(lacks):
+        assert not lacks or errors[rank][0].startswith(f"{FIX}: 1 of 2 ranks have it, rank {lacks[0]} has not")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
+def test_upstream_test(version: str, tmp_path: Path) -> None:
+    """The one for upstream's suite: fails before, passes after."""
+    of_both = "2 failed", "2 passed"
+    before, after = of_both if writes_in_background(version) else ("1 failed, 1 skipped", "1 passed, 1 skipped")
+    check_upstream_test(UPSTREAM_TEST, version, tmp_path, before, after, env=PERMISSIVE)
+
+
+# The edits themselves
+
+
+@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
+def test_what_is_added(version: str) -> None:
+    result, made = edits.plan(tree("deepspeed", version), FIX, for_upstream=True)
+    assert result.outcome is Outcome.APPLIES
+    added = [line for line in edits.added_lines(made)["engine"] if not line.startswith("#")]
+    assert added == [BARRIER] * (2 if writes_in_background(version) else 1)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return edits.copy_of(tree("deepspeed", NEWEST), FIX, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if save_latest and self.global_rank == 0:", "while save_latest and self.global_rank == 0:"),
+        ("open(os.path.join(commit_info.save_dir, 'latest'), 'w')", "open(latest_of(commit_info), 'w')"),
+        ("def save_checkpoint(", "def save_all("),
+    ],
+)
+def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
+    assert "engine.py: expected" in edits.check_left_alone(copy, FIX, ENGINE, old, new)
