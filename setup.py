@@ -26,6 +26,8 @@ PACKAGES = {
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
 }
+# The pages of the fixes, of docs/ in the checkout.
+PAGES = Path("ckpt_patches", "pages")
 # In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
 EDITABLE = ".editable"
 
@@ -36,15 +38,22 @@ class BuildPy(build_py):
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)  # what another version left there would be installed as well
         super().run()
-        if not self.editable_mode:
-            self.copy_file(PTH, str(Path(self.build_lib, PTH)), preserve_mode=False)
+        for source, target in self._added().items():
+            Path(target).parent.mkdir(exist_ok=True)
+            self.copy_file(source, target, preserve_mode=False)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        added = [] if self.editable_mode else [str(Path(self.build_lib, PTH))]
-        return [*super().get_outputs(include_bytecode), *added]
+        return [*super().get_outputs(include_bytecode), *self._added().values()]
 
     def get_source_files(self) -> list[str]:
-        return [*super().get_source_files(), PTH]
+        return [*super().get_source_files(), PTH, *map(str, _pages())]
+
+    def _added(self) -> dict[str, str]:
+        """Where files of the checkout go that are of no package; an editable install finds them where they are."""
+        if self.editable_mode:
+            return {}
+        pages = {str(page): str(Path(self.build_lib, PAGES, page.name)) for page in _pages()}
+        return {PTH: str(Path(self.build_lib, PTH)), **pages}
 
 
 class EditableWheel(editable_wheel):
@@ -60,6 +69,12 @@ class EditableWheel(editable_wheel):
         folder = Path.cwd() / EDITABLE
         _link_packages(folder)
         _replace_files(wheel, PTH, os.fsencode(folder) + b"\n" + Path(PTH).read_bytes())
+
+
+def _pages() -> list[Path]:
+    """Those of the fixes: what a patch for upstream says."""
+    fixes = [fix.stem for name in PACKAGES.values() for fix in sorted(Path(name).glob("*.py"))]
+    return [page for fix in fixes if (page := Path("docs", f"{fix}.md")).exists()]
 
 
 def _link_packages(folder: Path) -> None:

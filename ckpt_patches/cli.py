@@ -30,6 +30,8 @@ EXAMPLES = """examples:
   ckpt-patches list                                    every fix in a sentence, and the releases that it is for
   ckpt-patches diff --tree ~/Megatron-LM > fix.patch   then: git -C ~/Megatron-LM apply fix.patch
   ckpt-patches diff zarr_create_synchronizer --tree ~/Megatron-LM --with-test
+  ckpt-patches diff --split patches --tree ~/Megatron-LM
+                                                       then: git -C ~/Megatron-LM am patches/numpy2_product.patch
   ckpt-patches show --diff megatron.core.optimizer.distrib_optimizer
                                                        what the hook changes in a module that is installed
   ckpt-patches apply                                   write the fixes into the installed files (a Dockerfile's RUN)
@@ -96,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     listed.set_defaults(run=_list)
     diff = commands.add_parser("diff", help="print the fixes as a unified diff against a tree")
     diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
+    diff.add_argument(
+        "--split",
+        type=Path,
+        metavar="DIR",
+        help="write each fix, with its test, into a file of its own there, as `git format-patch` does: for `git am`",
+    )
     diff.set_defaults(run=_diff)
     show = commands.add_parser("show", help="print a module as the hook runs it, or what it changes there")
     show.add_argument("module", metavar="MODULE", help="as megatron.core.optimizer.distrib_optimizer")
@@ -179,12 +187,33 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 def _diff(options: argparse.Namespace) -> int:
     from ckpt_patches.engine.diffs import tree_diff
 
+    if options.split is not None:
+        return _split(options)
     plans = [plan_tree(s.root, s.package, s.names, for_upstream=True) for s in select(options.fixes, options.tree)]
     _raise_unreadable(plans)
     for plan in plans:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
     sys.stdout.flush()
     return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
+
+
+def _split(options: argparse.Namespace) -> int:
+    """Each of them against the tree as it is: one pull request a fix, in any order."""
+    from ckpt_patches.engine.mails import author_of, mail
+    from ckpt_patches.formats.durable import make_folder, replace_durably
+
+    results: list[FixResult] = []
+    for tree in select(options.fixes, options.tree):
+        for name in tree.names:
+            plan = plan_tree(tree.root, tree.package, [name], for_upstream=True)
+            _raise_unreadable([plan])
+            results += plan.results
+            if plan.named(Outcome.APPLIES):
+                make_folder(options.split)
+                path = options.split / f"{name}.patch"
+                replace_durably(path, mail(plan, name, author_of(tree.root)))
+                print(path)
+    return _tell([result for result in results if result.outcome is not Outcome.APPLIES])
 
 
 def _show(options: argparse.Namespace) -> int:

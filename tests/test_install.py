@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,9 +175,17 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
         assert shipped == {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
 
 
+def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:
+    """What a patch for upstream says is on them."""
+    pages = {page.stem for page in (installed.site_packages / "ckpt_patches" / "pages").iterdir()}
+    assert pages == set(FIXES)
+
+
 @pytest.mark.slow
 def test_package_indexes_and_linters_of_wheels_take_them(environment: Environment, source: Path, wheel: Path) -> None:
     (archive,) = as_source_distribution(environment, source)
+    with tarfile.open(source / archive) as files:
+        assert {f"{name}.md" for name in FIXES} <= {Path(name).name for name in files.getnames()}
     for command in (["twine", "check", "--strict", str(wheel), archive], ["check_wheel_contents", str(wheel)]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=source, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
