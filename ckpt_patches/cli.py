@@ -4,13 +4,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_patches import __version__
+from ckpt_patches import __version__, completion
 from ckpt_patches.audit import command as audit
+from ckpt_patches.completion import SHELLS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.trees import select
@@ -39,6 +40,7 @@ EXAMPLES = """examples:
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
   ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
   ckpt-patches fingerprint ONE --against OTHER         whether two checkpoints hold the same states
+  source <(ckpt-patches completion bash)               complete commands, options and fixes (or zsh), in ~/.bashrc
   ckpt-patches migrate OLD --output NEW                make of an old Megatron checkpoint one that 0.16 and later load
 
 exit status: 0 all is well, 1 a fix that is needed is missing, or a checkpoint is damaged, 2 wrong usage, or a file that
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from deepspeed_patches.ds_to_universal import command
 
         return command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
-    options = _parser().parse_args(arguments)
+    options = _parsers()[0].parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -76,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's, and that of each command in it."""
     parser = argparse.ArgumentParser(
         "ckpt-patches",
         description="Checkpoint fixes for megatron-core and DeepSpeed.",
@@ -126,7 +129,19 @@ def _parser() -> argparse.ArgumentParser:
             metavar="PATH",
             help="a checkout, site-packages or --target folder (default: what this Python imports)",
         )
-    return parser
+    completed = commands.add_parser("completion", help="print what a shell completes the command by")
+    completed.add_argument("shell", choices=SHELLS)
+    completed.set_defaults(run=_completion)
+    return parser, commands.choices
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from deepspeed_patches.ds_to_universal import command
+
+    parsers = {**_parsers()[1], TO_UNIVERSAL: command.parser(TO_UNIVERSAL)}
+    words = {**dict.fromkeys(("diff", "apply", "revert"), FIXES), "show": _edited_modules(), "completion": SHELLS}
+    print(completion.script(parsers, words, options.shell), end="")
+    return 0
 
 
 def _fingerprints_of_zero(path: Path, trust: bool) -> "Iterator[Fingerprint]":
@@ -222,9 +237,10 @@ def _show(options: argparse.Namespace) -> int:
     from ckpt_patches.engine.diffs import file_diff
     from ckpt_patches.engine.plan import fixes_for, module_path
 
-    edited = {module for modules in FIXES.values() for module in modules}
+    edited = _edited_modules()
     if options.module not in edited:
-        raise UserError(f"expected a module that a fix edits, found {options.module}; these are {_lines(edited)}")
+        names = "".join(f"\n  {module}" for module in edited)
+        raise UserError(f"expected a module that a fix edits, found {options.module}; these are {names}")
     package = TARGETS[options.module]
     (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
     switches = Switches(os.environ)
@@ -242,8 +258,8 @@ def _show(options: argparse.Namespace) -> int:
     return _tell([one for one in plan.results if options.module in FIXES[one.name]])
 
 
-def _lines(modules: Iterable[str]) -> str:
-    return "".join(f"\n  {module}" for module in sorted(modules))
+def _edited_modules() -> list[str]:
+    return sorted({module for modules in FIXES.values() for module in modules})
 
 
 def _apply(options: argparse.Namespace) -> int:

@@ -36,7 +36,14 @@ ROOMS = {
     "megatron.patches": {"ckpt_patches.engine"},
 }
 # The entrances know all rooms, and nobody knows them but for the package itself, which every interpreter has loaded.
-ENTRANCES = ("ckpt_patches", "ckpt_patches.startup", "ckpt_patches.cli", "ckpt_patches.status", "ckpt_patches.__main__")
+ENTRANCES = (
+    "ckpt_patches",
+    "ckpt_patches.__main__",
+    "ckpt_patches.cli",
+    "ckpt_patches.completion",
+    "ckpt_patches.startup",
+    "ckpt_patches.status",
+)
 FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches")
 
 

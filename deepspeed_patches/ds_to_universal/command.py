@@ -28,9 +28,7 @@ UNITS = {"k": 10, "m": 20, "g": 30}
 def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal") -> int:
     """Run the command; the exit status."""
     begin = time.monotonic() - time.process_time()  # with the imports
-    parser = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=EPILOG)
-    _add_arguments(parser)
-    options = parser.parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
+    options = parser(program).parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
 
     def say(message: str) -> None:
         print(f"{program}: {message}", file=sys.stderr)
@@ -52,6 +50,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
     # In one piece: torchrun runs Python unbuffered, and print would write the end of the line by itself.
     sys.stdout.write(f"{json.dumps(asdict(summary)) if options.json else text(summary)}\n")
     return 0
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """Of its options."""
+    made = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=EPILOG)
+    _add_arguments(made)
+    return made
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,47 @@
+"""`ckpt-patches completion`: what real shells complete."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from ckpt_patches import cli
+from ckpt_patches.completion import FUNCTION, SHELLS
+from ckpt_patches.engine.registry import FIXES
+
+
+@pytest.fixture(params=SHELLS)
+def shell(request: pytest.FixtureRequest) -> str:
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed here")
+    return str(request.param)
+
+
+def completed(shell: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """What the shell offers for the last of these words."""
+    assert cli.main(["completion", shell]) == 0
+    line = " ".join(f"'{word}'" for word in ["ckpt-patches", *words])
+    given = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}"
+    ask, start = f"{given}; {FUNCTION}; printf '%s\n' \"${{COMPREPLY[@]}}\"", ["bash", "--norc", "-c"]
+    if shell == "zsh":  # as its own completion asks functions that are written for bash
+        begin = "autoload -U compinit; compinit -D"
+        ask, start = f"words=({line}); {given}; compgen -F {FUNCTION} -- '{words[-1]}'", ["zsh", "-f", "-c"]
+        program = f"{begin}\n{capsys.readouterr().out}\nask() {{ {ask}; }}; ask"
+    else:
+        program = f"{capsys.readouterr().out}\n{ask}"
+    done = subprocess.run([*start, program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    offered = set(done.stdout.split())
+    return {word for word in offered if word.startswith(words[-1])} if shell == "zsh" else offered  # as zsh itself does
+
+
+def test_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert completed(shell, ["s"], capsys) == {"status", "show"}
+    assert {"to-universal", "audit", "migrate", "completion"} <= completed(shell, [""], capsys)
+
+
+def test_options_and_fixes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert completed(shell, ["diff", "--"], capsys) == {"--with-test", "--split", "--tree", "--help"}
+    assert completed(shell, ["apply", "numpy2_product", "zarr_"], capsys) == {n for n in FIXES if n.startswith("zarr_")}
+    assert "--bytes-in-flight" in completed(shell, ["to-universal", "--b"], capsys)
+    assert completed(shell, ["show", "megatron.core.optimizer_"], capsys) == {"megatron.core.optimizer_param_scheduler"}
