@@ -79,8 +79,10 @@ def faster(sweep: Sequence[Mapping[str, Row]]) -> list[str]:
 # Fixes whose own code these programs do not run, and what that would take.
 NOT_RUN = {
     "async_save_staging": "an asynchronous save",
-    "dp_zero_empty_state": "a save before the first step",
-    "numpy2_product": "a NumPy before 2, without it",
+    "dp_zero_empty_state": "a save before the first step, of which upstream dies",
+    "hybrid_offload_reload": "CPU offload",
+    "hybrid_offload_resume": "CPU offload, with which upstream's save dies",
+    "numpy2_product": "NumPy 2, with which upstream dies",
     "override_learning_rate": "a scheduler",
     "sharding_type_default": "a caller that names no format",
     "universal_experts": "experts",

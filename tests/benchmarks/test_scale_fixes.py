@@ -17,11 +17,9 @@ from upstream import run_json, tree
 from zero_checkpoints import PERMISSIVE
 
 FEW, USUAL, MANY = 2, scale_page.USUAL["ranks"], 8
-OFFLOADED = "fully_reshardable with CPU offload"
 # By release: what is saved and loaded.
 RELEASES = {
     ("megatron-core", "0.15.3"): "zarr",
-    ("megatron-core", "0.18.2"): OFFLOADED,
     ("megatron-core", "0.14.0"): "torch,fully_sharded_bucket_space,fully_sharded_model_space",
     ("megatron-core", "0.19.2"): "torch,dp_reshardable,fully_reshardable",
     ("deepspeed", "0.12.2"): "1",
@@ -52,9 +50,6 @@ def counts(release: tuple[str, str], ranks: int, fix: str, out: Path) -> Counts:
     if what == "zarr":
         return dict(run_json("counting", "zarr", folder, *size, "--chunks", str(scale_page.USUAL["chunks"]), **on))
     layers = [*size, "--layers", str(scale_page.USUAL["layers"]), "--hidden", str(scale_page.USUAL["hidden"])]
-    if what == OFFLOADED:
-        layers += ["--offload", "0.5"]
-        what = what.split()[0]
     if release[0] == "megatron-core":
         return dict(run_json("counting", "megatron", folder, *layers, "--formats", what, **on))
     found = dict(run_json("counting", "zero", folder, *layers, "--stages", what, **on))
