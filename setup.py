@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sysconfig
 import zipfile
 from pathlib import Path
@@ -112,6 +113,21 @@ def _version() -> str:
     return found[1]
 
 
+def _urls() -> dict[str, str]:
+    """Of this project, where it was cloned from; there is no other place that it would know."""
+    urls = {
+        "Megatron-LM": "https://github.com/NVIDIA/Megatron-LM",
+        "DeepSpeed": "https://github.com/deepspeedai/DeepSpeed",
+    }
+    try:
+        asked = ["git", "config", "--file", ".git/config", "--get", "remote.origin.url"]
+        origin = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        origin = ""
+    is_public = re.fullmatch(r"https://[^@\s]+", origin)  # no password, and no folder of this machine
+    return {"Source": origin, **urls} if is_public else urls
+
+
 # zarr 3 has no ProcessSynchronizer, which Megatron's zarr strategy needs, zarr 2 what numcodecs 0.16 dropped.
 MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
 # What DeepSpeed itself asks for, less torch and the compiled parts; and what builds its source distribution.
@@ -162,6 +178,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls=_urls(),
     python_requires=">=3.10",
     classifiers=[
         "Development Status :: 4 - Beta",

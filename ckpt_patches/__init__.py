@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Hook = Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")
