@@ -40,6 +40,8 @@ EXAMPLES = """examples:
   ckpt-patches to-universal --help                     convert a ZeRO checkpoint to a universal one, in one pass
   ckpt-patches audit /checkpoints/run1                 which of these checkpoints are damaged, and where
   ckpt-patches fingerprint ONE --against OTHER         whether two checkpoints hold the same states
+  ckpt-patches new-fix NAME --module megatron.core.optimizer.optimizer --upstream URL
+                                                       begin a fix, in a clone (CONTRIBUTING.md)
   source <(ckpt-patches completion bash)               complete commands, options and fixes (or zsh), in ~/.bashrc
   ckpt-patches migrate OLD --output NEW                make of an old Megatron checkpoint one that 0.16 and later load
 
@@ -129,10 +131,27 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
             metavar="PATH",
             help="a checkout, site-packages or --target folder (default: what this Python imports)",
         )
+    new = commands.add_parser("new-fix", help="make the files of a fix that you write, in a clone of this repository")
+    new.add_argument("name", metavar="NAME", help="for the bug, as universal_step")
+    new.add_argument("--module", required=True, help="which the fix edits, as megatron.core.optimizer.optimizer")
+    new.add_argument("--upstream", required=True, metavar="URL", help="of the report, or of the code that has the bug")
+    new.set_defaults(run=_new_fix)
     completed = commands.add_parser("completion", help="print what a shell completes the command by")
     completed.add_argument("shell", choices=SHELLS)
     completed.set_defaults(run=_completion)
     return parser, commands.choices
+
+
+def _new_fix(options: argparse.Namespace) -> int:
+    from ckpt_patches import new_fix
+    from ckpt_patches.formats.durable import replace_durably
+
+    root = new_fix.repository()
+    for path, text in new_fix.files(root, options.name, options.module, options.upstream).items():
+        replace_durably(path, text.encode())
+        print(path.relative_to(root))
+    print(new_fix.NEXT.format(name=options.name, folder=new_fix.folder_of(options.module), changes=new_fix.CHANGES))
+    return 0
 
 
 def _completion(options: argparse.Namespace) -> int:

@@ -41,6 +41,7 @@ ENTRANCES = (
     "ckpt_patches.__main__",
     "ckpt_patches.cli",
     "ckpt_patches.completion",
+    "ckpt_patches.new_fix",
     "ckpt_patches.startup",
     "ckpt_patches.status",
 )

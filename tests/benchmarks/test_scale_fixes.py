@@ -28,6 +28,8 @@ RELEASES = {
     ("deepspeed", "0.18.4"): "0,1",
     ("deepspeed", "0.19.8"): "1,3",
 }
+# Whose converter does nothing in the process that is counted, with one worker either.
+CONVERTERS_WITH_PROCESSES = {("deepspeed", "0.12.2"), ("deepspeed", "0.14.0")}
 Counts = dict[str, list[dict[str, int]]]
 
 
@@ -53,6 +55,8 @@ def counts(release: tuple[str, str], ranks: int, fix: str, out: Path) -> Counts:
     if release[0] == "megatron-core":
         return dict(run_json("counting", "megatron", folder, *layers, "--formats", what, **on))
     found = dict(run_json("counting", "zero", folder, *layers, "--stages", what, **on))
+    if release in CONVERTERS_WITH_PROCESSES:
+        return found
     stages = [stage for stage in what.split(",") if stage != "0"]  # without ZeRO there is nothing to convert
     return found | {f"stage {stage}, conversion": converted(folder, stage, on) for stage in stages}
 

@@ -1,0 +1,112 @@
+"""`ckpt-patches new-fix`: the files of a fix that is to be written, in a clone of this repository.
+
+They are made from the templates in docs/new_fix/; CONTRIBUTING.md says what goes into them.
+"""
+
+import os
+import re
+from pathlib import Path
+from string import Template
+
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS
+from ckpt_patches.errors import UserError
+
+TEMPLATES = "docs/new_fix"
+REGISTRY = "ckpt_patches/engine/registry.py"
+CHANGES = "CHANGELOG.md"
+TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed"}
+UPSTREAM_TESTS = {CORE: "tests/unit_tests/dist_checkpointing", DEEPSPEED: "tests/unit/checkpoint"}
+LICENSES = {
+    CORE: "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.",
+    DEEPSPEED: "# Copyright (c) DeepSpeed Team.\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team",
+}
+END_OF_FIXES = "}\n\n# What is no fix"  # in the registry
+UNRELEASED = "## [Unreleased]\n"
+NEXT = """
+Next, in this order:
+  1. tests/programs/{name}.py: what users do, on the real release, until `pytest tests/test_{name}.py` shows the bug
+  2. {folder}/{name}.py: the edit, until `ckpt-patches diff {name} --tree TREE` is the change that you want
+  3. docs/{name}.md, the row in {changes}, a row in README.md and docs/README.md, where it sits in tests/map_page.py
+  4. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && python tests/compatibility.py: every release
+CONTRIBUTING.md has each of them in full.
+"""
+
+
+def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
+    """By path, the text of each file that is made or changed.
+
+    Raises:
+        UserError: this is no clone, the name is taken or is none, or no upstream package has such a module.
+    """
+    package = _package_of(module)
+    _check(root, name)
+    folder = folder_of(module)
+    values = {
+        "name": name,
+        "module": module,
+        "upstream": upstream,
+        "folder": folder,
+        "distribution": DISTRIBUTIONS[package],
+        "title": TITLES[package],
+        "license": LICENSES[package],
+        "test": f"{UPSTREAM_TESTS[package]}/test_{name}.py",
+    }
+    made = {
+        "fix.py": f"{folder}/{name}.py",
+        "upstream_test.py": f"{folder}/upstream_tests/test_{name}.py",
+        "test.py": f"tests/test_{name}.py",
+        "program.py": f"tests/programs/{name}.py",
+        "page.md": f"docs/{name}.md",
+    }
+    found = {root / path: _filled(root, template, values) for template, path in made.items()}
+    if there := [str(path) for path in found if path.exists()]:
+        raise UserError(f"expected no file of that name yet, found {', '.join(there)}")
+    registry, changes = root / REGISTRY, root / CHANGES
+    found[registry] = _with_row(registry.read_text(encoding="utf-8"), name, module)
+    found[changes] = _with_entry(changes.read_text(encoding="utf-8"), name)
+    return found
+
+
+def folder_of(module: str) -> str:
+    """Where the fixes of its package are, in a clone."""
+    return FOLDERS[_package_of(module)][-1]
+
+
+def repository() -> Path:
+    """The clone that this runs in; of an install that is none, the folder with the packages."""
+    return Path(os.path.realpath(__file__)).parent.parent
+
+
+def _package_of(module: str) -> str:
+    for package in FOLDERS:
+        if module.startswith(f"{package}."):
+            return package
+    raise UserError(f"expected a module of {' or '.join(FOLDERS)}, found {module}")
+
+
+def _check(root: Path, name: str) -> None:
+    if not (root / TEMPLATES).is_dir():
+        raise UserError(f"expected a clone of this repository, found {root}: install it with pip install -e . in one")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"expected a name in small letters, digits and underscores, found {name!r}")
+    if name in EVERYTHING:
+        raise UserError(f"there is a fix {name} already")
+
+
+def _filled(root: Path, template: str, values: dict[str, str]) -> str:
+    path = root / TEMPLATES / f"{template}.template"
+    return Template(path.read_text(encoding="utf-8")).substitute(values)
+
+
+def _with_row(registry: str, name: str, module: str) -> str:
+    before, end, after = registry.partition(END_OF_FIXES)
+    return f'{before}    "{name}": ("{module}",),\n{end}{after}'
+
+
+def _with_entry(changes: str, name: str) -> str:
+    before, heading, after = changes.partition(UNRELEASED)
+    kind, entry = "\n### Fixed\n", f"- What was wrong before: `{name}`.\n"
+    if after.startswith(kind):
+        return f"{before}{heading}{kind}{entry}{after.removeprefix(kind)}"
+    return f"{before}{heading}{kind}{entry}{after}"
