@@ -8,11 +8,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.engine.source import Source
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from upstream import tree
 
@@ -115,6 +117,14 @@ def added_lines(made: TreePlan) -> dict[str, list[str]]:
             line[1:].strip() for line in lines if line.startswith("+") and line[:3] != "+++"
         ]
     return added
+
+
+def definition(root: Path, module: str, *functions: Callable[..., Any], indent: int = 0) -> list[str]:
+    """The lines that functions of a fix's file have in an upstream module, so far in; no empty ones."""
+    path = Path(module_path(str(root), module))
+    source = Source(path.read_bytes(), str(path))
+    texts = [source.definition(function, indent) for function in functions]
+    return [line.strip() for text in texts for line in text.splitlines() if line.strip()]
 
 
 def write(made: TreePlan) -> None:

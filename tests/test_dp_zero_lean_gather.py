@@ -14,7 +14,6 @@ import pytest
 import edits
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, FIXES
-from ckpt_patches.engine.source import function_text
 from upstream import DELIVERIES, numbers, releases, run, tree
 
 FIX = "dp_zero_lean_gather"
@@ -214,8 +213,10 @@ def test_the_lines_that_it_brings(version: str) -> None:
     _, made = edits.plan(tree("megatron-core", version), FIX, for_upstream=True)
     added = edits.added_lines(made)["distrib_optimizer"]
     methods = vars(vars(importlib.import_module(f"megatron_patches.{FIX}"))["DistributedOptimizer"])
-    texts = {name: function_text(method) for name, method in methods.items() if callable(method)}
-    brought = [name for name, text in texts.items() if set(map(str.strip, text.splitlines())) <= set(added)]
-    assert brought == [name for name in texts if name != "_gather_shards_in_pieces" or with_nccl(version)]
-    of_methods = {line.strip() for name in brought for line in texts[name].splitlines()}
+    module, root = "megatron.core.optimizer.distrib_optimizer", tree("megatron-core", version)
+    own = {name: method for name, method in methods.items() if callable(method)}
+    lines = {name: set(edits.definition(root, module, method, indent=4)) for name, method in own.items()}
+    brought = [name for name in lines if lines[name] <= set(added)]
+    assert brought == [name for name in lines if name != "_gather_shards_in_pieces" or with_nccl(version)]
+    of_methods = {"", *(line for name in brought for line in lines[name])}
     assert [line for line in added if line not in of_methods] == BROUGHT[version]

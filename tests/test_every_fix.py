@@ -196,6 +196,7 @@ IN_PARTS = {
     "universal_group_settings": "0.12.6 0.14.0",
     "rank_order": "0.12.6 0.14.0",
     "bf16_stage0_state": "0.18.4 0.19.8",
+    "latest_after_all_ranks": "0.12.6 0.19.8",
     "bf16_wrapper_name": "0.18.4",
 }
 

@@ -7,7 +7,6 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from ckpt_patches.engine.source import function_text
 from deepspeed_patches.rank_order import _ranks_in_name
 from universal import both, ours
 from upstream import DELIVERIES, check_upstream_test, numbers, releases, tree
@@ -83,7 +82,6 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 BY_NAME = 'paths = sorted(list(glob.glob(f"{prefix_path}.*")))'
 FRAGMENTS = f"{BY_NAME[:-1]}, key=lambda path: int(path.rpartition('.')[2]))"
 FILES = [
-    *[line.strip() for line in function_text(_ranks_in_name).splitlines()],
     "return sorted(zero_files, key=_ranks_in_name)",
 ]
 
@@ -94,7 +92,8 @@ def test_what_is_added(version: str) -> None:
     result, plan = edits.plan(tree("deepspeed", version), FIX)
     assert result.outcome is Outcome.APPLIES
     found = {module: [line for line in added if line] for module, added in edits.added_lines(plan).items()}
-    files = {"reshape_utils": FILES} if numbers(version) <= numbers(NEWEST_OF_FILES) else {}
+    function = edits.definition(tree("deepspeed", version), RESHAPE_UTILS, _ranks_in_name)
+    files = {"reshape_utils": [*function, *FILES]} if numbers(version) <= numbers(NEWEST_OF_FILES) else {}
     assert found == {**files, "ds_to_universal": [FRAGMENTS]}
 
 

@@ -1,13 +1,22 @@
 """The engine's edits: anchors in the syntax tree, edits in the text, everything else byte for byte."""
 
 import ast
+import builtins
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source, UnreadableSource, function_text
+from ckpt_patches.engine.source import (
+    AlreadyThere,
+    NoMatch,
+    Source,
+    UnreadableSource,
+    function_text,
+    joined_headers,
+    with_annotations,
+)
 
 TEXT = '''"""Doc."""
 # call(1) in a comment
@@ -34,6 +43,38 @@ def edited(text: str, edit: Callable[[Source], None]) -> str:
     made = source(text)
     edit(made)
     return made.edited().decode()
+
+
+ANNOTATED = """@staticmethod
+def of(
+    part: "dict[str, Part]", more: "Any" = None, *, other: "int | None" = 1
+) -> "list[Other.kind]":
+    found: "list[Part]" = []
+    lost: "Any" = 'for a: "str" of it'
+    def inner(one: "Part") -> "Any":
+        return f'{one}: "Part"'
+"""
+BARE = """@staticmethod
+def of(
+    part: dict[str, Part], more=None, *, other: int | None = 1
+) -> list[Other.kind]:
+    found: list[Part] = []
+    lost = 'for a: "str" of it'
+    def inner(one: Part):
+        return f'{one}: "Part"'
+"""
+
+
+def test_annotations_are_bare_where_the_module_has_their_names_and_else_left_out() -> None:
+    assert with_annotations(ANNOTATED, {"Part", "Other", *dir(builtins)}) == BARE
+
+
+def test_a_head_that_fits_into_a_line_is_in_one() -> None:
+    split, joined = "def of(\n    part: Part, more=None\n) -> int:\n    pass", "def of(part: Part, more=None) -> int:"
+    assert joined_headers(split, len(joined)) == f"{joined}\n    pass"
+    assert joined_headers(split, len(joined) - 1) == split
+    trailing = split.replace("None", "None,")
+    assert joined_headers(trailing, 100) == trailing
 
 
 def test_no_edit_is_no_change() -> None:

@@ -15,7 +15,7 @@ import edits
 import shared
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED
-from ckpt_patches.engine.source import Source, function_text
+from ckpt_patches.engine.source import Source
 from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
 from upstream import (
     DELIVERIES,
@@ -180,15 +180,11 @@ def test_upstream_test(version: str, tmp_path: Path) -> None:
 # The edits themselves
 
 IMPORT = "from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import load_checkpoint_file"
-FUNCTIONS = [
-    line.strip()
-    for function in (checkpoint_classes, load_checkpoint_file)
-    for line in function_text(function).splitlines()
-    if line.strip()
-]
-ENGINE = [*FUNCTIONS, "partition = load_checkpoint_file(path, map_location=map_location)"]
+TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
+ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
+FUNCTIONS = (checkpoint_classes, load_checkpoint_file)
+ENGINE = ["partition = load_checkpoint_file(path, map_location=map_location)"]
 PROGRAM = [
-    *FUNCTIONS,
     "state_dict = load_checkpoint_file(file, map_location=device)",
     "state_dict = load_checkpoint_file(f, map_location=device)",
 ]
@@ -234,10 +230,12 @@ def test_what_is_added(version: str) -> None:
     result, plan = edits.plan(tree("deepspeed", version), FIX)
     assert result.outcome is Outcome.APPLIES
     added = {name: [line for line in lines if line] for name, lines in edits.added_lines(plan).items()}
+    root = tree("deepspeed", version)
+    of_engine, of_program = (edits.definition(root, module, *FUNCTIONS) for module in (TORCH_ENGINE, ZERO_TO_FP32))
     assert added == {
-        "torch_checkpoint_engine": ENGINE,
+        "torch_checkpoint_engine": [*of_engine, *ENGINE],
         "nebula_checkpoint_engine": [IMPORT, ENGINE[-1]],
-        "zero_to_fp32": PROGRAM,
+        "zero_to_fp32": [*of_program, *PROGRAM],
         "deepspeed_checkpoint": READER,
         "zero_checkpoint": [IMPORT, f"sd = load_checkpoint_file(state_file, {CPU})"],
         "ds_to_universal": CONVERTER[version],

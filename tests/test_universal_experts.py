@@ -11,7 +11,6 @@ import pytest
 import edits
 import shared
 from ckpt_patches.engine.plan import Outcome
-from ckpt_patches.engine.source import function_text
 from deepspeed_patches.universal_experts import _folder_names, _settings_to_load
 from test_audit_coverage import experts
 from test_ds_to_universal_experts import states
@@ -181,8 +180,7 @@ def test_what_is_edited(version: str) -> None:
     linked_wrong = numbers(version) <= numbers(LINKED_WRONG)
     assert set(plan.files) == {BASE_OPTIMIZER, *([STAGE_1_AND_2] if linked_wrong else [])}
     added = edits.added_lines(plan)
-    functions = [function_text(function).splitlines() for function in (_folder_names, _settings_to_load)]
-    inserted = [line.strip() for lines in functions for line in lines if line.strip()]
+    inserted = edits.definition(tree("deepspeed", version), BASE_OPTIMIZER, _folder_names, _settings_to_load)
     base = [line.removesuffix(" tp_rank,") for line in added["base_optimizer"] if line]
     assert base == [*inserted, *EDITED]
     assert added.get("stage_1_and_2", [LINKED]) == [LINKED]

@@ -11,7 +11,6 @@ import torch
 import edits
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.registry import FIXES
-from ckpt_patches.engine.source import function_text
 from deepspeed_patches.universal_group_settings import ZeROOptimizer
 from universal import ours
 from universal_loads import checkpoints, kinds, output_of_resume, resumed
@@ -118,18 +117,18 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
 LOAD = "self._load_group_settings(optim_sd)"
-METHOD = [line.strip() for line in function_text(ZeROOptimizer._load_group_settings).splitlines() if line]
 
 
 @pytest.mark.parametrize("version", [OLD, NEWEST])
 def test_what_is_added(version: str) -> None:
     result, plan = edits.plan(tree("deepspeed", version), FIX)
     assert result.outcome is Outcome.APPLIES
+    method = edits.definition(tree("deepspeed", version), STAGE_1_AND_2, ZeROOptimizer._load_group_settings, indent=4)
     assert {module: [line for line in added if line] for module, added in edits.added_lines(plan).items()} == {
         "ds_to_universal": ['output_sd["param_groups"] = optim_sd[BASE_OPTIMIZER_STATE]["param_groups"]'],
-        "stage_1_and_2": [*METHOD, LOAD],
+        "stage_1_and_2": [*method, LOAD],
         "bf16_optimizer": [
-            *METHOD,
+            *method,
             "from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine",
             'optim_state_path = os.path.join(checkpoint_dir, "optimizer_state.pt")',
             "optim_sd = {}",

@@ -7,7 +7,6 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from ckpt_patches.engine.source import function_text
 from deepspeed_patches.universal_step import ENGINE, SET, DeepSpeedEngine
 from universal_loads import resumed
 from upstream import DELIVERIES, all_releases, check_upstream_test, releases, tree
@@ -64,7 +63,7 @@ def test_upstream_test(version: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", AFFECTED)
 def test_what_is_added(version: str) -> None:
-    method = function_text(DeepSpeedEngine._set_optimizer_step).splitlines()
+    method = edits.definition(tree("deepspeed", version), ENGINE, DeepSpeedEngine._set_optimizer_step, indent=4)
     result, plan = edits.plan(tree("deepspeed", version), FIX)
     assert result.outcome is Outcome.APPLIES
     added = [line for line in edits.added_lines(plan)["engine"] if line]

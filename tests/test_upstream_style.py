@@ -45,7 +45,6 @@ FLAKE8 = ["--isolated", "--ignore=E,F403,F405,F541,F841,W", "--select=E9,F,W6"]
 NOT_YET = {
     "torch_load_weights_only": "a call with a longer name makes lines that yapf splits",
     "universal_experts": "yapf joins lines that our formatter splits",
-    "universal_group_settings": "an annotation names Any, which the module does not import",
     "bf16_stage0_state": "yapf splits a condition otherwise, and joins a closing bracket",
 }
 CASES = [

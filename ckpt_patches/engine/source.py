@@ -6,16 +6,18 @@ line breaks of a release do not matter.
 """
 
 import ast
+import builtins
 import codecs
 import functools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
 
+COLUMNS = 100  # of a line of upstream's, at most
 Function = ast.FunctionDef
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
@@ -239,7 +241,7 @@ class Source:
         there = {f"{prefix}{function.__name__}": function for function in functions}
         for name, function in there.items():
             if self.has_function(name) and _logic(self.function(name)) != _logic(
-                ast.parse(function_text(function)).body[0]
+                ast.parse(self.definition(function)).body[0]
             ):
                 raise NoMatch(f"expected {name} as this fix has it, or none; found another one")
         return {name: self.has_function(name) for name in there}
@@ -330,8 +332,14 @@ class Source:
         first = (getattr(other, "decorator_list", None) or [other])[0]
         line_start = self._lines[first.lineno - 1]
         indent = self._indent(other)
-        text = indent + self._indented(function_text(function), indent) + self._newline * (1 + blank_lines)
+        text = indent + self._indented(self.definition(function, len(indent)), indent)
+        text += self._newline * (1 + blank_lines)
         self._edit(line_start, line_start, text)
+
+    def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
+        """The text of a function in a fix's file, without indentation, as this module would have it so far in."""
+        names = {*dir(builtins), *imported_names(self.tree.body)}
+        return joined_headers(with_annotations(function_text(function), names), COLUMNS - indent)
 
     def add_keyword(self, call: ast.Call, name: str, value: str) -> None:
         """Add a keyword argument behind a call's last argument, in the call's own layout."""
@@ -443,6 +451,48 @@ def function_text(function: Callable[..., Any]) -> str:
     header = next(n for n in range(first, len(lines)) if lines[n].rstrip().endswith(":") and _at(lines[n]) == indent)
     stop = next((n for n in range(header + 1, len(lines)) if lines[n].strip() and _at(lines[n]) <= indent), len(lines))
     return textwrap.dedent("\n".join(lines[first:stop])).rstrip()
+
+
+def with_annotations(text: str, names: Collection[str]) -> str:
+    """A function whose annotations, quoted as a fix's file imports none of their names, are as upstream has its own.
+
+    One of whose names is not among `names` is left out: it would be looked up when the module is imported.
+    """
+
+    def is_there(annotation: str) -> bool:
+        return all(name in names for name in re.findall(r"(?<![\w.])[^\W\d]\w*", annotation))
+
+    def parameter(found: re.Match[str]) -> str:
+        name, annotation, default = found.groups("")
+        return f"{name}: {annotation}{default}" if is_there(annotation) else f"{name}{default.strip()}"
+
+    def result(found: re.Match[str]) -> str:
+        return f" -> {found[1]}:" if is_there(found[1]) else ":"
+
+    def variable(found: re.Match[str]) -> str:
+        name, annotation = found.groups()
+        return f"{name}: {annotation} = " if is_there(annotation) else f"{name} = "
+
+    lines, in_header = text.split("\n"), False
+    for number, line in enumerate(lines):
+        in_header = in_header or line.lstrip().startswith("def ")
+        if in_header:
+            line = re.sub(r' -> "([^"]+)":', result, re.sub(r'(\w+): "([^"]+)"( = )?', parameter, line))
+            in_header = not line.endswith(":")
+        else:
+            line = re.sub(r'^(\s+[\w.]+): "([^"]+)" = ', variable, line)
+        lines[number] = line
+    return "\n".join(lines)
+
+
+def joined_headers(text: str, columns: int) -> str:
+    """Heads of functions in one line where that is long enough now, as formatters have them."""
+
+    def joined(found: re.Match[str]) -> str:
+        line = f"{found[1]}{found[2]}{found[3]}"
+        return line if len(line) <= columns else found[0]
+
+    return re.sub(r"(?m)^( *def \w+\()\n +(.*[^,\n])\n *(\).*:)$", joined, text)
 
 
 def _at(line: str) -> int:

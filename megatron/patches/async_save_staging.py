@@ -13,6 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import multiprocessing
     import threading
+    from typing import Any
 
     import torch
 
@@ -49,7 +50,7 @@ class PersistentAsyncCaller:
     if TYPE_CHECKING:
         process: multiprocessing.Process
 
-    def _join_or_worker_ends(self, queue: "multiprocessing.JoinableQueue[Any]") -> None:
+    def _join_or_worker_ends(self, queue: "Any") -> None:
         """Wait until all that was put into a queue is done, or its worker has ended."""
         waiting = threading.Thread(target=queue.join, daemon=True)
         waiting.start()
