@@ -31,9 +31,9 @@ ZERO = "self.zero_optimization()"
 # It has a file of each rank, as ZeRO has, at stage 0 too; in bf16 it was the only one up to 0.17.5.
 BY_OPTIMIZER = f"{ZERO} or isinstance(self.optimizer, BF16_Optimizer)"
 # Without an optimizer, as for inference, it holds nothing that could be loaded.
-BY_REAL_OPTIMIZER = f"""(
-    {ZERO}
-    or (isinstance(self.optimizer, BF16_Optimizer) and self.optimizer.using_real_optimizer))"""
+BY_REAL_OPTIMIZER = f"""({ZERO} or
+{" " * 50}(isinstance(self.optimizer, BF16_Optimizer)
+{" " * 51}and self.optimizer.using_real_optimizer))"""
 # Method, the beginning of the statement that decides there, and what is to decide.
 DECIDED = (
     ("_save_checkpoint", "zero_optimizer_state = ", BY_OPTIMIZER),
@@ -72,11 +72,10 @@ class DeepSpeedEngine:
         """For a checkpoint without the optimizer's state: else the first step would undo the weights loaded."""
         self.optimizer.refresh_fp32_params()
         if self.global_rank == 0:
-            logger.warning(
-                f"expected the optimizer's state in {load_path}, found none, as DeepSpeed 0.17.6 to 0.18.4 saved it in "
-                "bf16 without ZeRO: the fp32 parameters are made of the bf16 weights; moments and steps stay those of "
-                "this run"
-            )
+            found = f"expected the optimizer's state in {load_path}, found none"
+            why = "as DeepSpeed 0.17.6 to 0.18.4 saved it in bf16 without ZeRO"
+            now = "the fp32 parameters are made of the bf16 weights; moments and steps stay those of this run"
+            logger.warning(f"{found}, {why}: {now}")
 
 
 @fix.edit(ENGINE, independent=True)

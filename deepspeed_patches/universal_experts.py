@@ -29,7 +29,8 @@ fix = Fix(
 
 LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
 NAME, NAME_OF_FOLDER = "self.param_names[lp]", "folder_names[lp]"
-SAVED, SETTINGS = "optim_sd['param_groups']", "settings"
+# As long as what it stands for: the line that has it is broken where it was.
+SAVED, SETTINGS = "optim_sd['param_groups']", "settings_of_saved_groups"
 PREPARED = (
     "folder_names = _folder_names(self.param_names, checkpoint_dir)",
     f"{SETTINGS} = _settings_to_load(self.optimizer.param_groups, {SAVED})",
@@ -60,10 +61,8 @@ def _folder_names(param_names: "dict[torch.Tensor, str]", checkpoint_dir: str) -
             number, _, of_expert = rest.partition(".")
             first = groups._get_expert_parallel_rank(lp.group_name) * len(numbers[layer])
             plain, marked = (f"{layer}{experts}{mark}{first + int(number)}.{of_expert}" for mark in ("", "global_"))
-            is_plain = not os.path.isdir(os.path.join(checkpoint_dir, marked)) and os.path.isdir(
-                os.path.join(checkpoint_dir, plain)
-            )
-            names[lp] = plain if is_plain else marked
+            is_there = {one: os.path.isdir(os.path.join(checkpoint_dir, one)) for one in (plain, marked)}
+            names[lp] = plain if is_there[plain] and not is_there[marked] else marked
     return names
 
 
@@ -73,11 +72,10 @@ def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[st
     A group of experts keeps its name, by which its ranks are found. Their number depends on how many experts a rank
     has: where it is another one, all of them get the settings that all had.
     """
-    of_experts = [
-        {key: value for key, value in group.items() if key not in ("name", "params")}
-        for group in saved
-        if group.get("moe")
-    ]
+    of_experts = [dict(group) for group in saved if group.get("moe")]
+    for group in of_experts:
+        group.pop("name", None)
+        group.pop("params", None)
     if not of_experts:
         return saved
     others = [group for group in saved if not group.get("moe")]
@@ -85,11 +83,10 @@ def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[st
     if count != len(of_experts) and all(group == of_experts[0] for group in of_experts):
         of_experts = of_experts[:1] * count
     if (count, len(param_groups) - count) != (len(of_experts), len(others)):
-        raise ValueError(
-            f"expected {len(of_experts)} param groups of experts, of different settings, and {len(others)} others, as"
-            f" in the checkpoint, found {count} and {len(param_groups) - count}; make groups of another size, or resume"
-            f" on the number of expert-parallel ranks that has saved"
-        )
+        expected = f"{len(of_experts)} param groups of experts, of different settings, and {len(others)} others"
+        advice = "make groups of another size, or resume on the number of expert-parallel ranks that has saved"
+        found = f"{count} and {len(param_groups) - count}"
+        raise ValueError(f"expected {expected}, as in the checkpoint, found {found}; {advice}")
     return [(of_experts if group.get("moe") else others).pop(0) for group in param_groups]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
+from deepspeed_patches.bf16_stage0_state import DeepSpeedEngine
 from upstream import DELIVERIES, check_upstream_test, newest_by_default, numbers, releases, tree
 from zero_resumes import exact, optimizers, output_of_resume, resumed, trained
 
@@ -121,28 +122,12 @@ def test_upstream_test(version: str, tmp_path: Path) -> None:
 
 # The edits themselves
 
-METHODS = [
-    "",
-    'def _lacks_optimizer_state(self, checkpoint: "dict[str, object]") -> bool:',
-    '"""Whether it is one of those that DeepSpeed 0.17.6 to 0.18.4 saved in bf16 without ZeRO."""',
-    "has_one = self.optimizer is not None and not self.has_moe_layers  # with experts it is in another file",
-    'return has_one and self.bfloat16_enabled() and checkpoint.get("optimizer") is None',
-    "",
-    "def _make_masters_of_weights(self, load_path: str) -> None:",
-    '"""For a checkpoint without the optimizer\'s state: else the first step would undo the weights loaded."""',
-    "self.optimizer.refresh_fp32_params()",
-    "if self.global_rank == 0:",
-    "logger.warning(",
-    'f"expected the optimizer\'s state in {load_path}, found none, as DeepSpeed 0.17.6 to 0.18.4 saved it in "',
-    '"bf16 without ZeRO: the fp32 parameters are made of the bf16 weights; moments and steps stay those of "',
-    '"this run"',
-    ")",
-]
+METHODS = (DeepSpeedEngine._lacks_optimizer_state, DeepSpeedEngine._make_masters_of_weights)
 CLEARS = ['if hasattr(self.optimizer, "zero_grad"):']
 LOADS_FILES = [
-    "load_zero_checkpoint = load_path is not None and (",
-    "self.zero_optimization()",
-    "or (isinstance(self.optimizer, BF16_Optimizer) and self.optimizer.using_real_optimizer))",
+    "load_zero_checkpoint = load_path is not None and (self.zero_optimization() or",
+    "(isinstance(self.optimizer, BF16_Optimizer)",
+    "and self.optimizer.using_real_optimizer))",
 ]
 LOADS = [
     "has_zero_optimizer_state = self.zero_optimization() or isinstance(self.optimizer, BF16_Optimizer)",
@@ -160,7 +145,9 @@ def test_what_is_added(version: str) -> None:
     result, plan = edits.plan(tree("deepspeed", version), FIX)
     assert result.outcome is Outcome.APPLIES
     clears = CLEARS if numbers(version) < (0, 18, 6) else []
-    assert edits.added_lines(plan) == {"engine": [*clears, *LOADS_FILES, *METHODS, *LOADS, *SAVES]}
+    methods = edits.definition(tree("deepspeed", version), ENGINE, *METHODS, indent=4)
+    (added,) = edits.added_lines(plan).values()
+    assert [line for line in added if line] == [*clears, *LOADS_FILES, *methods, *LOADS, *SAVES]
 
 
 @pytest.mark.compat(fix=FIX)

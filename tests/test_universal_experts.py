@@ -163,8 +163,8 @@ def test_upstream_test(version: str, tmp_path: Path) -> None:
 BASE_OPTIMIZER, STAGE_1_AND_2 = "deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
 EDITED = [
     "folder_names = _folder_names(self.param_names, checkpoint_dir)",
-    "settings = _settings_to_load(self.optimizer.param_groups, optim_sd['param_groups'])",
-    "loaded_param_group) in enumerate(zip(self.optimizer.param_groups, settings)):",
+    "settings_of_saved_groups = _settings_to_load(self.optimizer.param_groups, optim_sd['param_groups'])",
+    "loaded_param_group) in enumerate(zip(self.optimizer.param_groups, settings_of_saved_groups)):",
     "step = lp.load_hp_checkpoint_state(os.path.join(checkpoint_dir, folder_names[lp]),",
 ]
 LINKED = (
