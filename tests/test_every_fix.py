@@ -152,7 +152,7 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
             if isinstance(node, ast.FunctionDef) and "source: Source" not in ast.unparse(node.args):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 expected = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
-                assert function_text(vars(holder)[node.name]) == expected
+                assert function_text(getattr(holder, node.name)) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -97,5 +97,5 @@ def test_the_call_that_it_brings(version: str, argument: str) -> None:
     added = edits.added_lines(made)
     assert f"self._copy_model_params_to_hybrid_optimizer({argument})" in added["distrib_optimizer"]
     assert [line for line in added["hybrid_optimizer"] if line.startswith("def ")] == [
-        'def reload_param(self, param: "torch.Tensor", value: "torch.Tensor") -> None:'
+        "def reload_param(self, param: torch.Tensor, value: torch.Tensor) -> None:"
     ]

@@ -119,5 +119,5 @@ def test_the_edits(version: str) -> None:
     assert "param.data.copy_(fp32_param)" in added["hybrid_optimizer"]
     assert [line for line in added["hybrid_optimizer"] if line.startswith("def ")] == [
         "def _allow_optimizer_classes_in_checkpoints(self) -> None:",
-        'def _step_of_param_groups(self) -> "int | None":',
+        "def _step_of_param_groups(self) -> int | None:",
     ]

@@ -106,7 +106,8 @@ for model_param in list(recv_tensors):
 class DistributedOptimizer:
     """The methods that upstream's class of this name gets."""
 
-    def _shard_ranges(self, start: int, numel: int, shard_numel: int, ranks: int) -> "list[range]":
+    @staticmethod
+    def _shard_ranges(start: int, numel: int, shard_numel: int, ranks: int) -> "list[range]":
         """Where each rank's shard of a bucket lies in a world tensor, which has no padding.
 
         Args:
@@ -118,16 +119,15 @@ class DistributedOptimizer:
         bucket = range(start, start + numel)
         return [bucket[rank * shard_numel : (rank + 1) * shard_numel] for rank in range(ranks)]
 
-    def _local_shard(
-        self, world_tensor: "torch.Tensor | None", shard_range: range
-    ) -> "torch.Tensor":
+    @staticmethod
+    def _local_shard(world_tensor: "torch.Tensor | None", shard_range: range) -> "torch.Tensor":
         """Zeros for this rank's shard of a bucket: in the world tensor itself, if there is one."""
         if world_tensor is None:
             return torch.zeros((len(shard_range),), dtype=torch.float32, device="cpu")
         return world_tensor[shard_range.start : shard_range.stop].zero_()
 
+    @staticmethod
     def _gather_shards(
-        self,
         world_tensors: "dict[str, torch.Tensor]",
         local_shards: "dict[str, torch.Tensor]",
         shard_ranges: "list[range]",
@@ -152,8 +152,8 @@ class DistributedOptimizer:
         for request in requests:
             request.wait()
 
+    @staticmethod
     def _gather_shards_in_pieces(
-        self,
         world_tensors: "dict[str, torch.Tensor]",
         local_shards: "dict[str, torch.Tensor]",
         shard_ranges: "list[range]",
@@ -187,8 +187,9 @@ class DistributedOptimizer:
                     place.copy_(received[rank, : len(part)])
                 del piece, received  # before the next ones are allocated
 
+    @staticmethod
     def _padded_shards(
-        self, world_tensor: "torch.Tensor", padded_numel: int, shard_numel: int
+        world_tensor: "torch.Tensor", padded_numel: int, shard_numel: int
     ) -> "list[torch.Tensor]":
         """A bucket's shards of equal size: views, but for those that reach into the padding."""
         shards = []

@@ -69,9 +69,8 @@ class HybridDeviceOptimizer:
 class DistributedOptimizer:
     """The method that upstream's class of this name gets."""
 
-    def _state_of_hybrid_optimizer(
-        self, tensors: "dict[str, torch.Tensor]"
-    ) -> "dict[str, torch.Tensor]":
+    @staticmethod
+    def _state_of_hybrid_optimizer(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
         """What the hybrid optimizer gets of a parameter's loaded state.
 
         Its state holds a copy of the main param too. The step is loaded with the param groups,
