@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import distributed
 
@@ -149,8 +149,11 @@ class Watch:
                     f"{host} is lost, or {host_name()} is cut off from it"
                 )
 
-    def _end(self, reason: str) -> NoReturn:
-        what = f"ckpt-patches: rank {self._rank} on {host_name()} ends in the middle of {self._inside[-1]}: {reason}"
+    def _end(self, reason: str) -> None:
+        inside = self._inside[-1:]
+        if not inside:
+            return  # it has come to its end meanwhile
+        what = f"ckpt-patches: rank {self._rank} on {host_name()} ends in the middle of {inside[0]}: {reason}"
         print(f"{what}. Start again without that host: docs/lost_host.md", file=sys.stderr, flush=True)
         time.sleep(HEARD * self._beat)
         os._exit(1)
