@@ -13,14 +13,15 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+if TYPE_CHECKING:
+    import hosts
 
-import hosts
+sys.path.insert(0, str(Path(__file__).parent))
 
 # The default run draws the same cases every time: one that fails is no accident. `make test-all` draws others.
 # How long a case takes says how busy the machine is.
@@ -233,10 +234,12 @@ def _record(path: Path, found: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def make_hosts(tmp_path: Path) -> Iterator[hosts.MakeHosts]:
+def make_hosts(tmp_path: Path) -> Iterator["hosts.MakeHosts"]:
+    import hosts  # here: tests of this file copy it alone
+
     with ExitStack() as stack:
 
-        def make(count: int) -> list[hosts.Host]:
+        def make(count: int) -> "list[hosts.Host]":
             try:
                 return stack.enter_context(hosts.hosts(count, tmp_path))
             except hosts.NoHostsError as error:
