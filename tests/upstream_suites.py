@@ -38,7 +38,6 @@ SIDES = ("without", "with")
 # What a rank may say of a test, the worst first: of all ranks that counts. A test that did not end says nothing.
 OUTCOMES = ("error", "failed", "passed", "skipped")
 AGAIN = 3  # runs more, each way, of a test that passes without the fixes alone
-COMPILE_SECONDS = 900
 REASONS = 3  # of a file, the commonest, in the record
 
 Outcomes = dict[str, tuple[str, str]]  # by test: what became of it, and why it did not pass
@@ -92,6 +91,7 @@ class Limits:
 
     test: int  # seconds
     file: int  # seconds
+    compiler: int  # seconds, for what DeepSpeed compiles
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def _as_installed(checkout: Path) -> None:
     (checkout / "deepspeed" / "git_version_info_installed.py").write_text("\n".join([*lines, ""]))
 
 
-def compile_extensions(place: Place) -> None:
+def compile_extensions(place: Place, limits: Limits) -> None:
     """What DeepSpeed compiles when it is first used, for which a test has no time."""
     build = "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder as comm\n"
     build += "for one in (FusedAdamBuilder, comm, CPUAdamBuilder): one().load(verbose=False)"
-    environment = _environment(place, place.work / "outcomes", Limits(0, 0))
-    _wait([sys.executable, "-c", build], place, environment, COMPILE_SECONDS)
+    environment = _environment(place, place.work / "outcomes", limits)
+    _wait([sys.executable, "-c", build], place, environment, limits.compiler)
 
 
 def fixes(place: Place, side: str) -> list[str]:
@@ -180,6 +180,7 @@ def run(place: Place, tests: Sequence[str], ranks: int, limits: Limits) -> tuple
 
 
 def _environment(place: Place, outcomes: Path, limits: Limits) -> dict[str, str]:
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])  # as an older pytest, which some of these tests need
     common = {
         **os.environ,
         "CKPT_PATCHES": "off",  # what there is of fixes is in the files
@@ -187,7 +188,7 @@ def _environment(place: Place, outcomes: Path, limits: Limits) -> dict[str, str]
         "OMP_NUM_THREADS": "1",
         "UPSTREAM_OUTCOMES": str(outcomes),
         "UPSTREAM_SECONDS": str(limits.test),
-        "PYTHONPATH": os.pathsep.join([str(place.tree), str(PROGRAMS)]),
+        "PYTHONPATH": os.pathsep.join([str(place.tree), str(PROGRAMS), *inherited]),
     }
     if place.suite is DEEPSPEED:
         return {
@@ -259,7 +260,7 @@ def compare(place: Place, file: str, ranks: int, limits: Limits) -> dict[str, An
     for side in SIDES:
         fixes(place, side)
         found[side], ended[side], seconds[side] = run(place, [file], ranks, limits)
-    lost = [test for test, (outcome, _) in found["without"].items() if outcome == "passed" and not _passes(found, test)]
+    lost = sorted(passed(found["without"]) - passed(found["with"]))  # or it did not come to its end there
     return {
         "file": file,
         "ranks": ranks,
@@ -272,9 +273,8 @@ def compare(place: Place, file: str, ranks: int, limits: Limits) -> dict[str, An
     }
 
 
-def _passes(found: Mapping[str, Outcomes], test: str) -> bool:
-    """With the fixes; or it had not its turn there."""
-    return found["with"].get(test, ("passed", ""))[0] == "passed"
+def passed(found: Outcomes) -> set[str]:
+    return {test for test, (outcome, _) in found.items() if outcome == "passed"}
 
 
 def counts(found: Outcomes) -> dict[str, int]:
@@ -318,7 +318,7 @@ def run_suite(suite: Suite, checkout: Path, work: Path, limits: Limits, only: st
     """All files of a suite, and their rows into the record."""
     place = prepare(suite, checkout, work)
     if suite is DEEPSPEED:
-        compile_extensions(place)
+        compile_extensions(place, limits)
     fixes(place, "without")
     record(suite.package, {**about(checkout), "fixes": fixes(place, "with")})
     for file, ranks in suite.files:
@@ -470,6 +470,7 @@ def main() -> int:
     parser.add_argument("--deepspeed", type=Path, metavar="CHECKOUT", help="of DeepSpeed, with its tests")
     parser.add_argument("--only", default="", metavar="PATTERN", help="the files in whose names this is found")
     parser.add_argument("--seconds", type=int, default=600, help="that a file may take on one side (default 600)")
+    parser.add_argument("--compiler", type=int, default=900, metavar="SECONDS", help="for extensions (default 900)")
     parser.add_argument("--work", type=Path, help="a folder for copies and extensions, which is kept")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -477,7 +478,7 @@ def main() -> int:
         work.mkdir(exist_ok=True)
         for suite, checkout in ((MEGATRON, options.megatron), (DEEPSPEED, options.deepspeed)):
             if checkout:
-                run_suite(suite, checkout.resolve(), work, Limits(60, options.seconds), options.only)
+                run_suite(suite, checkout.resolve(), work, Limits(60, options.seconds, options.compiler), options.only)
     if RECORD.exists():
         write()
         print(f"wrote {PAGE}")
