@@ -1,0 +1,29 @@
+"""What tests/upstream_suites.py makes of the outcomes of upstream's tests; upstream's tests themselves are not run."""
+
+import json
+
+import upstream_suites as suites
+
+
+def test_worst_of_the_ranks_counts() -> None:
+    one = {"a": ("passed", ""), "b": ("passed", ""), "c": ("skipped", "why")}
+    other = {"a": ("failed", "why"), "b": ("passed", "")}
+    assert suites.joined([one, other]) == {"a": ("failed", "why"), "b": ("passed", "")}
+
+
+def test_nothing_of_a_rank_is_nothing_of_a_test() -> None:
+    assert suites.joined([{"a": ("passed", "")}, {}]) == {}
+
+
+def test_tests_are_compared_by_name() -> None:
+    found = {
+        "without": {"a": ("passed", ""), "b": ("failed", "x")},
+        "with": {"a": ("failed", "y"), "b": ("passed", "")},
+    }
+    assert suites.counts(found["without"]) == suites.counts(found["with"])
+    assert set(suites.differences(found)) == {"a", "b"}
+
+
+def test_page_has_what_is_recorded() -> None:
+    whole = json.loads(suites.RECORD.read_text(encoding="utf-8"))
+    assert suites.page(whole) in suites.PAGE.read_text(encoding="utf-8")

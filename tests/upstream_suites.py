@@ -1,0 +1,489 @@
+"""Run upstream's own tests without the fixes and with them, on CPU ranks, and write docs/upstream_suites.md of it.
+
+    python tests/upstream_suites.py --megatron CHECKOUT --deepspeed CHECKOUT
+
+A checkout is a folder with the files of upstream's repository, tests among them: it is copied, and stays as it is. Each
+file of tests runs in processes of its own, on the copy without the fixes, and then with all that apply written into it.
+What became of each file is kept in tests/recorded/upstream_suites.json as soon as it has run on both.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from upstream import PROGRAMS, REPOSITORY, tree
+
+RECORD = REPOSITORY / "tests" / "recorded" / "upstream_suites.json"
+PAGE = REPOSITORY / "docs" / "upstream_suites.md"
+BEGIN, END = "<!-- run: by `tests/upstream_suites.py` -->", "<!-- run: end -->"
+
+SIDES = ("without", "with")
+# What a rank may say of a test, the worst first: of all ranks that counts. A test that did not end says nothing.
+OUTCOMES = ("error", "failed", "passed", "skipped")
+AGAIN = 3  # runs more, each way, of a test that passes without the fixes alone
+REASONS = 3  # of a file, the commonest, in the record
+
+Outcomes = dict[str, tuple[str, str]]  # by test: what became of it, and why it did not pass
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of an upstream repository that are near to what the fixes edit."""
+
+    package: str
+    folder: str  # in which pytest runs, in the checkout
+    files: tuple[tuple[str, int], ...]  # and the number of ranks; 0 where the tests choose it
+
+
+def _at(folder: str, names: str, ranks: int) -> tuple[tuple[str, int], ...]:
+    return tuple((f"{folder}/test_{name}.py", ranks) for name in names.split())
+
+
+MEGATRON = Suite(
+    "megatron",
+    ".",
+    (
+        *_at("tests/unit_tests/dist_checkpointing", "optimizer fully_parallel serialization", 8),
+        *_at("tests/unit_tests", "optimizer_cpu_offloading optimizer_param_scheduler optimizer", 2),
+        *_at(
+            "tests/unit_tests/dist_checkpointing", "async_save mapping nonpersistent torch_dist layer_wise_optimizer", 8
+        ),
+        *_at("tests/unit_tests", "checkpointing layer_wise_optimizer", 2),
+        *_at("tests/unit_tests/distributed", "param_and_grad_buffer distributed_data_parallel finalize_model_grads", 2),
+    ),
+)
+DEEPSPEED = Suite(
+    "deepspeed",
+    "tests",
+    (
+        *_at(
+            "unit/checkpoint",
+            """latest_checkpoint lr_scheduler other_optimizer shared_weights tag_validation convert_checkpoint
+            mics_optimizer moe_checkpoint pipeline reshape_checkpoint sparse universal_checkpoint zero_optimizer""",
+            0,
+        ),
+        *_at("unit/runtime/zero", "zero_tensor_fragment zero_config zero_grad_clip", 0),
+    ),
+)
+SUITES = {suite.package: suite for suite in (MEGATRON, DEEPSPEED)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a test, and a file of them on one side, may take."""
+
+    test: int  # seconds
+    file: int  # seconds
+    compiler: int  # seconds, for what DeepSpeed compiles
+
+
+@dataclass(frozen=True)
+class Place:
+    """A copy of a checkout in which the tests run, and a folder for what they write."""
+
+    suite: Suite
+    tree: Path
+    work: Path
+
+
+# Run
+
+
+def prepare(suite: Suite, checkout: Path, work: Path) -> Place:
+    """Copy a checkout."""
+    copy = work / suite.package
+    if not copy.exists():
+        shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "*.pyc"), symlinks=True)
+    if suite is DEEPSPEED:
+        _as_installed(copy)
+    return Place(suite, copy, work)
+
+
+def _as_installed(checkout: Path) -> None:
+    """DeepSpeed has its version from a file that its set-up writes; without it is 0.0.0, and refuses to load."""
+    version = (checkout / "version.txt").read_text().strip()
+    lines = [
+        f"version = {version!r}",
+        "git_hash = git_branch = 'unknown'",
+        "accelerator_name = 'cpu'",
+        "torch_info = {'version': '0.0', 'bf16_support': False}",
+        "torch_info |= dict.fromkeys(('cuda_version', 'nccl_version', 'hip_version'), '0.0')",
+        "from .ops.op_builder.all_ops import ALL_OPS",
+        "installed_ops = dict.fromkeys(ALL_OPS, False)",
+    ]
+    (checkout / "deepspeed" / "git_version_info_installed.py").write_text("\n".join([*lines, ""]))
+
+
+def compile_extensions(place: Place, limits: Limits) -> None:
+    """What DeepSpeed compiles when it is first used, for which a test has no time."""
+    build = "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder as comm\n"
+    build += "for one in (FusedAdamBuilder, comm, CPUAdamBuilder): one().load(verbose=False)"
+    environment = _environment(place, place.work / "outcomes", limits)
+    _wait([sys.executable, "-c", build], place, environment, limits.compiler)
+
+
+def fixes(place: Place, side: str) -> list[str]:
+    """Write the fixes into the copy, or take them out; which were written now."""
+    names = _command(place, "list", "--json")
+    mine = [fix["name"] for fix in json.loads(names)["fixes"] if _package_of(fix["name"]) == place.suite.package]
+    said = _command(place, "apply" if side == "with" else "revert", *mine, "--tree", str(place.tree))
+    return [line.partition(":")[0] for line in said.splitlines() if line.endswith(": applied")]
+
+
+def _package_of(fix: str) -> str:
+    from ckpt_patches.engine.fix import package_of
+
+    return package_of(fix)
+
+
+def _command(place: Place, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CKPT_PATCHES": "off"}
+    command = [sys.executable, "-m", "ckpt_patches", *arguments]
+    done = subprocess.run(command, env=environment, cwd=place.work, text=True, capture_output=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stderr}")
+    return done.stdout or done.stderr
+
+
+def run(place: Place, tests: Sequence[str], ranks: int, limits: Limits) -> tuple[Outcomes, bool, float]:
+    """What became of each test, whether all had their turn, and the seconds."""
+    with tempfile.TemporaryDirectory(dir=place.work) as folder:
+        outcomes = Path(folder, "outcomes")
+        command = [sys.executable]
+        options = ["-p", "upstream_outcomes", "-p", "no:cacheprovider", "-q", "--tb=short", *tests]
+        if place.suite is MEGATRON:
+            outcomes.with_name("outcomes.folders").mkdir()
+            command += [str(PROGRAMS / "upstream_outcomes.py"), str(ranks), *options]
+        else:
+            command += ["-m", "pytest", *options, "--basetemp", str(Path(folder, "tests"))]
+        began = time.monotonic()
+        ended = _wait(command, place, _environment(place, outcomes, limits), limits.file)
+        names = [f"{outcomes}.{rank}" for rank in range(ranks)] or [str(outcomes)]
+        return joined([_read(Path(name)) for name in names]), ended, time.monotonic() - began
+
+
+def _environment(place: Place, outcomes: Path, limits: Limits) -> dict[str, str]:
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])  # as an older pytest, which some of these tests need
+    common = {
+        **os.environ,
+        "CKPT_PATCHES": "off",  # what there is of fixes is in the files
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "UPSTREAM_OUTCOMES": str(outcomes),
+        "UPSTREAM_SECONDS": str(limits.test),
+        "PYTHONPATH": os.pathsep.join([str(place.tree), str(PROGRAMS), *inherited]),
+    }
+    if place.suite is DEEPSPEED:
+        return {
+            **common,
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_SIZE": "4",  # how many ranks the machine has room for
+            "UPSTREAM_PRELOAD": "torch,deepspeed",
+            "TORCH_EXTENSIONS_DIR": str(place.work / "extensions"),
+        }
+    return {
+        **common,
+        "PYTHONPATH": os.pathsep.join([common["PYTHONPATH"], str(tree("triton", "3.9.0"))]),
+        "UPSTREAM_STAND_IN": "1",
+        "FAKEGPU_PG_TIMEOUT": "20",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _wait(command: Sequence[str], place: Place, environment: Mapping[str, str], seconds: int) -> bool:
+    """Whether it came to its end; else it and all that it has started are ended."""
+    log = place.work / "last.log"
+    with log.open("w") as file:
+        started = subprocess.Popen(
+            command,
+            cwd=place.tree / place.suite.folder,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            started.wait(seconds)
+            return True
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+
+
+def _read(path: Path) -> Outcomes:
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["test"]: (line["outcome"], line["reason"]) for line in lines}
+
+
+def joined(of_ranks: Sequence[Outcomes]) -> Outcomes:
+    """Of a test the worst that a rank says; nothing of one that has not ended on all ranks."""
+    tests = set.intersection(*map(set, of_ranks)) if of_ranks else set()
+    return {
+        test: min((rank[test] for rank in of_ranks), key=lambda found: OUTCOMES.index(found[0]))
+        for test in sorted(tests)
+    }
+
+
+# Compare
+
+
+def compare(place: Place, file: str, ranks: int, limits: Limits) -> dict[str, Any]:
+    """A file's row of the record."""
+    found, ended, seconds = {}, {}, {}
+    for side in SIDES:
+        fixes(place, side)
+        found[side], ended[side], seconds[side] = run(place, [file], ranks, limits)
+    lost = sorted(passed(found["without"]) - passed(found["with"]))  # or it did not come to its end there
+    return {
+        "file": file,
+        "ranks": ranks,
+        **{side: counts(found[side]) for side in SIDES},
+        "ended": ended,
+        "seconds": {side: round(taken) for side, taken in seconds.items()},
+        "differ": differences(found),
+        "again": again(place, file, lost, ranks, limits) if lost else {},
+        "reasons": reasons(found["without"]),
+    }
+
+
+def passed(found: Outcomes) -> set[str]:
+    return {test for test, (outcome, _) in found.items() if outcome == "passed"}
+
+
+def counts(found: Outcomes) -> dict[str, int]:
+    number = Counter(outcome for outcome, _ in found.values())
+    return {outcome: number[outcome] for outcome in OUTCOMES}
+
+
+def differences(found: Mapping[str, Outcomes]) -> dict[str, dict[str, list[str]]]:
+    """The tests of which the two sides say something else, and what; of those that both have run."""
+    without, fixed = (found[side] for side in SIDES)
+    both = [test for test in without if test in fixed and without[test][0] != fixed[test][0]]
+    return {test: {side: list(found[side][test]) for side in SIDES} for test in both}
+
+
+def again(place: Place, file: str, tests: Sequence[str], ranks: int, limits: Limits) -> dict[str, dict[str, list[str]]]:
+    """What became of these tests in more runs, each way."""
+    told: dict[str, dict[str, list[str]]] = {test: {side: [] for side in SIDES} for test in tests}
+    for side in SIDES:
+        fixes(place, side)
+        for _ in range(AGAIN):
+            found, _, _ = run(place, tests, ranks, limits)
+            for test in tests:
+                told[test][side].append(found.get(test, ("not ended", ""))[0])
+    return told
+
+
+def reasons(found: Outcomes) -> list[list[Any]]:
+    """Why tests do not pass, the commonest reasons and how many tests each; addresses and numbers left out."""
+    texts = (_plain(why) for outcome, why in found.values() if outcome != "passed")
+    return [[why, number] for why, number in Counter(texts).most_common(REASONS)]
+
+
+def _plain(why: str) -> str:
+    return re.sub(r"/\S+/", "…/", re.sub(r"0x[0-9a-f]+", "0x…", why))
+
+
+# Record
+
+
+def run_suite(suite: Suite, checkout: Path, work: Path, limits: Limits, only: str) -> None:
+    """All files of a suite, and their rows into the record."""
+    place = prepare(suite, checkout, work)
+    if suite is DEEPSPEED:
+        compile_extensions(place, limits)
+    fixes(place, "without")
+    record(suite.package, {**about(checkout), "fixes": fixes(place, "with")})
+    for file, ranks in suite.files:
+        if re.search(only, file) and (place.tree / suite.folder / file).exists():
+            row = compare(place, file, ranks, limits)
+            print(f"{file}, {ranks or 'own'} ranks: {told(row)}", flush=True)
+            record(suite.package, row=row)
+
+
+def about(checkout: Path) -> dict[str, Any]:
+    """Of which code the results are."""
+    commit, date = _git(checkout, "log", "-1", "--format=%H %cs").split()
+    return {
+        "release": version(checkout),
+        "tag": _git(checkout, "describe", "--tags", "--always"),
+        "commit": commit,
+        "commit_date": date,
+        "run": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
+    return subprocess.run(command, text=True, capture_output=True, check=True).stdout.strip()
+
+
+def version(checkout: Path) -> str:
+    """The release that a checkout says it is."""
+    if (path := checkout / "version.txt").exists():
+        return path.read_text().strip()
+    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+
+
+def record(package: str, changes: Mapping[str, Any] | None = None, row: Mapping[str, Any] | None = None) -> None:
+    """Put what is known of a suite, or one file's row, into the record."""
+    whole = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    mine = whole.setdefault(package, {"files": []})
+    mine.update(changes or {})
+    if row:
+        same = (row["file"], row["ranks"])
+        mine["files"] = [one for one in mine["files"] if (one["file"], one["ranks"]) != same] + [dict(row)]
+    RECORD.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# The page
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """Of both sides, in a few words."""
+    return "; ".join(f"{side} {' '.join(str(row[side][outcome]) for outcome in OUTCOMES)}" for side in SIDES)
+
+
+def page(whole: Mapping[str, Any]) -> str:
+    """What the record says, between the markers."""
+    return "\n\n".join(part for package in whole for part in section(package, whole[package]))
+
+
+def section(package: str, suite: Mapping[str, Any]) -> Iterator[str]:
+    name = {"megatron": "megatron-core", "deepspeed": "DeepSpeed"}[package]
+    yield f"## {name}, {suite['tag']}"
+    applied = ", ".join(f"`{fix}`" for fix in suite["fixes"])
+    yield (
+        f"Commit {suite['commit']} of {suite['commit_date']}, which calls itself {suite['release']}; run on "
+        f"{suite['run']} with Python {suite['python']} and torch {suite['torch']}. Fixes written into its files: "
+        f"{applied}."
+    )
+    ran = [row for row in suite["files"] if row["without"]["passed"] + row["with"]["passed"]]
+    heads = ["file", "ranks", *(f"{outcome}, {side}" for outcome in reversed(OUTCOMES) for side in SIDES)]
+    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(row) for row in ran), total(ran)]
+    yield "\n".join(table)
+    yield from (f"### {title}\n\n{text}" for title, text in (*ends(ran), *lost(ran), *differ(ran)) if text)
+    if missing := [f"`{file}` ({ranks({'ranks': number})})" for file, number in not_run(suite, SUITES[package])]:
+        yield "Not run, though the program has them in its list: " + ", ".join(missing) + "."
+    if nothing := [f"- `{row['file']}`, {ranks(row)}: {why(row)}" for row in suite["files"] if row not in ran]:
+        yield "### Nothing passes here, on either side\n\n" + "\n".join(nothing)
+    if partly := [f"- `{row['file']}`, {ranks(row)}: {why(row)}" for row in ran if row["reasons"]]:
+        yield "### Why tests do not pass without the fixes: the commonest reasons\n\n" + "\n".join(partly)
+
+
+def not_run(recorded: Mapping[str, Any], suite: Suite) -> list[tuple[str, int]]:
+    """What a shorter run has left out."""
+    known = {(row["file"], row["ranks"]) for row in recorded["files"]}
+    return [one for one in suite.files if one not in known]
+
+
+def line(row: Mapping[str, Any]) -> str:
+    numbers = [str(row[side][outcome]) for outcome in reversed(OUTCOMES) for side in SIDES]
+    return f"| `{row['file']}` | {ranks(row)} | {' | '.join(numbers)} |"
+
+
+def total(rows: Sequence[Mapping[str, Any]]) -> str:
+    numbers = [str(sum(row[side][outcome] for row in rows)) for outcome in reversed(OUTCOMES) for side in SIDES]
+    return f"| all | | {' | '.join(numbers)} |"
+
+
+def ranks(row: Mapping[str, Any]) -> str:
+    return {0: "the test's own", 1: "1 rank"}.get(row["ranks"], f"{row['ranks']} ranks")
+
+
+def why(row: Mapping[str, Any]) -> str:
+    texts = [f"{text or 'no reason given'} ({number})" for text, number in row["reasons"]]
+    return "; ".join(texts).replace("|", "\\|") or "no test ended in time"
+
+
+def ends(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    cut = [row for row in rows if not all(row["ended"].values())]
+    yield (
+        "Not to the end",
+        "\n".join(
+            f"- `{row['file']}`, {ranks(row)}: ended after {row['seconds']['without']} seconds without and "
+            f"{row['seconds']['with']} with the fixes; what came later has no outcome"
+            for row in cut
+        ),
+    )
+
+
+def lost(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    told = [
+        f"- `{test}`: {AGAIN} more runs without: {', '.join(runs['without'])}; with: {', '.join(runs['with'])}"
+        for row in rows
+        for test, runs in row["again"].items()
+    ]
+    yield "Passed without the fixes, and not with them", "\n".join(told) or "None."
+
+
+def differ(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    told = [
+        f"- `{test}`: {sides['without'][0]} without ({_plain(sides['without'][1])}), {sides['with'][0]} with"
+        for row in rows
+        for test, sides in row["differ"].items()
+        if sides["without"][0] != "passed"
+    ]
+    yield "Not passed without the fixes, and another outcome with them", "\n".join(told) or "None."
+
+
+def write() -> None:
+    """The part of the page between the markers."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    made = page(json.loads(RECORD.read_text(encoding="utf-8")))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="of Megatron-LM, with its tests")
+    parser.add_argument("--deepspeed", type=Path, metavar="CHECKOUT", help="of DeepSpeed, with its tests")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="the files in whose names this is found")
+    parser.add_argument("--seconds", type=int, default=600, help="that a file may take on one side (default 600)")
+    parser.add_argument("--compiler", type=int, default=900, metavar="SECONDS", help="for extensions (default 900)")
+    parser.add_argument("--work", type=Path, help="a folder for copies and extensions, which is kept")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (options.work or Path(temporary)).resolve()
+        work.mkdir(exist_ok=True)
+        for suite, checkout in ((MEGATRON, options.megatron), (DEEPSPEED, options.deepspeed)):
+            if checkout:
+                run_suite(suite, checkout.resolve(), work, Limits(60, options.seconds, options.compiler), options.only)
+    if RECORD.exists():
+        write()
+        print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
