@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ckpt_patches.watch import lost_host, watch
 from hosts import Heard, Host, MakeHosts, finished, torchrun, until
 from test_several_hosts import SAVES, check_that_nothing_says_there_is_a_checkpoint, save
 from universal import environment
-from upstream import PROGRAMS, all_releases, environment_for, releases, tree
+from upstream import PROGRAMS, all_releases, environment_for, releases, run, tree
 
 WATCH = {"CKPT_PATCHES_LOST_HOST": "8"}
 
@@ -90,6 +91,19 @@ def test_a_host_that_has_ended_its_work_is_not_lost(make_hosts: MakeHosts) -> No
     ended = finished(torchrun(make_hosts(3), *program, env=env))
     assert [status for status, _, _ in ended] == [0, 0, 0], ended
     assert [out for _, out, _ in ended] == [f"rank {rank} has saved\n" for rank in range(3)]
+
+
+@pytest.mark.slow
+def test_a_resume_is_watched_and_proven_at_once(tmp_path: Path) -> None:
+    """Both lay something over the same functions; a save and a load of ranks that are all there."""
+    on: dict[str, Any] = {"tree": tree("megatron-core", "0.19.2"), "delivery": "hook"}
+    on["env"] = {"CKPT_PATCHES_FINGERPRINT": "1", **WATCH}
+    for what in ("save", "resume"):
+        options = ("--formats", "fully_reshardable", "--only", what, "--resume-ranks", "2")
+        done = run("exact_resume", tmp_path, *options, **on)
+        assert "fingerprint_megatron, lost_host_megatron" in done.stderr
+    assert '"bit-equal"' in done.stdout
+    assert "resume proven: 4 parameters, 12 states" in done.stderr
 
 
 def test_a_look_that_comes_late_counts_for_no_more_than_two_beats(monkeypatch: pytest.MonkeyPatch) -> None:
