@@ -28,6 +28,8 @@ RELEASES = {
     ("deepspeed", "0.18.4"): "0,1",
     ("deepspeed", "0.19.8"): "1,3",
 }
+# Of which saves are counted that go on behind the training, too.
+IN_BACKGROUND = {("megatron-core", "0.14.0"), ("megatron-core", "0.19.2")}
 # Whose converter does nothing in the process that is counted, with one worker either.
 CONVERTERS_WITH_PROCESSES = {("deepspeed", "0.12.2"), ("deepspeed", "0.14.0")}
 Counts = dict[str, list[dict[str, int]]]
@@ -53,7 +55,12 @@ def counts(release: tuple[str, str], ranks: int, fix: str, out: Path) -> Counts:
         return dict(run_json("counting", "zarr", folder, *size, "--chunks", str(scale_page.USUAL["chunks"]), **on))
     layers = [*size, "--layers", str(scale_page.USUAL["layers"]), "--hidden", str(scale_page.USUAL["hidden"])]
     if release[0] == "megatron-core":
-        return dict(run_json("counting", "megatron", folder, *layers, "--formats", what, **on))
+        found = dict(run_json("counting", "megatron", folder, *layers, "--formats", what, **on))
+        if release in IN_BACKGROUND and fix in ("", "async_save_staging"):
+            formats = ",".join(name for name in what.split(",") if name != "torch")
+            behind = folder.with_name(f"{folder.name} behind")
+            found |= run_json("counting", "megatron", behind, *layers, "--formats", formats, "--background", **on)
+        return found
     found = dict(run_json("counting", "zero", folder, *layers, "--stages", what, **on))
     if release in CONVERTERS_WITH_PROCESSES:
         return found

@@ -2,6 +2,7 @@
 
     counting.py zarr OUT --ranks 4 --chunks 16        flattened shards, of which each tensor-parallel rank has a chunk
     counting.py megatron OUT --ranks 4 --formats torch,fully_reshardable [--layers 2] [--hidden 64]
+                    [--background]
     counting.py zero OUT --ranks 4 --stages 0,1,3 [--layers 2] [--hidden 64]
     counting.py tool OUT MODULE ARGUMENT...           a command, of files in OUT
 
@@ -10,6 +11,7 @@ What is done is done twice: the first time modules are imported and connections 
 
 import argparse
 import functools
+import inspect
 import itertools
 import json
 import runpy
@@ -44,6 +46,7 @@ def main() -> None:
         command.add_argument("--stages", type=lambda text: text.split(","), default=[])
         command.add_argument("--layers", type=int, default=2)
         command.add_argument("--hidden", type=int, default=64)
+        command.add_argument("--background", action="store_true", help="save asynchronously, and wait for the end")
     command = commands.add_parser("tool")
     command.set_defaults(start=tool)
     command.add_argument("out", type=Path)
@@ -113,12 +116,33 @@ def save_and_load(rank: int, options: argparse.Namespace) -> None:
     found: dict[str, Counter[str]] = {}
     for name, time in itertools.product(options.formats, ("first", "second")):
         folder = options.out / time / name
+        if options.background:
+            with counted(folder) as found[f"{name}, save in the background"]:
+                save_in_background(name, model, optimizer, folder)
+            continue
         with counted(folder) as found[f"{name}, save"]:
             mt.save(name, model, optimizer, folder)
         model, optimizer = build()
         with counted(folder) as found[f"{name}, load"]:
             mt.load(name, model, optimizer, folder)
     report(found, options.ranks)
+
+
+def save_in_background(name: str, model: Any, optimizer: Any, folder: Path) -> None:
+    """What this process does for it; its writer is another one."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    import megatron_training as mt
+
+    mt.make_folder(folder)
+    state = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
+    chosen: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 another package's
+        chosen["async_strategy"] = "mcore"
+    calls = AsyncCallsQueue()
+    calls.schedule_async_request(dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **chosen))
+    calls.maybe_finalize_async_calls(blocking=True)
 
 
 def stack_of_layers(config: Any, dtype: torch.dtype, native_fp32: bool, *, layers: int, hidden: int) -> Any:
