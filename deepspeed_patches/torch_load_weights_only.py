@@ -62,7 +62,7 @@ def checkpoint_classes() -> "list[type]":
     return classes
 
 
-def safe_load(path: str, map_location: object = None) -> object:
+def load_checkpoint_file(path: str, map_location: object = None) -> object:
     """torch.load for the files of a DeepSpeed checkpoint.
 
     Since torch 2.6 torch.load refuses every class that is not allowed. DeepSpeed's own are allowed while the file is
@@ -108,7 +108,7 @@ def define_and_call(source: Source) -> None:
     calls = plain_loads(source)
     first = next(statement for statement in source.tree.body if calls[0] in ast.walk(statement))
     source.insert_function_before(first, checkpoint_classes)
-    source.insert_function_before(first, safe_load)
+    source.insert_function_before(first, load_checkpoint_file)
     replace(source, calls)
 
 
@@ -116,7 +116,7 @@ def define_and_call(source: Source) -> None:
 def import_and_call(source: Source) -> None:
     calls = plain_loads(source)
     imports = [statement for statement in source.tree.body if isinstance(statement, ast.ImportFrom)]
-    source.insert_after(imports[-1], f"from {ENGINE} import {safe_load.__name__}")
+    source.insert_after(imports[-1], f"from {ENGINE} import {load_checkpoint_file.__name__}")
     replace(source, calls)
 
 
@@ -129,7 +129,7 @@ def import_and_call_where_files_are_loaded(source: Source) -> None:
 
 def may_be_concerned(source: Source) -> bool:
     """By the text alone: to parse the largest two modules of DeepSpeed for nothing takes 0.2 s in every process."""
-    name = safe_load.__name__.encode()
+    name = load_checkpoint_file.__name__.encode()
     lines = [line for line in source.data.splitlines() if b"torch.load(" in line or name in line]
     return any(b"weights_only" not in line and b'torch.load("saved.pth")' not in line for line in lines)  # a docstring
 
@@ -142,14 +142,14 @@ def plain_loads(source: Source) -> list[ast.Call]:
         NotConcerned: there is none, as upstream's own repair says weights_only=False in every one.
         NoMatch: it has a part of it, or there is a call in another form.
     """
-    name = safe_load.__name__
+    name = load_checkpoint_file.__name__
     own = source.all_of(ast.Call, source.function(name)) if source.has_function(name) else []
     calls = [
         c for c in source.all("torch.load(...)") if c not in own and all(k.arg != "weights_only" for k in c.keywords)
     ]
     there = source.imports(name) or source.has_function(name)
     if there or source.has(f"{name}(...)"):
-        functions = (checkpoint_classes, safe_load) if source.has_function(name) else ()
+        functions = (checkpoint_classes, load_checkpoint_file) if source.has_function(name) else ()
         definitions = source.functions_there("", *functions)
         source.check_parts({name: there, **definitions, f"{name} in place of torch.load": not calls})
     if source.some("torch.load(...)") and not calls:
@@ -162,4 +162,4 @@ def plain_loads(source: Source) -> list[ast.Call]:
 
 def replace(source: Source, calls: list[ast.Call]) -> None:
     for call in calls:
-        source.replace(call.func, safe_load.__name__)
+        source.replace(call.func, load_checkpoint_file.__name__)

@@ -98,7 +98,7 @@ try:
 except RuntimeError as error:
     print(type(error).__name__)
 import deepspeed.checkpoint.ds_to_universal as converter
-print("safe_load" in vars(converter), "max(" in open(converter.__file__).read())
+print("load_checkpoint_file" in vars(converter), "max(" in open(converter.__file__).read())
 """
 
 

@@ -16,7 +16,7 @@ import shared
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED
 from ckpt_patches.engine.source import Source
-from deepspeed_patches.torch_load_weights_only import checkpoint_classes, safe_load
+from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
 from upstream import (
     DELIVERIES,
     all_releases,
@@ -179,45 +179,45 @@ def test_upstream_test(version: str, tmp_path: Path) -> None:
 
 # The edits themselves
 
-IMPORT = "from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import safe_load"
+IMPORT = "from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import load_checkpoint_file"
 TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
 ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
-FUNCTIONS = (checkpoint_classes, safe_load)
-ENGINE = ["partition = safe_load(path, map_location=map_location)"]
+FUNCTIONS = (checkpoint_classes, load_checkpoint_file)
+ENGINE = ["partition = load_checkpoint_file(path, map_location=map_location)"]
 PROGRAM = [
-    "state_dict = safe_load(file, map_location=device)",
-    "state_dict = safe_load(f, map_location=device)",
+    "state_dict = load_checkpoint_file(file, map_location=device)",
+    "state_dict = load_checkpoint_file(f, map_location=device)",
 ]
 CPU = "map_location=torch.device('cpu')"
-FIRST_FILE = f"sd = safe_load(self.mp_rank_files[0], {CPU})"
-FILE_NAMES = f"sd_list = [safe_load(fname, {CPU}) for fname in fname_list]"
+FIRST_FILE = f"sd = load_checkpoint_file(self.mp_rank_files[0], {CPU})"
+FILE_NAMES = f"sd_list = [load_checkpoint_file(fname, {CPU}) for fname in fname_list]"
 READER = [
     IMPORT,
     FIRST_FILE,
     FIRST_FILE,
-    f"sd_list = [safe_load(fname, {CPU}) for fname in self.tp_to_embedding_map[tp_index]]",
+    f"sd_list = [load_checkpoint_file(fname, {CPU}) for fname in self.tp_to_embedding_map[tp_index]]",
     FIRST_FILE,
     FILE_NAMES,
     FILE_NAMES,
-    f"sd = safe_load(self.tp_to_final_norm_map[tp_index][0], {CPU})",
+    f"sd = load_checkpoint_file(self.tp_to_final_norm_map[tp_index][0], {CPU})",
 ]
-SHARDS = "shards = [safe_load(p) for p in paths]"
-SLICES = f"mp_sd = safe_load(mp_rank_file, {CPU})"
+SHARDS = "shards = [load_checkpoint_file(p) for p in paths]"
+SLICES = f"mp_sd = load_checkpoint_file(mp_rank_file, {CPU})"
 CONVERTER = {
     "0.12.6": [IMPORT, SHARDS, SLICES],
     NEWEST: [
         IMPORT,
-        "state_dict = safe_load(optim_files[dp_index], map_location='cpu')",
+        "state_dict = load_checkpoint_file(optim_files[dp_index], map_location='cpu')",
         SHARDS,
-        f"return safe_load(files[0], {CPU})[PARAM_SHAPES]",
-        f"sd = safe_load(optim_files[0], {CPU})",
-        f"state_dict = safe_load(optim_files[0], {CPU})",
-        f"sd = safe_load(ds_checkpoint.mp_rank_files[0], {CPU})",
+        f"return load_checkpoint_file(files[0], {CPU})[PARAM_SHAPES]",
+        f"sd = load_checkpoint_file(optim_files[0], {CPU})",
+        f"state_dict = load_checkpoint_file(optim_files[0], {CPU})",
+        f"sd = load_checkpoint_file(ds_checkpoint.mp_rank_files[0], {CPU})",
         SLICES,
     ],
 }
-UNIVERSAL = [IMPORT, "optim_sd = safe_load(optim_state_path)"]
-LAYER = 'loaded_checkpoint_state = safe_load(os.path.join(folder, f"{key}.pt")).view(-1)'
+UNIVERSAL = [IMPORT, "optim_sd = load_checkpoint_file(optim_state_path)"]
+LAYER = 'loaded_checkpoint_state = load_checkpoint_file(os.path.join(folder, f"{key}.pt")).view(-1)'
 LOADER_OF_UNIVERSAL = {
     "0.12.6": {"stage_1_and_2": UNIVERSAL},
     NEWEST: {"base_optimizer": UNIVERSAL, "stage3": [*UNIVERSAL, LAYER]},
@@ -237,9 +237,9 @@ def test_what_is_added(version: str) -> None:
         "nebula_checkpoint_engine": [IMPORT, ENGINE[-1]],
         "zero_to_fp32": [*of_program, *PROGRAM],
         "deepspeed_checkpoint": READER,
-        "zero_checkpoint": [IMPORT, f"sd = safe_load(state_file, {CPU})"],
+        "zero_checkpoint": [IMPORT, f"sd = load_checkpoint_file(state_file, {CPU})"],
         "ds_to_universal": CONVERTER[version],
-        "universal_checkpoint": [IMPORT, "ckpt_dict = safe_load(ckpt_file)"],
+        "universal_checkpoint": [IMPORT, "ckpt_dict = load_checkpoint_file(ckpt_file)"],
         **LOADER_OF_UNIVERSAL[version],
     }
 
@@ -254,7 +254,7 @@ def test_no_other_file_is_loaded(version: str) -> None:
     for path in (root / "deepspeed").rglob("*.py"):
         data = patched.get(path) or path.read_bytes()
         source = Source(data, str(path)) if b"torch.load" in data else None
-        if source and len(source.all("torch.load")) > (2 if source.has_function("safe_load") else 0):
+        if source and len(source.all("torch.load")) > (2 if source.has_function("load_checkpoint_file") else 0):
             left.add(path.relative_to(root / "deepspeed").parts[0])
     assert left == {"inference", "module_inject"}
 
