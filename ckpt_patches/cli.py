@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_patches import __version__, completion
 from ckpt_patches.audit import command as audit
-from ckpt_patches.completion import SHELLS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.trees import select
@@ -61,12 +60,12 @@ MEANING = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    arguments = spelled(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == [TO_UNIVERSAL]:
         from deepspeed_patches.ds_to_universal import command
 
         return command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
-    options = _parsers()[0].parse_args(arguments)
+    options = _parsers()[0].parse_args(spelled(arguments))
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -137,7 +136,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     new.add_argument("--upstream", required=True, metavar="URL", help="of the report, or of the code that has the bug")
     new.set_defaults(run=_new_fix)
     completed = commands.add_parser("completion", help="print what a shell completes the command by")
-    completed.add_argument("shell", choices=SHELLS)
+    completed.add_argument("shell", choices=completion.SHELLS)
     completed.set_defaults(run=_completion)
     return parser, commands.choices
 
@@ -158,7 +157,11 @@ def _completion(options: argparse.Namespace) -> int:
     from deepspeed_patches.ds_to_universal import command
 
     parsers = {**_parsers()[1], TO_UNIVERSAL: command.parser(TO_UNIVERSAL)}
-    words = {**dict.fromkeys(("diff", "apply", "revert"), FIXES), "show": _edited_modules(), "completion": SHELLS}
+    words = {
+        **dict.fromkeys(("diff", "apply", "revert"), FIXES),
+        "show": _edited_modules(),
+        "completion": completion.SHELLS,
+    }
     print(completion.script(parsers, words, options.shell), end="")
     return 0
 
