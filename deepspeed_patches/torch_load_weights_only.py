@@ -21,6 +21,7 @@ READERS = (
     "deepspeed.checkpoint.ds_to_universal",
     "deepspeed.checkpoint.universal_checkpoint",
 )
+COLUMNS = 119  # of upstream's lines
 # Releases moved the loading of a universal checkpoint between these; Nebula's engine is gone in the latest.
 SOME_RELEASES = (
     "deepspeed.runtime.base_optimizer",
@@ -161,5 +162,23 @@ def plain_loads(source: Source) -> list[ast.Call]:
 
 
 def replace(source: Source, calls: list[ast.Call]) -> None:
+    lists = {found.elt: found for found in source.all_of(ast.ListComp)}
     for call in calls:
-        source.replace(call.func, load_checkpoint_file.__name__)
+        if call in lists and is_too_long(source, lists[call]):
+            replace_in_three_lines(source, call, lists[call])
+        else:
+            source.replace(call.func, load_checkpoint_file.__name__)
+
+
+def is_too_long(source: Source, found: ast.ListComp) -> bool:
+    """With the new name, on one line."""
+    more = len(load_checkpoint_file.__name__) - len("torch.load")
+    return found.lineno == found.end_lineno and (found.end_col_offset or 0) + more > COLUMNS
+
+
+def replace_in_three_lines(source: Source, call: ast.Call, found: ast.ListComp) -> None:
+    """As upstream's formatter does it."""
+    text, element = source.text(found), source.text(call)
+    _, _, loop = text[1:-1].partition(element)
+    arguments = element.removeprefix(source.text(call.func))
+    source.replace(found, f"[\n    {load_checkpoint_file.__name__}{arguments}\n    {loop.strip()}\n]")

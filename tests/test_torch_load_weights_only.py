@@ -195,7 +195,10 @@ READER = [
     IMPORT,
     FIRST_FILE,
     FIRST_FILE,
-    f"sd_list = [load_checkpoint_file(fname, {CPU}) for fname in self.tp_to_embedding_map[tp_index]]",
+    "sd_list = [",  # which would be too long a line
+    f"load_checkpoint_file(fname, {CPU})",
+    "for fname in self.tp_to_embedding_map[tp_index]",
+    "]",
     FIRST_FILE,
     FILE_NAMES,
     FILE_NAMES,
