@@ -44,6 +44,7 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     folder = folder_of(module)
     values = {
         "name": name,
+        "words": name.title().replace("_", ""),
         "module": module,
         "upstream": upstream,
         "folder": folder,
@@ -54,7 +55,7 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     }
     made = {
         "fix.py": f"{folder}/{name}.py",
-        "upstream_test.py": f"{folder}/upstream_tests/test_{name}.py",
+        f"upstream_test_{package.partition('.')[0]}.py": f"{folder}/upstream_tests/test_{name}.py",
         "test.py": f"tests/test_{name}.py",
         "program.py": f"tests/programs/{name}.py",
         "page.md": f"docs/{name}.md",

@@ -46,7 +46,7 @@ def test_resumes_with_one_rank_on_each_node() -> None:
 @pytest.mark.parametrize("version", newest_by_default(AFFECTED))
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
-    check_upstream_test(UPSTREAM_TEST, version, tmp_path, "6 failed, 3 passed", "9 passed", env=PERMISSIVE)
+    check_upstream_test(UPSTREAM_TEST, version, tmp_path, "2 failed, 1 passed", "3 passed", env=PERMISSIVE)
 
 
 # The edit itself

@@ -4,30 +4,14 @@
 # DeepSpeed Team
 
 import os
-import socket
 
 import deepspeed
-import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
+
+from unit.common import DistributedTest
 
 CONFIG = {"train_batch_size": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
 TAG = "step2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def only_rank():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    of_the_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in of_the_rank.items():
-            patch.setenv(name, value)
-        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)  # needs a compiler
-        patch.setattr(get_accelerator(), "_communication_backend_name", "gloo")
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        yield
 
 
 def _make_engine(seed, with_optimizer=True):
@@ -42,7 +26,7 @@ def _train(engine, steps):
     losses = []
     for step in steps:
         samples = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = engine(samples).float().pow(2).mean()
+        loss = engine(samples.to(engine.device)).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -56,41 +40,41 @@ def _saved(folder):
     return engine
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path):
-    expected = _train(_saved(tmp_path), range(2, 5))
+class TestBF16WithoutZeRO(DistributedTest):
+    world_size = 1
 
-    engine = _make_engine(seed=1)
-    engine.load_checkpoint(str(tmp_path), tag=TAG)
+    def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(self, tmpdir):
+        expected = _train(_saved(tmpdir), range(2, 5))
 
-    assert _train(engine, range(2, 5)) == expected
+        engine = _make_engine(seed=1)
+        engine.load_checkpoint(str(tmpdir), tag=TAG)
 
+        assert _train(engine, range(2, 5)) == expected
 
-def test_masters_are_those_of_the_weights_where_no_state_was_saved(tmp_path):
-    _saved(tmp_path)
-    path = os.path.join(tmp_path, TAG, "mp_rank_00_model_states.pt")
-    torch.save({**torch.load(path, weights_only=False), "optimizer": None}, path)
+    def test_masters_are_those_of_the_weights_where_no_state_was_saved(self, tmpdir):
+        _saved(tmpdir)
+        path = os.path.join(tmpdir, TAG, "mp_rank_00_model_states.pt")
+        torch.save({**torch.load(path, weights_only=False), "optimizer": None}, path)
 
-    engine = _make_engine(seed=1)
-    engine.load_checkpoint(str(tmp_path), tag=TAG)
+        engine = _make_engine(seed=1)
+        engine.load_checkpoint(str(tmpdir), tag=TAG)
 
-    weights = [parameter.detach().float() for parameter in engine.module.parameters()]
-    masters = [master.detach() for group in engine.optimizer.fp32_groups for master in group]
-    assert [master.equal(weights[n]) for n, master in enumerate(masters)] == [True, True]
+        weights = [parameter.detach().float() for parameter in engine.module.parameters()]
+        masters = [master.detach() for group in engine.optimizer.fp32_groups for master in group]
+        assert [master.equal(weights[n]) for n, master in enumerate(masters)] == [True, True]
 
+    def test_a_step_leaves_no_gradients(self):
+        engine = _make_engine(seed=0)
 
-def test_a_step_leaves_no_gradients():
-    engine = _make_engine(seed=0)
+        _train(engine, range(1))
 
-    _train(engine, range(1))
+        assert [parameter.grad for parameter in engine.module.parameters()] == [None, None]
 
-    assert [parameter.grad for parameter in engine.module.parameters()] == [None, None]
+    def test_weights_are_loaded_without_an_optimizer(self, tmpdir):
+        saved = _saved(tmpdir)
 
+        engine = _make_engine(seed=1, with_optimizer=False)
+        engine.load_checkpoint(str(tmpdir), tag=TAG)
 
-def test_weights_are_loaded_without_an_optimizer(tmp_path):
-    saved = _saved(tmp_path)
-
-    engine = _make_engine(seed=1, with_optimizer=False)
-    engine.load_checkpoint(str(tmp_path), tag=TAG)
-
-    found = engine.module.state_dict()
-    assert all(found[name].equal(weight) for name, weight in saved.module.state_dict().items())
+        found = engine.module.state_dict()
+        assert all(found[name].equal(weight) for name, weight in saved.module.state_dict().items())

@@ -3,68 +3,60 @@
 
 # DeepSpeed Team
 
-from types import MethodType, SimpleNamespace
-
-import pytest
+import deepspeed
 import torch
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime import engine as runtime_engine
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from unit.common import DistributedTest
 
 
-@pytest.fixture(autouse=True)
-def no_other_rank(monkeypatch):
-    monkeypatch.setattr(runtime_engine, "is_zero_supported_optimizer", lambda optimizer: True)
-    monkeypatch.setattr(bf16_optimizer, "see_memory_usage", lambda *args, **kwargs: None)
-    monkeypatch.setattr(bf16_optimizer.dist, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(bf16_optimizer.dist, "get_world_size", lambda group=None: 1)
+def _make_engine(stage, seed=0, grad_accum_dtype=None, is_pipeline=False):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    if is_pipeline:
+        model = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.MSELoss())
+    else:
+        model = torch.nn.Sequential(*layers)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {
+            "enabled": True
+        },
+        "data_types": {
+            "grad_accum_dtype": grad_accum_dtype
+        },
+        "zero_optimization": {
+            "stage": stage
+        }
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
 
 
-def _chosen(stage, accumulation, pipeline=False):
-    """The optimizer that a bf16 engine chooses, by the method that makes it."""
-    engine = SimpleNamespace(
-        get_data_types=lambda: (torch.bfloat16, accumulation),
-        zero_optimization=lambda: stage > 0,
-        zero_optimization_stage=lambda: stage,
-        zero_use_cpu_optimizer=lambda: False,
-        zero_cpu_offload=lambda: False,
-        amp_enabled=lambda: False,
-        pipeline_parallelism=pipeline,
-        has_moe_layers=False,
-        global_rank=1,
-        _supported_optims=lambda: [torch.optim.Optimizer],
-        _check_for_duplicates=lambda optimizer: None,
-        _configure_compression_scheduler=lambda: None,
-        _configure_quantization=lambda: None,
-    )
-    engine._configure_zero_optimizer = lambda *args: "zero"
-    engine._configure_fp16_optimizer = lambda *args: "fp16"
-    engine._configure_bf16_optimizer = lambda *args: "bf16"
-    engine._do_optimizer_sanity_check = MethodType(DeepSpeedEngine._do_optimizer_sanity_check, engine)
-    DeepSpeedEngine._configure_optimizer(engine, torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]), None)
-    return engine.optimizer
+class TestBF16WrapperName(DistributedTest):
+    world_size = 2
 
+    def test_fp32_accumulation_at_stage_1_takes_bf16_optimizer(self, tmpdir):
+        engine = _make_engine(stage=1, grad_accum_dtype="fp32")
+        assert isinstance(engine.optimizer, BF16_Optimizer)
+        samples = torch.ones((1, 4), dtype=torch.bfloat16, device=engine.device)
+        engine.backward(engine(samples).float().pow(2).mean())
+        engine.step()
+        engine.save_checkpoint(str(tmpdir), tag="step1")
 
-def test_fp32_accumulation_at_stage_1_takes_bf16_optimizer():
-    assert _chosen(stage=1, accumulation=torch.float32) == "bf16"
+        resumed = _make_engine(stage=1, seed=1, grad_accum_dtype="fp32")
+        resumed.load_checkpoint(str(tmpdir), tag="step1")
 
+        for found, expected in zip(resumed.optimizer.fp32_groups_flat_partition,
+                                   engine.optimizer.fp32_groups_flat_partition):
+            assert torch.equal(found, expected)
 
-def test_pipeline_parallelism_takes_bf16_optimizer():
-    assert _chosen(stage=0, accumulation=torch.bfloat16, pipeline=True) == "bf16"
+    def test_pipeline_parallelism_takes_bf16_optimizer(self):
+        engine = _make_engine(stage=0, is_pipeline=True)
+        assert isinstance(engine.optimizer, BF16_Optimizer)
 
-
-def test_others_stay_as_they_were():
-    assert _chosen(stage=0, accumulation=torch.bfloat16) == "fp16"
-    assert _chosen(stage=2, accumulation=torch.float32) == "zero"
-
-
-@pytest.mark.skipif(not hasattr(BF16_Optimizer, "scale_if_loss"), reason="each optimizer has a backward of its own")
-def test_bf16_optimizer_does_not_scale_losses():
-    config = SimpleNamespace(enabled=True, immediate_grad_update=False)
-    optimizer = BF16_Optimizer(DummyOptim([]), {}, bfloat16_config=config, grad_acc_dtype=torch.float32)
-    loss = torch.ones((), requires_grad=True) * 3
-
-    assert not optimizer.needs_scaler()
-    assert optimizer.scale_if_loss(loss) is loss
+    def test_others_stay_as_they_were(self):
+        assert not isinstance(_make_engine(stage=0).optimizer, BF16_Optimizer)
+        engine = _make_engine(stage=2, grad_accum_dtype="fp32")
+        assert isinstance(engine.optimizer, DeepSpeedZeroOptimizer)

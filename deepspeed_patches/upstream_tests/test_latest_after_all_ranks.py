@@ -3,77 +3,94 @@
 
 # DeepSpeed Team
 
-from types import SimpleNamespace
+import os
+import time
 
+import deepspeed
+import deepspeed.comm as dist
 import pytest
 import torch
-
-import deepspeed.runtime.engine as ds_engine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from unit.common import DistributedTest
 
-class CheckpointEngine:
-    """One that has nothing to write."""
-
-    def __init__(self, is_decoupled):
-        self.is_decoupled = lambda: is_decoupled
-        self.get_commit_info = lambda: SimpleNamespace(tag="new", save_dir=self.save_dir, save_latest=True)
-
-    def makedirs(self, path, exist_ok=False):
-        self.save_dir = path
-
-    def create(self, *args):
-        self.has_committed = False
-
-    def commit(self, *args):
-        self.has_committed = True
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+SECONDS_LATE = 2
 
 
-@pytest.fixture
-def barriers(tmp_path, monkeypatch):
-    """What `latest` names, and whether all is written, whenever ranks wait for each other."""
-    found = []
-    (tmp_path / "latest").write_text("old")
+class LateOnTheLastRank(TorchCheckpointEngine):
+    """Notes there what `latest` names when it begins to write."""
 
-    def barrier():
-        found.append(((tmp_path / "latest").read_text(), checkpoint_engine.has_committed))
+    def __init__(self, folder):
+        super().__init__(None)
+        self.folder = folder
+        self.named = set()
 
-    checkpoint_engine = CheckpointEngine(is_decoupled=False)
-    checkpoint_engine.create()
-    monkeypatch.setattr(ds_engine.dist, "barrier", barrier)
-    return SimpleNamespace(found=found, checkpoint_engine=checkpoint_engine)
-
-
-def _engine(checkpoint_engine):
-    """What a save needs of an engine, on rank 0."""
-    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
-    torch.nn.Module.__init__(engine)
-    engine.checkpoint_engine = checkpoint_engine
-    engine.global_rank = 0
-    engine.global_steps = 1
-    engine.has_moe_layers = False
-    engine.save_zero_checkpoint = False
-    engine.optimizer = None
-    for answer in ("_optimizer_has_ckpt_event_prologue", "_optimizer_has_ckpt_event_epilogue",
-                   "use_node_local_storage", "zero_nvme_offload_optimizer", "zero_optimization_partition_gradients",
-                   "_checkpoint_tag_validation", "_create_checkpoint_file", "_save_checkpoint"):
-        setattr(engine, answer, lambda *args, **kwargs: False)
-    engine.zero_optimization_stage = lambda: 0
-    return engine
+    def save(self, *args, **kwargs):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(SECONDS_LATE)
+            self.named.add(_latest(self.folder))
+        return super().save(*args, **kwargs)
 
 
-def test_all_ranks_have_written_before_latest_names_their_checkpoint(barriers, tmp_path):
-    _engine(barriers.checkpoint_engine).save_checkpoint(str(tmp_path), tag="new")
-    assert (tmp_path / "latest").read_text() == "new"
-    assert barriers.found[-2:] == [("old", True), ("new", True)]
+class InTheBackground(LateOnTheLastRank):
+    """Writes what it was given to save when that is committed."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.commit_info = None
+        self.calls = []
+
+    def is_decoupled(self):
+        return True
+
+    def create(self, info):
+        self.commit_info = info
+
+    def get_commit_info(self):
+        return self.commit_info
+
+    def save(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+
+    def commit(self, info):
+        for args, kwargs in self.calls:
+            super().save(*args, **kwargs)
+        return True
 
 
-@pytest.mark.skipif(not hasattr(DeepSpeedEngine, "_commit_decoupled_checkpoint"), reason="all engines write at once")
-def test_so_they_have_where_they_write_in_the_background(barriers, tmp_path):
-    barriers.checkpoint_engine.is_decoupled = lambda: True
-    engine = _engine(barriers.checkpoint_engine)
-    engine.save_checkpoint(str(tmp_path), tag="new")
-    barriers.found.clear()
-    engine._commit_decoupled_checkpoint()
-    assert (tmp_path / "latest").read_text() == "new"
-    assert barriers.found == [("old", True), ("new", True)]
+def _latest(folder):
+    with open(os.path.join(folder, "latest")) as file:
+        return file.read()
+
+
+class TestLatestAfterAllRanks(DistributedTest):
+    world_size = 2
+
+    def _save(self, checkpoint_engine, folder):
+        """A checkpoint by DeepSpeed's own engine, and another one by this."""
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+        engine.save_checkpoint(folder, tag="old")
+        engine.checkpoint_engine = checkpoint_engine
+        engine.save_checkpoint(folder, tag="new")
+        return engine
+
+    def _check(self, checkpoint_engine, folder):
+        is_late = dist.get_rank() == self.world_size - 1
+        assert checkpoint_engine.named == ({"old"} if is_late else set())
+        assert _latest(folder) == "new"
+
+    def test_latest_is_the_old_one_until_all_ranks_have_written(self, tmpdir):
+        checkpoint_engine = LateOnTheLastRank(str(tmpdir))
+        self._save(checkpoint_engine, str(tmpdir))
+        self._check(checkpoint_engine, str(tmpdir))
+
+    @pytest.mark.skipif(not hasattr(DeepSpeedEngine, "_commit_decoupled_checkpoint"),
+                        reason="all checkpoint engines write at once")
+    def test_so_it_is_where_they_write_in_the_background(self, tmpdir):
+        checkpoint_engine = InTheBackground(str(tmpdir))
+        self._save(checkpoint_engine, str(tmpdir))._commit_decoupled_checkpoint()
+        self._check(checkpoint_engine, str(tmpdir))

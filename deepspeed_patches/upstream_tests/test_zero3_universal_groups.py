@@ -3,105 +3,116 @@
 
 # DeepSpeed Team
 
+import argparse
+import os
+
+import deepspeed
+import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.runtime.zero import stage3
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
-NAMES = ("decay_a", "decay_b", "no_decay")
-GROUP_OF = (0, 0, 1)  # the first group is cut in two sub-groups
-STEPS = 3
+from unit.common import DistributedTest
 
-
-def _groups(count):
-    return [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": 0.1 / (n + 1)} for n in range(count)]
+STEPS = 2
+UNIVERSAL = "universal"
 
 
-def _write_checkpoint(folder, step, groups):
-    states = {"step": step, "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
-    settings = torch.optim.AdamW(_groups(groups), lr=0.5).state_dict()["param_groups"]
-    for index, name in enumerate(NAMES):
-        (folder / "zero" / name).mkdir(parents=True)
-        for key in ("fp32", "exp_avg", "exp_avg_sq"):
-            torch.save(torch.full((4, ), float(index + 1)), folder / "zero" / name / f"{key}.pt")
-    optim_sd = {"optimizer_state_dict": {"state": {0: states}, "param_groups": settings}}
-    torch.save(optim_sd, folder / "zero" / "optimizer_state.pt")
+def _make_engine(groups=2, load_universal=False):
+    """The weights are one group, and the biases without weight decay are another; each is cut in two."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    decayed, others = ([p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False))
+    if groups == 1:
+        param_groups = [{"params": decayed + others}]
+    else:
+        param_groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {
+            "enabled": True
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 4
+        },
+        "checkpoint": {
+            "load_universal": load_universal
+        }
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(param_groups, lr=0.1), config=config)[0]
 
 
-@pytest.fixture
-def optimizer(monkeypatch):
-    """Stage 3 of a single rank, as far as a universal load looks at it."""
-    monkeypatch.setattr(stage3.dist, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(stage3.dist, "get_world_size", lambda group=None: 1)
-    made = object.__new__(DeepSpeedZeroOptimizer_Stage3)
-    params = [torch.nn.Parameter(torch.zeros(4)) for _ in NAMES]
-    made.optimizer = torch.optim.AdamW(_groups(2), lr=0.1)
-    for group in made.optimizer.param_groups:
-        group.update(params=[], weight_decay=0.0)
-    made.dp_process_group = None
-    made._get_param_partition_group = lambda param: None
-    made.param_names = {params[index]: name for index, name in enumerate(NAMES)}
-    made.fp16_groups = [[param] for param in params]
-    made.fp16_partitioned_groups = [[param.data] for param in params]
-    made.fp16_partitioned_groups_flat = [param.data for param in params]
-    made.fp32_partitioned_groups_flat = [torch.zeros(4, requires_grad=True) for _ in params]
-    made.unflatten = lambda flat, tensors: [flat]
-    made.swap_optimizer = False
-    made.custom_loss_scaler = made.external_loss_scale = None
-    made.loss_scaler, made.dynamic_loss_scale, made.overflow = None, False, False
-    return made
+def _train(engine):
+    for step in range(STEPS):
+        samples = torch.full((1, 4), step + 1.0, dtype=torch.bfloat16, device=engine.device)
+        engine.backward(engine(samples).float().pow(2).mean())
+        engine.step()
 
 
-def _load(optimizer, folder):
-    optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3(str(folder))
+def _save_universal(engine, folder):
+    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": STEPS}
+    engine.save_checkpoint(folder, tag="saved", client_state=info)
+    if dist.get_rank() == 0:
+        convert_to_universal(
+            argparse.Namespace(input_folder=os.path.join(folder, "saved"),
+                               output_folder=os.path.join(folder, UNIVERSAL),
+                               num_extract_workers=1,
+                               num_merge_workers=1,
+                               keep_temp_folder=False,
+                               strict=True,
+                               inject_missing_state=False))
+    dist.barrier()
 
 
-def _step(optimizer):
-    """One sub-group after the other, as stage 3 does it."""
-    for index, group in enumerate(GROUP_OF):
-        flat = optimizer.fp32_partitioned_groups_flat[index]
-        flat.grad = torch.ones(4)
-        optimizer.optimizer.param_groups[group]["params"] = [flat]
-        optimizer.optimizer.step()
-        optimizer.optimizer.param_groups[group]["params"] = []
+def _settings(engine):
+    groups = engine.optimizer.optimizer.param_groups
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def test_each_group_gets_its_own_settings(optimizer, tmp_path):
-    _write_checkpoint(tmp_path, torch.tensor(2.0), groups=2)
-
-    _load(optimizer, tmp_path)
-
-    groups = optimizer.optimizer.param_groups
-    assert [(group["weight_decay"], group["lr"], group["params"]) for group in groups] == [
-        (0.1, 0.5, []),
-        (0.05, 0.5, []),
-    ]
+def _states(engine):
+    """Of each flat tensor, on this rank."""
+    flat_tensors = engine.optimizer.fp32_partitioned_groups_flat
+    return [(flat.detach(), engine.optimizer.optimizer.state[flat]) for flat in flat_tensors]
 
 
-def test_each_sub_group_counts_its_own_steps(optimizer, tmp_path):
-    _write_checkpoint(tmp_path, torch.tensor(2.0), groups=2)
+class TestZeRO3UniversalGroups(DistributedTest):
+    world_size = 2
 
-    _load(optimizer, tmp_path)
-    for _ in range(STEPS):
-        _step(optimizer)
+    def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(self, tmpdir):
+        expected = _make_engine()
+        _train(expected)
+        _save_universal(expected, str(tmpdir))
+        settings = _settings(expected)
 
-    state = optimizer.optimizer.state
-    assert [state[flat]["step"].item()
-            for flat in optimizer.fp32_partitioned_groups_flat] == [2.0 + STEPS] * len(NAMES)
+        engine = _make_engine(load_universal=True)
+        engine.load_checkpoint(str(tmpdir), tag=UNIVERSAL)
+        assert [group["weight_decay"] for group in _settings(engine)] == [0.1, 0.0]
+        assert _settings(engine) == settings
 
+        _train(expected)
+        _train(engine)
+        for (found, state), (flat, expected_state) in zip(_states(engine), _states(expected)):
+            assert state["step"] == 2 * STEPS
+            assert torch.equal(found, flat)
+            assert all(torch.equal(state[key], expected_state[key]) for key in ("exp_avg", "exp_avg_sq"))
 
-def test_a_step_that_is_a_number_stays_one(optimizer, tmp_path):
-    _write_checkpoint(tmp_path, 2, groups=2)
+    def test_one_group_that_is_cut_counts_its_steps_once(self, tmpdir):
+        engine = _make_engine(groups=1)
+        _train(engine)
+        _save_universal(engine, str(tmpdir))
 
-    _load(optimizer, tmp_path)
+        engine = _make_engine(groups=1, load_universal=True)
+        engine.load_checkpoint(str(tmpdir), tag=UNIVERSAL)
+        _train(engine)
 
-    steps = [optimizer.optimizer.state[flat]["step"] for flat in optimizer.fp32_partitioned_groups_flat]
-    assert steps == [2, 2, 2]
-    assert all(type(step) is int for step in steps)
+        assert [state["step"].item() for _, state in _states(engine)] == [2.0 * STEPS] * len(_states(engine))
 
+    def test_groups_that_are_not_those_of_the_checkpoint_are_refused(self, tmpdir):
+        engine = _make_engine(groups=1)
+        _train(engine)
+        _save_universal(engine, str(tmpdir))
 
-def test_groups_that_are_not_those_of_the_checkpoint_are_refused(optimizer, tmp_path):
-    _write_checkpoint(tmp_path, torch.tensor(2.0), groups=1)
-
-    with pytest.raises(ValueError, match="expected 1 param groups"):
-        _load(optimizer, tmp_path)
+        engine = _make_engine(groups=2, load_universal=True)
+        with pytest.raises(ValueError, match="expected 1 param groups"):
+            engine.load_checkpoint(str(tmpdir), tag=UNIVERSAL)

@@ -3,52 +3,73 @@
 
 # DeepSpeed Team
 
+import argparse
 import os
-from types import MethodType, SimpleNamespace
 
-import pytest
-from deepspeed.runtime import engine
-from deepspeed.runtime.engine import DeepSpeedEngine
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
-RANK = 3
+from unit.common import DistributedTest
 
-
-@pytest.fixture
-def make_engine(monkeypatch):
-    """A stage 3 engine of one rank of several, as far as the names of its files go."""
-    monkeypatch.setattr(engine.dist, "get_rank", lambda group=None: RANK)
-
-    def make(load_universal):
-        made = SimpleNamespace(
-            mpu=None,
-            checkpoint_mp_rank=0,
-            optimizer=SimpleNamespace(dp_process_group=None),
-            zero_optimization_partition_weights=lambda: True,
-            load_universal_checkpoint=lambda: load_universal,
-        )
-        for name in ("_get_ckpt_name", "_get_all_ckpt_names"):
-            setattr(made, name, MethodType(getattr(DeepSpeedEngine, name), made))
-        return made
-
-    return make
+UNIVERSAL = "universal"
 
 
-def _name(rank):
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+def _make_engine(load_universal):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {
+            "enabled": True
+        },
+        "zero_optimization": {
+            "stage": 3
+        },
+        "checkpoint": {
+            "load_universal": load_universal
+        }
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
 
 
-@pytest.mark.parametrize("load_universal", [False, True])
-def test_each_rank_saves_its_own_model_states(make_engine, load_universal):
-    path = make_engine(load_universal)._get_ckpt_name("checkpoints", "step2")
+def _train_and_save(engine, folder, tag):
+    samples = torch.ones((1, 4), dtype=torch.bfloat16, device=engine.device)
+    engine.backward(engine(samples).float().pow(2).mean())
+    engine.step()
+    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
+    engine.save_checkpoint(folder, tag=tag, client_state=info)
 
-    assert path == os.path.join("checkpoints", "step2", _name(RANK))
+
+def _convert(folder, tag):
+    if dist.get_rank() == 0:
+        convert_to_universal(
+            argparse.Namespace(input_folder=os.path.join(folder, tag),
+                               output_folder=os.path.join(folder, UNIVERSAL),
+                               num_extract_workers=1,
+                               num_merge_workers=1,
+                               keep_temp_folder=False,
+                               strict=True,
+                               inject_missing_state=False))
+    dist.barrier()
 
 
-def test_all_ranks_load_the_first_model_states_of_a_universal_checkpoint(make_engine, tmp_path):
-    (tmp_path / "step2").mkdir()
-    for rank in (0, RANK):
-        (tmp_path / "step2" / _name(rank)).touch()
+class TestZeRO3UniversalSave(DistributedTest):
+    world_size = 2
 
-    for load_universal, rank in ((True, 0), (False, RANK)):
-        found = make_engine(load_universal)._get_all_ckpt_names(str(tmp_path), "step2")
-        assert found == [str(tmp_path / "step2" / _name(rank))]
+    def test_a_run_that_loads_universal_checkpoints_saves_what_can_be_resumed(self, tmpdir):
+        _train_and_save(_make_engine(load_universal=False), str(tmpdir), tag="first")
+        _convert(str(tmpdir), tag="first")
+        engine = _make_engine(load_universal=True)
+        engine.load_checkpoint(str(tmpdir), tag=UNIVERSAL)
+
+        _train_and_save(engine, str(tmpdir), tag="second")
+
+        name = f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt"
+        assert os.path.exists(os.path.join(tmpdir, "second", name))
+        resumed = _make_engine(load_universal=False)
+        resumed.load_checkpoint(str(tmpdir), tag="second")
+        for found, expected in zip(resumed.optimizer.fp32_partitioned_groups_flat,
+                                   engine.optimizer.fp32_partitioned_groups_flat):
+            assert torch.equal(found, expected)
