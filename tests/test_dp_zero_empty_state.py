@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import edits
+from ckpt_patches.engine.plan import Outcome
 from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
 
 FIX = "dp_zero_empty_state"
@@ -124,6 +125,20 @@ def test_the_edited_look_ups(version: str) -> None:
     look_ups = added.count("optim_state = self._saved_optimizer_state(main_param)")
     assert look_ups == {"0.7.0": 2, NEWEST: 1}[version]
     assert added.count("self._warn_about_lost_state()") == {"0.7.0": 2, NEWEST: 3}[version]
+
+
+def test_the_diff_for_upstream_warns_of_nothing() -> None:
+    root = tree("megatron-core", NEWEST)
+    result, made = edits.plan(root, FIX, for_upstream=True)
+    assert result.outcome is Outcome.APPLIES
+    assert not [line for lines in edits.added_lines(made).values() for line in lines if "warn" in line]
+
+
+def test_where_upstream_has_the_change_the_warning_does_not_come_back(tmp_path: Path) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.write(edits.plan(copy, FIX, for_upstream=True)[1])
+    result, made = edits.plan(copy, FIX)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
 
 
 def test_the_keys_are_upstreams_own_where_upstream_names_them() -> None:

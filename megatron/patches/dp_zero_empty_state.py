@@ -6,7 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/602
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import Function, NoMatch, Source
+from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,7 +130,6 @@ METHODS = (
     DistributedOptimizer._missing_state_keys,
     DistributedOptimizer._initial_optimizer_state,
     DistributedOptimizer._saved_optimizer_state,
-    DistributedOptimizer._warn_about_lost_state,
 )
 
 
@@ -143,12 +142,10 @@ def complete_saved_states(source: Source) -> None:
         raise NoMatch(
             f"expected one of {', '.join((LOOK_UP, *OLDER_LOOK_UPS))} in {CLASS}, found none"
         )
-    saves = [name for name in SAVES if source.has_function(f"{CLASS}.{name}")]
     source.check_parts(
         {
             **source.functions_there(f"{CLASS}.", *METHODS),
             **calls_there(source, "self._saved_optimizer_state(...)", look_ups),
-            **calls_there(source, "self._warn_about_lost_state()", saves),
             **(
                 calls_there(source, "self._initial_optimizer_state(...)", look_ups)
                 if look_ups == [LOOK_UP]
@@ -165,10 +162,27 @@ def complete_saved_states(source: Source) -> None:
     if look_ups == [LOOK_UP]:
         complete_precision_aware_state(source, source.function(f"{CLASS}.{LOOK_UP}"))
     step_of_empty_state(source)
-    for name in saves:
-        source.insert_at_start(source.function(f"{CLASS}.{name}"), "self._warn_about_lost_state()")
     for method in METHODS:
         source.insert_method_before(source.function(f"{CLASS}.{look_ups[0]}"), method)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer", ours_alone=True)
+def say_what_was_lost(source: Source) -> None:
+    """Upstream dies of a lost state, too; no part of a change that saves an empty one."""
+    names = [name for name in SAVES if source.has_function(f"{CLASS}.{name}")]
+    method = DistributedOptimizer._warn_about_lost_state
+    source.check_parts(
+        {
+            **source.functions_there(f"{CLASS}.", method),
+            **calls_there(source, "self._warn_about_lost_state()", names),
+        }
+    )
+    if source.has_function(f"{CLASS}.{METHODS[0].__name__}"):  # upstream has taken the change
+        raise AlreadyThere
+    saves = [source.function(f"{CLASS}.{name}") for name in names]
+    for save in saves:
+        source.insert_at_start(save, "self._warn_about_lost_state()")
+    source.insert_method_before(saves[0], method)
 
 
 def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool]:
