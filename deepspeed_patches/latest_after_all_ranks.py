@@ -14,7 +14,7 @@ ENGINE = "deepspeed.runtime.engine"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
-    affected="DeepSpeed 0.12.0 to 0.19.8",
+    affected="DeepSpeed 0.12.0 to 0.19.8, at ZeRO 1 and 2",
     test="tests/unit/checkpoint/test_latest_after_all_ranks.py",
 )
 

@@ -40,7 +40,7 @@ def strip_at_most_the_partition(source: Source) -> None:
 
 @fix.edit(ZERO_CHECKPOINT, independent=True)
 def never_strip_the_step(source: Source) -> None:
-    """Up to 0.13 a `step` that is a tensor of no dimension is narrowed as well; later releases leave it alone."""
+    """Up to 0.14.0 a `step` that is a tensor of no dimension is narrowed as well; later releases leave it alone."""
     strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
     if source.all("state_name != 'step'", within=strip):
         raise AlreadyThere

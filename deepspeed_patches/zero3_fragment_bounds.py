@@ -11,7 +11,7 @@ from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8060",),
-    affected="DeepSpeed 0.14.5 to 0.19.2; fixed in 0.19.3; the converter knows no ZeRO-3 up to 0.13",
+    affected="DeepSpeed 0.14.5 to 0.19.2; fixed in 0.19.3; the converter knows no ZeRO-3 up to 0.14.4",
     test="tests/unit/checkpoint/test_zero3_fragment_bounds.py",
 )
 

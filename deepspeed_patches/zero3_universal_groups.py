@@ -9,7 +9,7 @@ from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConce
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7585",),
-    affected="DeepSpeed 0.18.0 to 0.19.8; not fixed upstream; up to 0.17.6 such a load of several groups dies",
+    affected="DeepSpeed 0.18.0 to 0.19.8; not fixed upstream; up to 0.17.6 several groups cannot be converted",
     test="tests/unit/checkpoint/test_zero3_universal_groups.py",
 )
 

@@ -1,6 +1,6 @@
 """Refresh every copy that the hybrid CPU-offload optimizer holds when only the model's weights were loaded.
 
-https://github.com/NVIDIA/Megatron-LM/issues/5071
+https://github.com/NVIDIA/Megatron-LM/pull/5071
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 fix = Fix(
     __name__,
     upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/issues/5071",
+        "https://github.com/NVIDIA/Megatron-LM/pull/5071",
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3949",
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4082",
         "https://github.com/NVIDIA-NeMo/RL/issues/2371",
