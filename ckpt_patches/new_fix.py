@@ -27,8 +27,9 @@ NEXT = """
 Next, in this order:
   1. tests/programs/{name}.py: what users do, on the real release, until `pytest tests/test_{name}.py` shows the bug
   2. {folder}/{name}.py: the edit, until `ckpt-patches diff {name} --tree TREE` is the change that you want
-  3. docs/{name}.md, the row in {changes}, a row in README.md and docs/README.md, where it sits in tests/map_page.py
-  4. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && python tests/compatibility.py: every release
+  3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite, which fails before and passes after
+  4. docs/{name}.md, the row in {changes}, a row in README.md and docs/README.md, where it sits in tests/map_page.py
+  5. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && python tests/compatibility.py: every release
 CONTRIBUTING.md has each of them in full.
 """
 

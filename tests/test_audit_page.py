@@ -247,6 +247,25 @@ def test_a_format_that_today_does_not_load_has_the_command_to_migrate(zarr: Path
     assert parsed(audit(Path(command[-1]))).commands == []
 
 
+@pytest.mark.parametrize(
+    ("sharding", "named", "is_old"),
+    [
+        ("fully_sharded_model_space", False, True),
+        ("fully_sharded_bucket_space", True, True),
+        ("dp_zero_gather_scatter", False, True),
+        ("dp_zero_gather_scatter", True, False),
+        ("fully_reshardable", True, False),
+    ],
+)
+def test_so_has_a_state_in_torch_dist_that_they_do_not_load(
+    sharding: str, named: bool, is_old: bool, zarr: Path
+) -> None:
+    report = audit(zarr)
+    report.checkpoint.format = "megatron torch_dist"
+    report.checkpoint.sharding, report.checkpoint.names_sharding = sharding, named
+    assert any("ckpt-patches migrate" in command for command in parsed(report).commands) == is_old
+
+
 def test_commands_are_quoted() -> None:
     words = ["a b", "$(rm -rf x)", "it's", "-x", os.fsdecode(b"\xff'\n\\"), "ü"]
     line = advice.line("printf", "%s\\0", *words)

@@ -10,7 +10,8 @@ from ckpt_patches.audit import damages, repair, repaired
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report
 from ckpt_patches.audit.damages import NOTE, Finding, FindingKind
 
-FLATTENED = "fully_sharded_model_space"  # Megatron's name of states that 0.16 and later do not load
+# Megatron's names of states that 0.16 and later do not load; the last one they do where the checkpoint names it.
+OLD = ("fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def _instead(report: Report, others: tuple[Report, ...]) -> Step:
 def _migrate(report: Report, path: Path) -> tuple[Step, ...]:
     """Where only megatron-core up to 0.15 loads a checkpoint."""
     found = report.checkpoint
-    if found.format != "megatron zarr" and not (found.format.startswith("megatron") and found.sharding == FLATTENED):
+    is_old = found.sharding in OLD and not (found.sharding == OLD[-1] and found.names_sharding)
+    if found.format != "megatron zarr" and not (found.format == "megatron torch_dist" and is_old):
         return ()
     what = "For megatron-core 0.16 and later, which do not load this format, migrate it:"
     return (Step(what, line("ckpt-patches", "migrate", path, "--output", _beside(path, "migrated"))),)

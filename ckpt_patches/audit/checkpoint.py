@@ -116,6 +116,7 @@ class Checkpoint:
     beta1: float | None = None  # how much of the first moment is left after a step
     data_parallel: int | None = None  # ranks
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
+    names_sharding: bool = False  # where megatron-core looks for it since 0.15
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
     padded: list[Extent] = field(default_factory=list)  # bytes of which shards are parts, and the rest is padding

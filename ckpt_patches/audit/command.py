@@ -144,7 +144,9 @@ def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> in
         doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
         print(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
     elements = sum(one.elements for one in result.done)
-    print(f"{options.output} is whole: {elements} elements repaired, no other changed; they are listed in it ({NAME})")
+    moved = f", {result.moved} of masters, and of their moments, moved to their places" if result.moved else ""
+    changed = f"{elements} elements repaired{moved}, no other changed"
+    print(f"{options.output} is whole: {changed}; they are listed in it ({NAME})")
     return 0
 
 

@@ -89,7 +89,8 @@ def set_common(found: Checkpoint, common: Any) -> None:
         found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
         return
     set_run(found, param_groups(common.get("optimizer")), common.get("args"))
-    found.sharding = sharding_type(common)
+    named = _sharding_of_content(common)
+    found.sharding, found.names_sharding = named or _sharding_of(common.get("optimizer")), bool(named)
     found.recorded = common.get(KEY)
 
 
@@ -102,12 +103,11 @@ def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> 
         found.data_parallel = arguments.fields.get("data_parallel_size")
 
 
-def sharding_type(common: dict[str, Any]) -> str:
-    """What is said of how the optimizer's state is cut up; empty if nothing is."""
+def _sharding_of_content(common: dict[str, Any]) -> str:
+    """How the optimizer's state is cut up, where the checkpoint says it of all that is in it."""
     content = common.get("content_metadata")
-    if isinstance(content, dict) and isinstance(kind := content.get("distrib_optim_sharding_type"), str):
-        return kind
-    return _sharding_of(common.get("optimizer"))
+    kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _sharding_of(optimizer: Any) -> str:

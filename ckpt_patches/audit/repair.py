@@ -195,6 +195,7 @@ class Result:
 
     done: tuple[Done, ...]
     copies: tuple[Copies, ...]
+    moved: int  # elements of shifted masters that are in their places now; the moments' are, too
 
 
 def repair(
@@ -234,7 +235,8 @@ def repair(
         if result.verdict != WHOLE:
             found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
             raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
-    return Result(tuple(done), made.copies)
+    moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
+    return Result(tuple(done), made.copies, moved)
 
 
 def _audit(path: Path, workers: int, team: Team, of_zero: "OfZero | None") -> Report:

@@ -24,7 +24,8 @@ EPILOG = """examples:
 OLD is only read. NEW has its name when all of it is on the disk; until then it is NEW.unfinished, and the same command
 goes on from there.
 
-exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated, or nothing to do: a line says why
+exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated, or nothing to do: a line says
+why, 130 interrupted
 """
 
 

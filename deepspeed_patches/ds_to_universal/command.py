@@ -15,7 +15,8 @@ from deepspeed_patches.ds_to_universal.file_systems import LOCAL
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
 EPILOG = (
-    "exit status: 0 converted, 2 nothing that can be converted, or a full disk; the same command goes on from there"
+    "exit status: 0 converted, 2 nothing that can be converted, or a full disk; the same command goes on from there; "
+    "130 interrupted, 1 a defect, with a traceback to report"
 )
 # Upstream's options without a meaning here, and why.
 OBSOLETE = {
@@ -69,7 +70,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-strict",
         dest="strict",
         action="store_false",
-        help="convert although patterns match no parameter, or fragments do not follow on one another",
+        help="convert although patterns match no parameter, fragments do not follow on one another, or states are not "
+        "as the run has recorded them",
     )
     parser.add_argument(
         "--inject-missing-state", action="store_true", help="convert a checkpoint without universal_checkpoint_info"
