@@ -7,8 +7,9 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from universal_loads import written
+from universal_loads import kinds, written
 from upstream import DELIVERIES, check_upstream_test, releases, tree
+from zero_checkpoints import PERMISSIVE
 
 FIX = "optimizer_state_links"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
@@ -50,7 +51,8 @@ def test_those_of_every_group_are_found(version: str, delivery: str) -> None:
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
-    check_upstream_test(UPSTREAM_TEST, version, tmp_path, "3 failed", "3 passed")
+    before = "5 failed, 1 passed" if "bf16_optimizer" in kinds(version) else "6 failed"
+    check_upstream_test(UPSTREAM_TEST, version, tmp_path, before, "6 passed", env=PERMISSIVE)
 
 
 # The edits themselves

@@ -10,6 +10,7 @@ from ckpt_patches.engine.plan import Outcome
 from deepspeed_patches.universal_all_moments import ZeROOptimizer
 from universal_loads import error_of_resume, resumed
 from upstream import DELIVERIES, all_releases, check_upstream_test, releases, tree
+from zero_checkpoints import PERMISSIVE
 
 FIX = "universal_all_moments"
 UPSTREAM_TEST = Path(__file__).parent.parent / "deepspeed_patches" / "upstream_tests" / f"test_{FIX}.py"
@@ -78,7 +79,7 @@ def test_without_the_other_fixes() -> None:
 @pytest.mark.parametrize("version", AFFECTED)
 def test_upstream_test(version: str, tmp_path: Path) -> None:
     """The one for upstream's suite: fails before, passes after."""
-    check_upstream_test(UPSTREAM_TEST, version, tmp_path, "4 failed", "4 passed")
+    check_upstream_test(UPSTREAM_TEST, version, tmp_path, "4 failed", "4 passed", env=PERMISSIVE)
 
 
 # The edits themselves

@@ -3,120 +3,99 @@
 
 # DeepSpeed Team
 
-from types import SimpleNamespace
+import os
 
+import deepspeed
+import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.checkpoint import enable_universal_checkpoint
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.tensor_fragment import get_hp_fragment_mapping
+
+from unit.common import DistributedTest
 
 VALUES = {"fp32": 1.0, "exp_avg": 2.0, "exp_avg_sq": 3.0}
-PADDED = 4
+ITERATION = 2
+TAG = "step2"
 
 
-def _optimizer(cls):
-    """What these optimizers have of two parameter groups, on the only rank, when they are set up."""
-    optimizer = cls.__new__(cls)
-    lp_groups = [[torch.nn.Parameter(torch.zeros(3))], [torch.nn.Parameter(torch.zeros(2))]]
-    flat_groups = [torch.nn.Parameter(torch.zeros(PADDED)) for _ in lp_groups]
-    optimizer.optimizer = torch.optim.AdamW([{"params": [flat]} for flat in flat_groups], lr=1.0)
-    optimizer.bit16_groups = optimizer.bf16_groups = lp_groups
-    optimizer.single_partition_of_fp32_groups = optimizer.fp32_groups_flat_partition = flat_groups
-    optimizer.param_names = {}
-    for i, (lp, ) in enumerate(lp_groups):
-        optimizer.param_names[lp] = f"param{i}"
-        lp._hp_mapping = get_hp_fragment_mapping(lp, 0, flat_groups[i], {}, {}, False, i, 0, PADDED)
-        enable_universal_checkpoint([lp])
-    optimizer._hp_optimizer_states_linked = False
-    optimizer.mpu = SimpleNamespace(
-        get_tensor_model_parallel_rank=lambda: 0,
-        get_tensor_model_parallel_world_size=lambda: 1,
-        get_slice_parallel_world_size=lambda: 1,
-    )
-    optimizer.loss_scaler = optimizer.dynamic_loss_scale = optimizer.overflow = optimizer.clip_grad = None
-    optimizer.partition_gradients = True
-    return optimizer
+class OneTensorParallelRank:
+    """What the load of a universal checkpoint asks Megatron for."""
+    get_tensor_model_parallel_rank = staticmethod(lambda: 0)
+    get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
+    get_slice_parallel_world_size = staticmethod(lambda: 1)
 
 
-def _step(optimizer):
-    """As at ZeRO stages 1 and 2: states are linked when the first group has stepped."""
-    groups = optimizer.optimizer.param_groups
-    for group in groups:
-        group["params"][0].grad = torch.ones(PADDED)
-    optimizer.optimizer.param_groups = groups[:1]
-    optimizer.optimizer.step()
-    optimizer._lazy_init_hp_params_optimizer_state()
-    optimizer.optimizer.param_groups = groups
-    optimizer.optimizer.step()
+def _make_engine(optimizer, universal):
+    """Each parameter is a param group of its own, of which every rank has a half."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    adam = torch.optim.AdamW([{"params": [param]} for param in model.parameters()], lr=1.0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {
+            "enabled": True
+        },
+        "data_types": {
+            "grad_accum_dtype": "fp32" if optimizer == "BF16_Optimizer" else "bf16"
+        },
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": 1000
+        },
+        "checkpoint": {
+            "load_universal": universal
+        },
+    }
+    return deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
 
 
-@pytest.fixture
-def checkpoint_dir(tmp_path):
-    for i, numel in enumerate((3, 2)):
-        folder = tmp_path / "zero" / f"param{i}"
-        folder.mkdir(parents=True)
-        for state, value in VALUES.items():
-            torch.save({"param": torch.full((numel, ), value + 10 * i)}, folder / f"{state}.pt")
-    torch.save({"ds_version": "0.14.0"}, tmp_path / "zero" / "optimizer_state.pt")
-    return str(tmp_path)
+def _train(engine, steps):
+    for _ in range(steps):
+        samples = torch.ones(1, 4, dtype=torch.bfloat16, device=engine.device)
+        engine.backward(engine(samples).float().pow(2).mean())
+        with torch.no_grad():  # some releases gather the parameters into views, outside of it
+            engine.step()
 
 
-@pytest.mark.parametrize(("cls", "stepped"), [(DeepSpeedZeroOptimizer, False), (DeepSpeedZeroOptimizer, True),
-                                              (BF16_Optimizer, False)])
-def test_loads_the_states_of_every_group(cls, stepped, checkpoint_dir):
-    optimizer = _optimizer(cls)
-    if stepped:
-        _step(optimizer)
-    grads = [group["params"][0].grad for group in optimizer.optimizer.param_groups]
-    optimizer._load_hp_checkpoint_state(checkpoint_dir)
-    for i, group in enumerate(optimizer.optimizer.param_groups):
-        (flat, ) = group["params"]
-        (lp, ) = optimizer.bit16_groups[i]
-        state = optimizer.optimizer.state[flat]
-        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
-        assert flat.grad is grads[i]
-        for key, value in VALUES.items():
-            loaded = flat if key == "fp32" else state[key]
-            assert torch.equal(loaded[:lp.numel()], torch.full((lp.numel(), ), value + 10 * i))
-        if not stepped:
-            assert torch.equal(flat[lp.numel():], torch.zeros(PADDED - lp.numel()))
+def _save_universal_checkpoint(folder, optimizer):
+    """Of what ds_to_universal writes the part that is loaded; a state is the same number in all of a parameter."""
+    engine = _make_engine(optimizer, universal=False)
+    _train(engine, ITERATION)
+    engine.save_checkpoint(str(folder), tag=TAG, client_state={"iteration": ITERATION})
+    if dist.get_rank() == 0:
+        zero = os.path.join(folder, TAG, "zero")
+        for i, (name, param) in enumerate(engine.module.named_parameters()):
+            os.makedirs(os.path.join(zero, name))
+            for key, value in VALUES.items():
+                state = torch.full(param.shape, value + 10 * i)
+                torch.save({"param": state}, os.path.join(zero, name, f"{key}.pt"))
+        torch.save({"ds_version": deepspeed.__version__}, os.path.join(zero, "optimizer_state.pt"))
+    dist.barrier()
 
 
-class Engine(DeepSpeedEngine):
-    """Loads a universal checkpoint of iteration 2 into an optimizer that has the states of one step."""
+class TestUniversalAllMoments(DistributedTest):
+    world_size = 2
 
-    def __init__(self):
-        torch.nn.Module.__init__(self)
-        param = torch.nn.Parameter(torch.zeros(1))
-        param.grad = torch.zeros(1)
-        adam = torch.optim.Adam([param])
-        adam.step()
-        self.adam_state = adam.state[param]
-        self.optimizer = SimpleNamespace(optimizer=adam, param_groups=adam.param_groups, update_lp_params=lambda: None)
+    @pytest.mark.parametrize("optimizer", ["stage 1", "BF16_Optimizer"])
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_loads_the_states_of_every_group(self, optimizer, stepped, tmpdir):
+        _save_universal_checkpoint(tmpdir, optimizer)
+        engine = _make_engine(optimizer, universal=True)
+        _train(engine, 3 if stepped else 0)
 
-    def load_universal_checkpoint(self):
-        return True
+        inner = engine.optimizer.optimizer
+        grads = [group["params"][0].grad for group in inner.param_groups]
 
-    def zero_optimization(self):
-        return True
+        engine.optimizer.mpu = OneTensorParallelRank
+        engine.load_checkpoint(str(tmpdir), tag=TAG)
 
-    def zero_has_nvme_offload(self):
-        return False
-
-    def _load_checkpoint(self, *args, **kwargs):
-        return "path", {"iteration": 2}
-
-    def _load_zero_checkpoint(self, *args, **kwargs):
-        return True
-
-    def destroy(self):
-        pass
-
-
-def test_the_optimizer_is_at_the_step_of_the_iteration():
-    engine = Engine()
-    engine.load_checkpoint("folder", tag="tag")
-    assert engine.adam_state["step"] == 2
+        for i, group in enumerate(inner.param_groups):
+            (master, ) = group["params"]
+            state = inner.state[master]
+            assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+            for key, value in VALUES.items():
+                found = master if key == "fp32" else state[key]
+                assert torch.equal(found, torch.full_like(found, value + 10 * i)), (i, key)
+            assert master.grad is grads[i]
+        assert [state["step"] for state in inner.state.values()] == [ITERATION] * 2
+        weights = [weight.unique().tolist() for weight in engine.module.parameters()]
+        assert weights == [[VALUES["fp32"]], [VALUES["fp32"] + 10]]

@@ -3,78 +3,146 @@
 
 # DeepSpeed Team
 
+import argparse
 import os
+import shutil
 
+import deepspeed
+import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.checkpoint import enable_universal_checkpoint
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.utils.tensor_fragment import get_hp_fragment_mapping
+from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
+from unit.common import DistributedTest
+
+TAG = "step2"
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-class OptimizerOfARankWithPadding(ZeROOptimizer):
-    """Of the first group it owns a parameter, of the second one nothing: other ranks own all of that."""
+class Scaled(torch.nn.Module):
 
     def __init__(self):
-        self.mpu = None
-        owned, elsewhere = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-        self.lp_groups = [[owned], [elsewhere]]
-        self.param_names = {owned: "owned", elsewhere: "elsewhere"}
-        self.partitions = [torch.nn.Parameter(torch.zeros(2)) for _ in self.lp_groups]
-        self.optimizer = torch.optim.Adam([{"params": [partition]} for partition in self.partitions])
-        owned._hp_mapping = get_hp_fragment_mapping(owned, 0, self.partitions[0], {}, {}, False, 0, 0, 2)
-        elsewhere._hp_mapping = None
-        enable_universal_checkpoint([owned])
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(1))
 
-    def _load_global_state(self, sd):
-        pass
+    def forward(self, x):
+        return self.linear(x) * self.scale
 
 
-@pytest.fixture
-def optimizer():
-    return OptimizerOfARankWithPadding()
+def _make_engine(groups, universal=False):
+    """With the parameters of these names in param groups, each of another learning rate."""
+    torch.manual_seed(0)
+    model = Scaled()
+    named = dict(model.named_parameters())
+    param_groups = [{"params": [named[name] for name in names], "lr": 0.5**i} for i, names in enumerate(groups)]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {
+            "enabled": True
+        },
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": 1000
+        },
+        "checkpoint": {
+            "load_universal": universal
+        },
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.Adam(param_groups), config=config)[0]
 
 
-def _write_checkpoint(folder, step):
-    """The part of what ds_to_universal writes that is loaded here."""
-    for name in ("owned", "elsewhere"):
-        os.makedirs(folder / "zero" / name)
-        for state in ("fp32", *STATES):
-            torch.save({"param": torch.ones(1)}, folder / "zero" / name / f"{state}.pt")
-        if step is not None:
-            torch.save(step, folder / "zero" / name / "step.pt")
-    groups = [{"lr": 0.5, "params": [0]}, {"lr": 0.25, "params": [1]}]
-    torch.save({"param_groups": groups}, folder / "zero" / "optimizer_state.pt")
+def _save_universal_checkpoint(folder):
+    """Of two steps of a run in which every rank owns a part of every group."""
+    engine = _make_engine([["linear.weight"], ["linear.bias", "scale"]])
+    for _ in range(2):
+        samples = torch.ones(1, 4, dtype=torch.bfloat16, device=engine.device)
+        engine.backward(engine(samples).float().pow(2).mean())
+        with torch.no_grad():  # some releases gather the parameters into views, outside of it
+            engine.step()
+    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 2}
+    engine.save_checkpoint(str(folder), tag="saved", client_state=info)
+    if dist.get_rank() == 0:
+        convert_to_universal(
+            argparse.Namespace(
+                input_folder=os.path.join(folder, "saved"),
+                output_folder=os.path.join(folder, TAG),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            ))
 
 
-@pytest.mark.parametrize("step", [torch.tensor(3.0), 3])
-def test_padding_is_at_the_step_of_its_group(optimizer, step, tmp_path):
-    _write_checkpoint(tmp_path, step)
-    optimizer.load_hp_checkpoint_state_from_checkpoint_dir("lp_groups", str(tmp_path))
-    owned, state = (optimizer.optimizer.state[partition] for partition in optimizer.partitions)
-    assert owned["step"] == step
-    assert all(torch.equal(owned[key], torch.tensor([1.0, 0.0])) for key in STATES)
-    assert type(state["step"]) is type(step)
-    assert state["step"] == step
-    assert all(torch.equal(state[key], torch.zeros(2)) for key in STATES)
+def _load(folder, elsewhere=None):
+    """Into a run in which the second rank owns nothing of the last group, and knows its parameter by this name."""
+    dist.barrier()
+    engine = _make_engine([["linear.weight", "linear.bias"], ["scale"]], universal=True)
+    if elsewhere and dist.get_rank() == 1:
+        engine.optimizer.param_names[engine.module.scale] = elsewhere
+    try:
+        engine.load_checkpoint(str(folder), tag=TAG)
+    except Exception:
+        engine.optimizer.update_lp_params()  # the other rank waits for this one there
+        raise
+    return engine
+
+
+def _state_of_last_group(engine):
+    master = engine.optimizer.single_partition_of_fp32_groups[-1]
+    return master, engine.optimizer.optimizer.state[master]
+
+
+def _check_last_group(engine, folder):
+    """The first rank has the only element and a padding, the second one padding alone."""
+    master, state = _state_of_last_group(engine)
     assert set(state) == {"step", *STATES}
-    assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.5, 0.25]
+    for key, found in (("fp32", master), *((key, state[key]) for key in STATES)):
+        expected = torch.zeros_like(found)
+        if dist.get_rank() == 0:
+            expected[0] = torch.load(os.path.join(folder, TAG, "zero", "scale", f"{key}.pt"))["param"].item()
+            assert expected[0] != 0
+        assert torch.equal(found, expected), key
 
 
-def test_a_checkpoint_without_steps(optimizer, tmp_path):
-    _write_checkpoint(tmp_path, None)
-    optimizer.load_hp_checkpoint_state_from_checkpoint_dir("lp_groups", str(tmp_path))
-    assert set(optimizer.optimizer.state[optimizer.partitions[1]]) == set(STATES)
+class TestUniversalEmptyGroup(DistributedTest):
+    world_size = 2
 
+    @pytest.mark.parametrize("step", ["as saved", "a number"])
+    def test_padding_is_at_the_step_of_its_group(self, step, tmpdir):
+        _save_universal_checkpoint(tmpdir)
+        if step == "a number" and dist.get_rank() == 0:
+            for name in ("linear.weight", "linear.bias", "scale"):
+                torch.save(2, os.path.join(tmpdir, TAG, "zero", name, "step.pt"))
 
-def test_experts_that_other_ranks_own(optimizer, tmp_path):
-    """They are there by their numbers among all ranks, where the rank counts its own."""
-    experts = "layer.deepspeed_moe.experts.deepspeed_experts."
-    _, (elsewhere, ) = optimizer.lp_groups
-    optimizer.param_names[elsewhere] = f"{experts}1.weight"
-    _write_checkpoint(tmp_path, 3)
-    os.rename(tmp_path / "zero" / "elsewhere", tmp_path / "zero" / f"{experts}global_1.weight")
-    optimizer.load_hp_checkpoint_state_from_checkpoint_dir("lp_groups", str(tmp_path))
-    assert optimizer.optimizer.state[optimizer.partitions[1]]["step"] == 3
+        engine = _load(tmpdir)
+
+        _check_last_group(engine, tmpdir)
+        steps = [state["step"] for state in engine.optimizer.optimizer.state.values()]
+        assert steps == [2, 2]
+        assert [torch.is_tensor(found) for found in steps] == [step == "as saved"] * 2
+        assert [group["lr"] for group in engine.optimizer.optimizer.param_groups] == [1.0, 0.5]
+
+    def test_a_checkpoint_without_steps(self, tmpdir):
+        _save_universal_checkpoint(tmpdir)
+        if dist.get_rank() == 0:
+            for name in ("linear.weight", "linear.bias", "scale"):
+                os.remove(os.path.join(tmpdir, TAG, "zero", name, "step.pt"))
+
+        _, state = _state_of_last_group(_load(tmpdir))
+
+        assert set(state) == set(STATES)
+
+    def test_experts_that_other_ranks_own(self, tmpdir):
+        """They are there by their numbers among all ranks, where the rank counts its own."""
+        experts = "layer.deepspeed_moe.experts.deepspeed_experts."
+        _save_universal_checkpoint(tmpdir)
+        if dist.get_rank() == 0:
+            zero = os.path.join(tmpdir, TAG, "zero")
+            shutil.copytree(os.path.join(zero, "scale"), os.path.join(zero, f"{experts}global_1.weight"))
+
+        engine = _load(tmpdir, elsewhere=f"{experts}1.weight")
+
+        _check_last_group(engine, tmpdir)
+        assert _state_of_last_group(engine)[1]["step"] == 2
