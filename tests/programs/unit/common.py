@@ -39,9 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_ranks(test: Any, arguments: Mapping[str, Any], ranks: int) -> None:
+    import deepspeed
+
     import zero_training
+    from zero_resuming import numbers, reduce_as_on_a_gpu
 
     zero_training.prepare()
+    if numbers(deepspeed.__version__) < (0, 13):  # whose BF16_Optimizer does not train on a CPU
+        reduce_as_on_a_gpu()
     port, context = zero_training.free_port(), multiprocessing.get_context("fork")
     processes, waiting = [], []
     for rank in range(ranks):
