@@ -64,27 +64,27 @@ the same two steps. *exact*: every bit of 16-bit weights, fp32 masters, moments,
 counters and loss scale after the load, on every rank; and on the same number of ranks the reference's after the two
 steps, and its losses. On another number gradients round differently: losses within 2 %. With one param group and with
 two, which differ in learning rate and weight decay. A cell is "one / two", or one word for both, and in brackets what
-the unpatched release gives, where that is something else. For that torch was told to load as it did before 2.6: else
-releases up to 0.15 load nothing ([torch_load_weights_only](torch_load_weights_only.md)). The optimizer is torch's
+the unpatched release gives, where that is something else. For the unpatched runs torch was told to load
+as it did before 2.6: else releases up to 0.15 load nothing ([torch_load_weights_only](torch_load_weights_only.md)). The optimizer is torch's
 AdamW. The converter of universal checkpoints is DeepSpeed's own, with the fixes or without; up to 0.13 it takes
-checkpoints of pipelines alone, which it knows by their files of layers, and was given such files, empty; and up to
+only checkpoints of pipelines, which it knows by their files of layers, and was given such files, empty; and up to
 0.14.0 the load asks for an `mpu`, and was given one of one tensor-parallel rank. *On two nodes*: 4 ranks, of which
 `LOCAL_RANK` says that two and two share a node.
 
 - *refused*: DeepSpeed resumes an ordinary checkpoint with ZeRO on as many ranks as saved it, and says so; up to 0.17.0
   also one in bf16 without ZeRO, where BF16_Optimizer runs.
-- *differs*: without a word. Any other word: it dies with that exception (*conversion*: already the converter;
+- *differs*: no error, other values. Any other word: it dies with that exception (*conversion*: already the converter;
   *training*: in a step, before the save or after an exact load).
 - BF16_Optimizer is bf16 at stage 1 with `grad_accum_dtype: fp32`. Without ZeRO there is no universal checkpoint.
 """
 ALL_RUN = " That is all from 0.12.0 on but for 0.14.1 to 0.14.3, which do not import with torch 2.13."
 CPU_HEAD = """Trouble of the CPU, which the test program keeps away, in training and not in checkpoints:
 
-- Up to 0.19.7 stage 3 waits for the last of several gathers alone. NCCL ends them in their order, Gloo does not: now
+- Up to 0.19.7 stage 3 waits only for the last of several gathers. NCCL ends them in their order, Gloo does not: now
   and then a step begins with parameters that are not there yet. The program waits for each of them.
 - 0.17.6 in fp16 hangs in a step with an overflow. The loss scale begins at 16, and no step overflows.
 - Up to 0.15 DeepSpeed refuses fp16 on a CPU; up to 0.16 it does not reduce its gradients without ZeRO, nor up to 0.12
-  those of bf16, without ZeRO and in BF16_Optimizer. It is told that a CPU can.
+  those of bf16, without ZeRO and in BF16_Optimizer. DeepSpeed is told that a CPU can.
 """
 KINDS = {
     "stage0": "bf16, without ZeRO",
@@ -208,7 +208,7 @@ LIMITS = [
         "no step",
         "0.17.6 to 0.18.2 cannot train at stages 1 and 2 where a rank has no parameter of a group, as one of 4 ranks"
         " here: the first step dies (`IndexError` in `get_flat_partition`; a bug in training, not of the CPU). 0.18.3"
-        " has it right. What was loaded before that step was exact.",
+        " fixes it. What was loaded before that step was exact.",
         "training died: IndexError: list index out of range",
         "0.17.6",
         "0.18.2",
@@ -216,7 +216,7 @@ LIMITS = [
     ),
     Limit(
         "one group only",
-        "at stage 3 the converter of 0.14.5 to 0.17.6, and the load, read the first flat tensor alone. The converter"
+        "at stage 3 the converter of 0.14.5 to 0.17.6, and the load, read only the first flat tensor. The converter"
         " dies of a second param group (`RuntimeError: start (…) + length (…) exceeds dimension size`). From 0.18.0 on"
         " they know several.",
         "conversion died: RuntimeError: start (",
@@ -227,7 +227,7 @@ LIMITS = [
     ),
     Limit(
         "no format",
-        "up to 0.14.4 the converter knows stages 1 and 2 alone, and says of others `Cannot find mp_rank_* files`.",
+        "up to 0.14.4 the converter knows only stages 1 and 2, and says of others `Cannot find mp_rank_* files`.",
         "conversion died: AssertionError: ",
         "0.12.0",
         "0.14.4",

@@ -27,3 +27,14 @@ def test_tests_are_compared_by_name() -> None:
 def test_page_has_what_is_recorded() -> None:
     whole = json.loads(suites.RECORD.read_text(encoding="utf-8"))
     assert suites.page(whole) in suites.PAGE.read_text(encoding="utf-8")
+
+
+def test_a_fixs_own_test_fails_without_it_and_passes_with_it() -> None:
+    """As it was recorded, in upstream's own harness and with that fix alone."""
+    whole = json.loads(suites.RECORD.read_text(encoding="utf-8"))
+    rows = [row for suite in whole.values() for row in suite.get("own", [])]
+    assert {row["fix"] for row in rows} >= set(whole["deepspeed"]["fixes"])
+    for row in rows:
+        assert row["without"]["failed"] > 0, row
+        assert (row["with"]["failed"], row["with"]["error"]) == (0, 0), row
+        assert row["with"]["passed"] >= row["without"]["failed"], row

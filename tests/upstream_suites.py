@@ -4,7 +4,8 @@
 
 A checkout is a folder with the files of upstream's repository, tests among them: it is copied, and stays as it is. Each
 file of tests runs in processes of its own, on the copy without the fixes, and then with all that apply written into it.
-What became of each file is kept in tests/recorded/upstream_suites.json as soon as it has run on both.
+What became of each file is kept in tests/recorded/upstream_suites.json as soon as it has run on both. So are the fixes'
+own tests for upstream's suite, each where `diff --with-test` puts it, with that fix alone.
 """
 
 import argparse
@@ -28,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ckpt_patches.engine.fix import load, package_of
+from ckpt_patches.engine.registry import FIXES
+from test_upstream_tests import file_of
 from upstream import PROGRAMS, REPOSITORY, tree
 
 RECORD = REPOSITORY / "tests" / "recorded" / "upstream_suites.json"
@@ -38,6 +42,7 @@ SIDES = ("without", "with")
 # What a rank may say of a test, the worst first: of all ranks that counts. A test that did not end says nothing.
 OUTCOMES = ("error", "failed", "passed", "skipped")
 AGAIN = 3  # runs more, each way, of a test that passes without the fixes alone
+OWN = "own tests"  # of the fixes, for --only
 REASONS = 3  # of a file, the commonest, in the record
 
 Outcomes = dict[str, tuple[str, str]]  # by test: what became of it, and why it did not pass
@@ -139,18 +144,11 @@ def compile_extensions(place: Place, limits: Limits) -> None:
     _wait([sys.executable, "-c", build], place, environment, limits.compiler)
 
 
-def fixes(place: Place, side: str) -> list[str]:
-    """Write the fixes into the copy, or take them out; which were written now."""
-    names = _command(place, "list", "--json")
-    mine = [fix["name"] for fix in json.loads(names)["fixes"] if _package_of(fix["name"]) == place.suite.package]
-    said = _command(place, "apply" if side == "with" else "revert", *mine, "--tree", str(place.tree))
+def fixes(place: Place, side: str, *names: str) -> list[str]:
+    """Write fixes into the copy, or take them out, all where none is named; which were written now."""
+    chosen = names or [name for name in FIXES if package_of(name).split(".")[0] == place.suite.package]
+    said = _command(place, "apply" if side == "with" else "revert", *chosen, "--tree", str(place.tree))
     return [line.partition(":")[0] for line in said.splitlines() if line.endswith(": applied")]
-
-
-def _package_of(fix: str) -> str:
-    from ckpt_patches.engine.fix import package_of
-
-    return package_of(fix)
 
 
 def _command(place: Place, *arguments: str) -> str:
@@ -311,6 +309,22 @@ def _plain(why: str) -> str:
     return re.sub(r"/\S+/", "…/", re.sub(r"0x[0-9a-f]+", "0x…", why))
 
 
+def own_test(place: Place, fix: str, limits: Limits) -> dict[str, Any]:
+    """What becomes of a fix's own test, without the fix and with it alone."""
+    path = load(fix).test
+    (place.tree / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file_of(fix), place.tree / path)
+    fixes(place, "without")
+    found = {}
+    ranks = 1 if place.suite is MEGATRON else 0
+    for side in SIDES:
+        if side == "with":
+            fixes(place, side, fix)
+        found[side], _, _ = run(place, [os.path.relpath(path, place.suite.folder)], ranks, limits)
+    (place.tree / path).unlink()
+    return {"fix": fix, "file": path, **{side: counts(found[side]) for side in SIDES}}
+
+
 # Record
 
 
@@ -320,7 +334,10 @@ def run_suite(suite: Suite, checkout: Path, work: Path, limits: Limits, only: st
     if suite is DEEPSPEED:
         compile_extensions(place, limits)
     fixes(place, "without")
-    record(suite.package, {**about(checkout), "fixes": fixes(place, "with")})
+    applied = fixes(place, "with")
+    record(suite.package, {**about(checkout), "fixes": applied})
+    if re.search(only, OWN):
+        record(suite.package, {"own": [own_test(place, fix, limits) for fix in applied]})
     for file, ranks in suite.files:
         if re.search(only, file) and (place.tree / suite.folder / file).exists():
             row = compare(place, file, ranks, limits)
@@ -392,6 +409,8 @@ def section(package: str, suite: Mapping[str, Any]) -> Iterator[str]:
     heads = ["file", "ranks", *(f"{outcome}, {side}" for outcome in reversed(OUTCOMES) for side in SIDES)]
     table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(row) for row in ran), total(ran)]
     yield "\n".join(table)
+    if suite.get("own"):
+        yield "### The fixes' own tests, each without its fix and with it alone\n\n" + own(suite["own"])
     yield from (f"### {title}\n\n{text}" for title, text in (*ends(ran), *lost(ran), *differ(ran)) if text)
     if missing := [f"`{file}` ({ranks({'ranks': number})})" for file, number in not_run(suite, SUITES[package])]:
         yield "Not run, though the program has them in its list: " + ", ".join(missing) + "."
@@ -399,6 +418,17 @@ def section(package: str, suite: Mapping[str, Any]) -> Iterator[str]:
         yield "### Nothing passes here, on either side\n\n" + "\n".join(nothing)
     if partly := [f"- `{row['file']}`, {ranks(row)}: {why(row)}" for row in ran if row["reasons"]]:
         yield "### Why tests do not pass without the fixes: the commonest reasons\n\n" + "\n".join(partly)
+
+
+def own(rows: Sequence[Mapping[str, Any]]) -> str:
+    shown = ("failed", "passed", "skipped")
+    heads = ["fix", *(f"{outcome}, {side}" for side in SIDES for outcome in shown)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        lines.append(
+            f"| `{row['fix']}` | {' | '.join(str(row[side][outcome]) for side in SIDES for outcome in shown)} |"
+        )
+    return "\n".join(lines)
 
 
 def not_run(recorded: Mapping[str, Any], suite: Suite) -> list[tuple[str, int]]:
@@ -468,7 +498,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="of Megatron-LM, with its tests")
     parser.add_argument("--deepspeed", type=Path, metavar="CHECKOUT", help="of DeepSpeed, with its tests")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="the files in whose names this is found")
+    parser.add_argument("--only", default="", metavar="PATTERN", help=f"files in whose names this is found; '{OWN}'")
     parser.add_argument("--seconds", type=int, default=600, help="that a file may take on one side (default 600)")
     parser.add_argument("--compiler", type=int, default=900, metavar="SECONDS", help="for extensions (default 900)")
     parser.add_argument("--work", type=Path, help="a folder for copies and extensions, which is kept")

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,13 @@ import pytest
 
 import scale_page
 from every_checkpoint import put, tensors
+from scale_page import OF_A_RUN, RANKS, Size
 from upstream import run_json, tree
 from zero_checkpoints import PERMISSIVE
 
 DELIVERIES = {"upstream": "none", "ours": "hook"}
 
 
-@dataclass(frozen=True)
-class Size:
-    """Of a run; what it has no use for is left as it is."""
-
-    ranks: int = 4
-    layers: int = 4
-    hidden: int = 64  # elements: the square of it to a layer
-    chunks: int = 64  # of zarr
-
-
-RANKS = [Size(ranks=ranks) for ranks in (2, 4, 8)]
-PARAMETERS = [Size(layers=layers) for layers in (2, 4, 8)]
-BYTES = [Size(hidden=hidden) for hidden in (32, 64, 128)]
-OF_A_RUN = list(dict.fromkeys([*RANKS, *PARAMETERS, *BYTES]))  # of an older release by ranks alone
 CHUNKS = [Size(chunks=chunks) for chunks in (16, 64, 1024, 10000)]
 OF_ZARR = list(dict.fromkeys([*RANKS, Size(ranks=16), *CHUNKS]))
 
@@ -40,7 +26,7 @@ MEGATRON = {
     "0.14.0": ("torch", "fully_sharded_bucket_space", "fully_sharded_model_space"),
 }
 DEEPSPEED = ("0.19.8", "0.17.6")
-OLDER = ("0.14.0", "0.17.6")
+OLDER = ("0.14.0", "0.17.6")  # by ranks alone
 
 
 def counted(command: str, release: tuple[str, str], out: Path, *arguments: str, side: str) -> dict[str, Any]:
@@ -55,7 +41,7 @@ def rows(command: str, release: tuple[str, str], size: Size, to: Path, *argument
     for side in DELIVERIES:
         found = counted(command, release, to / f"{side:8}", "--ranks", str(size.ranks), *arguments, side=side)
         for part, of_ranks in found.items():
-            yield scale_page.row(named(release), part, vars(size), side, of_ranks)
+            yield scale_page.row(named(release), part, size, side, of_ranks)
 
 
 def test_the_zarr_strategy(tmp_path: Path) -> None:
@@ -98,7 +84,7 @@ def tools(version: str, size: Size, folder: Path) -> Iterator[dict[str, Any]]:
             to = folder / f"{side:8}{stage}"
             options = ("--input_folder", str(source), "--output_folder", str(to), *more)
             of_all = counted("tool", release, folder, module, *options, side=side)["tool"]
-            yield scale_page.row(named(release), f"stage {stage}, conversion", vars(size), side, of_all)
+            yield scale_page.row(named(release), f"stage {stage}, conversion", size, side, of_all)
         yield command(release, size, folder, f"stage {stage}, audit", "audit", str(source))
         moment = next(place for place in tensors(source) if place.name.endswith("exp_avg"))
         put(moment, b"\x00\x00\xc0\x7f")  # NaN
@@ -118,7 +104,7 @@ def migrations(version: str, size: Size, folder: Path) -> Iterator[dict[str, Any
 def command(release: tuple[str, str], size: Size, folder: Path, part: str, *arguments: str) -> dict[str, Any]:
     """One of `ckpt-patches`, alone in a process."""
     of_all = counted("tool", release, folder, "ckpt_patches", *arguments, "--workers", "1", side="ours")["tool"]
-    return scale_page.row(named(release), part, vars(size), "ours", of_all)
+    return scale_page.row(named(release), part, size, "ours", of_all)
 
 
 def named(release: tuple[str, str]) -> str:
