@@ -65,11 +65,11 @@ counters and loss scale after the load, on every rank; and on the same number of
 steps, and its losses. On another number gradients round differently: losses within 2 %. With one param group and with
 two, which differ in learning rate and weight decay. A cell is "one / two", or one word for both, and in brackets what
 the unpatched release gives, where that is something else. For the unpatched runs torch was told to load
-as it did before 2.6: else releases up to 0.15 load nothing ([torch_load_weights_only](torch_load_weights_only.md)). The optimizer is torch's
-AdamW. The converter of universal checkpoints is DeepSpeed's own, with the fixes or without; up to 0.13 it takes
-only checkpoints of pipelines, which it knows by their files of layers, and was given such files, empty; and up to
-0.14.0 the load asks for an `mpu`, and was given one of one tensor-parallel rank. *On two nodes*: 4 ranks, of which
-`LOCAL_RANK` says that two and two share a node.
+as it did before 2.6: else releases up to 0.15 load nothing ([torch_load_weights_only](torch_load_weights_only.md)).
+The optimizer is torch's AdamW. The converter of universal checkpoints is DeepSpeed's own, with the fixes or without;
+up to 0.13 it takes only checkpoints of pipelines, which it knows by their files of layers, and was given such files,
+empty; and up to 0.14.0 the load asks for an `mpu`, and was given one of one tensor-parallel rank. *On two nodes*: 4
+ranks, of which `LOCAL_RANK` says that two and two share a node.
 
 - *refused*: DeepSpeed resumes an ordinary checkpoint with ZeRO on as many ranks as saved it, and says so; up to 0.17.0
   also one in bf16 without ZeRO, where BF16_Optimizer runs.
