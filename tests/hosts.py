@@ -45,7 +45,8 @@ class Host:
         )
 
     def kill(self) -> None:
-        """End all its processes, and the host."""
+        """End all its processes, and the host: at once, so that none of them tells of another's end."""
+        self.stop()
         self._signal(signal.SIGKILL, "pid", "net")
 
     def stop(self) -> None:
