@@ -27,8 +27,9 @@ PACKAGES = {
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
 }
-# The pages of the fixes, of docs/ in the checkout.
+# The pages of docs/ in the checkout, for `ckpt-patches explain`.
 PAGES = Path("ckpt_patches", "pages")
+NOT_INSTALLED = ("README", "compatibility", "scale", "upstream_suites")
 # In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
 EDITABLE = ".editable"
 
@@ -73,9 +74,8 @@ class EditableWheel(editable_wheel):
 
 
 def _pages() -> list[Path]:
-    """Those of the fixes: what a patch for upstream says."""
-    fixes = [fix.stem for name in PACKAGES.values() for fix in sorted(Path(name).glob("*.py"))]
-    return [page for fix in fixes if (page := Path("docs", f"{fix}.md")).exists()]
+    """All but those whose only content is links or generated tables."""
+    return sorted(page for page in Path("docs").glob("*.md") if page.stem not in NOT_INSTALLED)
 
 
 def _link_packages(folder: Path) -> None:

@@ -54,11 +54,11 @@ class Switches:
 
         names = [name.strip() for name in value.split(",")]
         self.skip = frozenset(name for name in names if name in EVERYTHING)
-        unknown = [name for name in names if name and name not in EVERYTHING]
-        if unknown:
+        for wrong in [name for name in names if name and name not in EVERYTHING]:
+            from ckpt_patches.errors import unknown
+
             self.errors.append(
-                f"CKPT_PATCHES_SKIP={','.join(unknown)}: no such fix, nothing is skipped for it; "
-                f"the fixes are {', '.join(FIXES)}"
+                f"CKPT_PATCHES_SKIP={wrong}: skips nothing: {unknown('fix', wrong, FIXES, 'ckpt-patches list')}"
             )
 
     def _read_fingerprint(self, value: str) -> None:

@@ -25,12 +25,18 @@ END_OF_FIXES = "}\n\n# What is no fix"  # in the registry
 UNRELEASED = "## [Unreleased]\n"
 NEXT = """
 Next, in this order:
-  1. tests/programs/{name}.py: what users do, on the real release, until `pytest tests/test_{name}.py` shows the bug
-  2. {folder}/{name}.py: the edit, until `ckpt-patches diff {name} --tree TREE` is the change that you want
-  3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite, which fails before and passes after
-  4. docs/{name}.md, the row in {changes}, a row in README.md and docs/README.md, where it sits in tests/map_page.py
-  5. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && python tests/compatibility.py: every release
-CONTRIBUTING.md has each of them in full.
+  1. {folder}/demos/{name}.py: what users do, on the real release,
+     until `python tests/demo.py {name}` shows the bug
+  2. {folder}/{name}.py: `releases` and the other facts, `has_the_bug`, and the edit,
+     until `ckpt-patches diff {name} --tree TREE` is the change that you want
+  3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite,
+     which fails before and passes after
+  4. tests/test_{name}.py: the releases with the bug, and what is particular to this fix
+  5. docs/{name}.md with its upstream message, and the line in {changes}
+  6. `python tests/readme_table.py`, a row in docs/README.md,
+     SITS in tests/map_page.py, and `make pictures`
+  7. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && make compatibility: every release
+`make quick` fails until 1 and 6 are done, `make test` until all are. CONTRIBUTING.md has each of them in full.
 """
 
 
@@ -58,7 +64,7 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
         "fix.py": f"{folder}/{name}.py",
         f"upstream_test_{package.partition('.')[0]}.py": f"{folder}/upstream_tests/test_{name}.py",
         "test.py": f"tests/test_{name}.py",
-        "program.py": f"tests/programs/{name}.py",
+        "demo.py": f"{folder}/demos/{name}.py",
         "page.md": f"docs/{name}.md",
     }
     found = {root / path: _filled(root, template, values) for template, path in made.items()}

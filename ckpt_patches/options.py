@@ -1,13 +1,30 @@
 """What several commands ask for, in the same words."""
 
+import argparse
+import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
+from ckpt_patches.errors import TRUST
 
-TRUST = "--trust-checkpoint"
 MANY = "the processors, at most 16; under a launcher divided among its processes"
+
+
+class Help(argparse.HelpFormatter):
+    """Wraps paragraphs at the terminal's width, and leaves the lines of examples, which are indented, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(self._wrapped(part, width) for part in text.split("\n\n"))
+
+    @staticmethod
+    def _wrapped(text: str, width: int) -> str:
+        return text if "\n  " in text else textwrap.fill(text, width, break_on_hyphens=False)
+
+
+def described(text: str, *examples: str, after: str = "") -> dict[str, Any]:
+    """Arguments of a command's parser: what it does, how it is called, and what else there is to know."""
+    lines = "\n".join(["example:" if len(examples) == 1 else "examples:", *(f"  {example}" for example in examples)])
+    return {"description": text, "epilog": f"{lines}\n\n{after}".strip(), "formatter_class": Help}
 
 
 def spelled(arguments: Sequence[str]) -> list[str]:
@@ -21,23 +38,25 @@ def _with_dashes(argument: str) -> str:
     return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else argument
 
 
-def add_trust(command: "ArgumentParser") -> None:
+def add_trust(command: argparse.ArgumentParser) -> None:
     text = "let classes pass that checkpoints are not known to hold (none is ever run)"
     command.add_argument(TRUST, action="store_true", help=text)
 
 
-def add_workers(command: "ArgumentParser", *other_names: str, default: int | None = None, many: str = "") -> None:
+def add_workers(
+    command: argparse.ArgumentParser, *other_names: str, default: int | None = None, many: str = ""
+) -> None:
     """`many`: how many there are where nobody says it, in words."""
     names, text = ("--workers", *other_names), f"processes (default: {many or default})"
     command.add_argument(*names, dest="workers", type=positive, default=default, metavar="N", help=text)
 
 
-def add_group(command: "ArgumentParser") -> None:
+def add_group(command: argparse.ArgumentParser) -> None:
     text = "work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)"
     command.add_argument("--group", default="", metavar="RANK/SIZE|none", help=text)
 
 
-def add_no_sync(command: "ArgumentParser") -> None:
+def add_no_sync(command: argparse.ArgumentParser) -> None:
     text = "do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails"
     command.add_argument("--no-sync", dest="sync", action="store_false", help=text)
 
@@ -45,7 +64,5 @@ def add_no_sync(command: "ArgumentParser") -> None:
 def positive(text: str) -> int:
     """A number of processes."""
     if not text.isdecimal() or int(text) == 0:
-        from argparse import ArgumentTypeError
-
-        raise ArgumentTypeError(f"expected a number of processes, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of processes, found {text!r}")
     return int(text)

@@ -4,6 +4,8 @@ import sys
 import time
 from typing import TextIO
 
+from ckpt_patches.units import in_bytes
+
 
 class Progress:
     """Shown on standard error, or on nothing if that is no terminal."""
@@ -33,8 +35,8 @@ class Progress:
 
 
 def line(done: int, total: int, seconds: float) -> str:
-    """'  42% 1.26/3.00 GB, 0.71 GB/s, 2 s left'"""
+    """'  42% 1.2 GiB of 2.8 GiB, 712.5 MiB/s, 2 s left'"""
     rate = done / seconds if seconds > 0 else 0.0
     left = f"{(total - done) / rate:.0f} s left" if rate else "? s left"
     share = done / total if total else 1.0
-    return f"{share:5.0%} {done / 1e9:.2f}/{total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left}"
+    return f"{share:5.0%} {in_bytes(done)} of {in_bytes(total)}, {in_bytes(rate)}/s, {left}"

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SWITCHED_OFF = "switched off"
 INACTIVE = "inactive"
 # The bug is there, and its fix is not.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
+NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT)
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,36 @@ class Status:
     installed: tuple[Installed, ...]
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
+    errors: tuple[str, ...]  # packages that are missing
 
     @property
     def complete(self) -> bool:
-        """Whether no fix that is needed here is missing."""
-        return not any(fix.state in MISSING for fix in self.fixes)
+        """Whether every required package is installed, and no fix that is needed here is missing."""
+        return not self.errors and not any(fix.state in MISSING for fix in self.fixes)
+
+    def summary(self) -> str:
+        """The number of fixes by what they do, of the packages that are installed."""
+        here = {DISTRIBUTIONS[package] for package in (CORE, DEEPSPEED)} & {
+            package.name for package in self.installed if package.version
+        }
+        states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
+        in_place = states.count(APPLIED_IN_PLACE)
+        return ", ".join(
+            [
+                f"{states.count(ACTIVE)} active",
+                *([f"{in_place} applied in place"] if in_place else []),
+                f"{sum(state in NOT_NEEDED for state in states)} not needed",
+                f"{sum(state in MISSING for state in states)} missing",
+            ]
+        )
 
 
-def collect(tree: str | None = None) -> Status:
+def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """Look at the environment of this Python, or (`tree`) at a tree as it would be with that first on the path.
+
+    Args:
+        tree: a folder with megatron/core/ or deepspeed/.
+        required: distributions whose absence is an error.
 
     Raises:
         UserError: there is no megatron/core/ or deepspeed/ in `tree`.
@@ -86,11 +109,25 @@ def collect(tree: str | None = None) -> Status:
         else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
     ]
-    installed += [_distribution(name) for name in ("torch", "zarr", "apex")]
+    others = [_distribution(name) for name in ("torch", "zarr", "apex")]
+    # What this command's Python lacks, the one that runs a tree may have.
+    installed += [package for package in others if tree is None or package.version]
     warnings = [*switches.errors, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
     if tree is None:
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
-    return Status(__version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings))
+    errors = _errors(roots, tree, required)
+    return Status(
+        __version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings), tuple(errors)
+    )
+
+
+def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
+    """The packages that this environment lacks."""
+    where = f"for {sys.executable}" if tree is None else f"in {tree}"
+    absent = [DISTRIBUTIONS[package] for package, root in roots.items() if root is None]
+    if len(absent) == len(roots):
+        return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found neither"]
+    return [f"expected {name} to be installed {where}, found none" for name in absent if name in required]
 
 
 def _why_inactive(switches: Switches) -> str:

@@ -23,7 +23,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/7586",
         "https://github.com/deepspeedai/DeepSpeed/issues/7571",
     ),
-    affected="DeepSpeed 0.17.6 to 0.18.5 in bf16 without ZeRO; 0.18.5 to 0.19.8 there with pipeline parallelism",
+    symptom="no optimizer state is saved, and a resume loses the loaded weights",
+    releases=(("0.17.6", "0.19.8"),),
+    stacks="bf16 without ZeRO; from 0.18.6 only with pipeline parallelism",
+    silent=True,
     test="tests/unit/checkpoint/test_bf16_stage0_state.py",
 )
 

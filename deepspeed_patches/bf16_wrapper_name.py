@@ -12,7 +12,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/7788",
         "https://github.com/deepspeedai/DeepSpeed/pull/7515",
     ),
-    affected="DeepSpeed 0.17.6 to 0.18.4, with fp32 gradient accumulation or pipeline parallelism; fixed in 0.18.5",
+    symptom="training runs without ZeRO, and no optimizer state is saved",
+    releases=(("0.17.6", "0.18.4"),),
+    stacks="bf16 with `grad_accum_dtype: fp32` or pipeline parallelism",
+    silent=True,
     test="tests/unit/runtime/test_bf16_wrapper_name.py",
 )
 

@@ -14,7 +14,10 @@ ENGINE = "deepspeed.runtime.engine"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
-    affected="DeepSpeed 0.12.0 to 0.19.8, at ZeRO 1 and 2",
+    symptom="a restart fails: `latest` names a checkpoint that a rank did not finish",
+    releases=(("0.12.0", "0.19.8"),),
+    stacks="ZeRO 1 and 2",
+    silent=False,
     test="tests/unit/checkpoint/test_latest_after_all_ranks.py",
 )
 

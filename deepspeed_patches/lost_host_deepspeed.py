@@ -6,7 +6,7 @@ No fix, and nothing for upstream: what it calls is in `ckpt_patches.watch.lost_h
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.source import AlreadyThere, Source
 
-fix = Fix(__name__, upstream=(), affected="DeepSpeed 0.12.0 to 0.19.8", test="")
+fix = Fix(__name__, upstream=(), test="")
 
 MODULE = "lost_host"
 

@@ -12,7 +12,10 @@ BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5104",),
-    affected="DeepSpeed 0.13.2 to 0.19.8 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2",
+    symptom="`safe_get_full_optimizer_state` fails: `exp_avg not found` or `TypeError`",
+    releases=(("0.13.2", "0.19.8"),),
+    stacks="ZeRO 1 and 2, several param groups or after a load",
+    silent=False,
     test="tests/unit/runtime/zero/test_optimizer_state_links.py",
 )
 

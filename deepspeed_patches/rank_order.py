@@ -16,7 +16,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/5342",
         "https://github.com/deepspeedai/DeepSpeed/pull/5395",
     ),
-    affected="DeepSpeed 0.12.0 to 0.14.0 with more than 10 ranks, and 0.14.1 with more than 100",
+    symptom="`ds_to_universal` joins the ranks' data in the wrong order",
+    releases=(("0.12.0", "0.14.1"),),
+    stacks="more than 10 ranks; in 0.14.1 more than 100",
+    silent=True,
     test="tests/unit/checkpoint/test_rank_order.py",
 )
 

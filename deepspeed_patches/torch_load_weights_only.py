@@ -36,7 +36,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/6751",
         "https://github.com/deepspeedai/DeepSpeed/pull/6094",
     ),
-    affected="DeepSpeed 0.12.0 to 0.15.4, with torch 2.6 and later; 0.16.0 and later pass weights_only=False",
+    symptom="`UnpicklingError: Weights only load failed` in a load or conversion",
+    releases=(("0.12.0", "0.15.4"),),
+    stacks="ZeRO, torch 2.6 or later",
+    silent=False,
     test="tests/unit/checkpoint/test_torch_load_weights_only.py",
 )
 

@@ -17,7 +17,10 @@ BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5289",),
-    affected="DeepSpeed 0.14.1 to 0.19.8 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2",
+    symptom="a load fails with `IndexError: list index out of range` at `steps[0]`",
+    releases=(("0.14.1", "0.19.8"),),
+    stacks="universal load, ZeRO 1 and 2, small param group",
+    silent=False,
     concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_empty_group.py",
 )

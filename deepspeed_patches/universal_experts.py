@@ -22,7 +22,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/issues/5716",
         "https://github.com/deepspeedai/DeepSpeed/pull/5681",
     ),
-    affected="DeepSpeed 0.14.4 to 0.19.8 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2",
+    symptom="other experts are loaded on more ranks, or `FileNotFoundError`",
+    releases=(("0.14.4", "0.19.8"),),
+    stacks="universal load, ZeRO 1 and 2, `deepspeed.moe`",
+    silent=True,
     concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_experts.py",
 )

@@ -9,7 +9,10 @@ from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8474",),
-    affected="DeepSpeed 0.14.1 to 0.19.6 and main at edaa722126 (2026-08-22), at ZeRO 1 and 2; fixed in 0.19.7",
+    symptom="`safe_get_full_fp32_param` returns a moment; a second load is ignored",
+    releases=(("0.14.1", "0.19.6"),),
+    stacks="universal load, ZeRO 1 and 2",
+    silent=True,
     test="tests/unit/checkpoint/test_universal_fragment_rebind.py",
 )
 

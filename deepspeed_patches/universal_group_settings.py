@@ -19,8 +19,12 @@ BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5263",),
-    affected="DeepSpeed 0.12.0 to 0.14.0, at ZeRO stages 1 and 2 and in BF16_Optimizer; fixed in 0.14.1",
+    symptom="the saved learning rates, betas and weight decays are ignored",
+    releases=(("0.12.0", "0.14.0"),),
+    stacks="universal load, ZeRO 1 and 2",
+    silent=True,
     concerns=CONVERTER,
+    depends_on=("torch_load_weights_only",),
     test="tests/unit/checkpoint/test_universal_group_settings.py",
 )
 

@@ -24,7 +24,10 @@ def loads_no_step(source: Source) -> bool:
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/4588",),
-    affected="DeepSpeed 0.12.0 to 0.12.2, at ZeRO stages 1 and 2 and in BF16_Optimizer; fixed in 0.12.3",
+    symptom="the step count restarts at 1, and the first updates are far too large",
+    releases=(("0.12.0", "0.12.2"),),
+    stacks="universal load, ZeRO 1 and 2",
+    silent=True,
     concerns=UNIVERSAL_CHECKPOINT,
     where=loads_no_step,
     test="tests/unit/checkpoint/test_universal_step.py",

@@ -18,7 +18,10 @@ UNSTRIPPED = """sd = ds_checkpoint.get_zero_checkpoint_state(pp_index=pp_index,
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/issues/6918",),
-    affected="DeepSpeed 0.12.0 to 0.19.8; 0.17.3 and later accept the argument that their converter does not pass",
+    symptom="`ds_to_universal` fails with `narrow(): length must be non-negative`",
+    releases=(("0.12.0", "0.19.8"),),
+    stacks="ZeRO 1 and 2, many data-parallel ranks",
+    silent=False,
     concerns=CONVERTER,
     test="tests/unit/checkpoint/test_universal_tensor_paddings.py",
 )

@@ -11,7 +11,10 @@ from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8060",),
-    affected="DeepSpeed 0.14.5 to 0.19.2; fixed in 0.19.3; the converter knows no ZeRO-3 up to 0.14.4",
+    symptom="`ds_to_universal` writes padding as part of the parameters",
+    releases=(("0.14.5", "0.19.2"),),
+    stacks="ZeRO 3",
+    silent=True,
     test="tests/unit/checkpoint/test_zero3_fragment_bounds.py",
 )
 

@@ -9,7 +9,10 @@ from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConce
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7585",),
-    affected="DeepSpeed 0.18.0 to 0.19.8; not fixed upstream; up to 0.17.6 several groups cannot be converted",
+    symptom="all param groups resume with the first group's settings and a wrong step",
+    releases=(("0.18.0", "0.19.8"),),
+    stacks="universal load, ZeRO 3, several param groups or `sub_group_size`",
+    silent=True,
     test="tests/unit/checkpoint/test_zero3_universal_groups.py",
 )
 

@@ -14,7 +14,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/7601",
         "https://github.com/deepspeedai/DeepSpeed/issues/6691",
     ),
-    affected="DeepSpeed 0.14.5 to 0.17.6, on more than one node; fixed in 0.18.0; up to 0.14.4 there is no such load",
+    symptom="every node loads the parameter shards of the first node",
+    releases=(("0.14.5", "0.17.6"),),
+    stacks="universal load, ZeRO 3, several nodes",
+    silent=True,
     test="tests/unit/checkpoint/test_zero3_universal_rank.py",
 )
 

@@ -12,7 +12,10 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/issues/7546",
         "https://github.com/deepspeedai/DeepSpeed/pull/7599",
     ),
-    affected="DeepSpeed 0.14.5 to 0.17.6, with `load_universal`; fixed in 0.18.0; up to 0.14.4 there is no such load",
+    symptom="a resumed run saves checkpoints that neither load nor convert",
+    releases=(("0.14.5", "0.17.6"),),
+    stacks="universal load, ZeRO 3",
+    silent=False,
     test="tests/unit/checkpoint/test_zero3_universal_save.py",
 )
 

@@ -1,6 +1,7 @@
 """Environments into which the project is installed: by its own tests, and those of other Pythons."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,17 @@ from pathlib import Path
 import pytest
 
 import shared
-from upstream import REPOSITORY
+from upstream import REPOSITORY, trees
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
 # Others ask this to learn whether Megatron is installed.
+PTH = "training_checkpoint_patches.pth"
+# By the name of an installed package its folder in the working tree.
+PACKAGES = {
+    "ckpt_patches": "ckpt_patches",
+    "deepspeed_patches": "deepspeed_patches",
+    "megatron_patches": "megatron/patches",
+}
 IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
 
 
@@ -60,7 +68,7 @@ class Environment:
         return self._run(args, cwd or self.folder, env)
 
     def _run(self, args: Sequence[str], cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST_", "CKPT_PATCHES"))}
         return subprocess.run(
             [str(self.executable), *args], cwd=cwd, env={**kept, **env}, text=True, capture_output=True
         )
@@ -100,6 +108,29 @@ def copy_working_tree(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)
     return folder
+
+
+def editable(clone: Path) -> Environment:
+    """An environment in which a copy of the working tree is installed, and all that is installed here."""
+    if (clone / ".venv").exists():
+        return Environment(clone / ".venv")
+    environment = Environment.make(clone / ".venv")
+    (clone / ".editable").mkdir()
+    for name, folder in PACKAGES.items():
+        (clone / ".editable" / name).symlink_to(clone / folder)
+    lines = [str(clone / ".editable"), str(Path(pytest.__file__).parent.parent), (clone / PTH).read_text()]
+    (environment.site_packages / "clone.pth").write_text("\n".join(lines))
+    return environment
+
+
+def failed_tests(clone: Path, *options: str) -> list[str]:
+    """The tests of a copy of the working tree that fail or raise an error, on the upstream releases that are here."""
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)  # some tests ask which files are of it
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", *options)
+    done = editable(clone).python(*command, cwd=clone, CKPT_PATCHES_TREES=str(trees()))
+    assert re.search(r"\d+ (passed|failed)", done.stdout), done.stdout + done.stderr
+    lines = [line.split(" - ")[0] for line in done.stdout.splitlines()]
+    return [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
 def wheel() -> Path:

@@ -3,9 +3,14 @@
 They call `np.product`, which the fix numpy2_product turns into `np.prod`.
 """
 
+import contextlib
+import fcntl
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -50,14 +55,20 @@ def python(
     check: bool = True,
     cwd: Path | None = None,
     through: Callable[..., list[str]] = lambda *command: list(command),
+    stdout: int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python with the tree first on its path, by the command that `through` makes of it; output captured."""
-    inherited = {k: v for k, v in os.environ.items() if k != "RANK" and not k.startswith(("CKPT_PATCHES", "PYTHON"))}
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("CKPT_PATCHES", "PYTHON", "RANK", "COLUMNS", "NO_COLOR"))
+    }
     return subprocess.run(
         through(sys.executable, *arguments),
         env={**inherited, "PYTHONPATH": str(tree), **(env or {})},
         text=True,
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         check=check,
         cwd=cwd,
         timeout=60,
@@ -67,3 +78,28 @@ def python(
 # Prints whether the function that runs is the edited one.
 IS_PATCHED = f"import {MODULE} as m; print('prod' in m.size.__code__.co_names)"
 IS_PATCHED_SECOND = IS_PATCHED.replace(MODULE, SECOND)
+
+
+def command(*arguments: str, on: Path = Path("/"), **env: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ckpt_patches", *arguments, tree=on, env=env, check=False)
+
+
+def on_terminal(*arguments: str, on: Path = Path("/"), columns: int, **env: str) -> str:
+    """What the command prints to a terminal of so many columns."""
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    python("-m", "ckpt_patches", *arguments, tree=on, env=env, check=False, stdout=other)
+    os.close(other)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end, where the other side is closed
+        while part := os.read(main, 1 << 16):
+            shown += part
+    os.close(main)
+    return shown.decode().replace("\r\n", "\n")
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    return line

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from upstream import free_port, run, tree
+from ckpt_patches.demo.ranks import free_port
+from upstream import run, tree
 
 RANKS = 3
 ON = {"gather": ("0.19.2", "dp_zero_lean_gather"), "zarr": ("0.14.0", "zarr_range_write")}

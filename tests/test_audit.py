@@ -24,6 +24,7 @@ from ckpt_patches.audit import coverage, damages
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, find
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent, Shard
 from ckpt_patches.audit.checksums import update_checksum
+from ckpt_patches.audit.judge import written_by
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
 from crafted_files import with_other_name
@@ -712,3 +713,21 @@ def test_a_picture_without_matplotlib_is_refused_before_the_audit(
     said = capsys.readouterr()
     assert "pip install matplotlib" in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("numel", "begin", "end", "expected"),
+    [
+        (576, 288, 576, "of data-parallel rank 1 (of 0 to 1)"),
+        (576, 0, 288, "of data-parallel rank 0 (of 0 to 1)"),
+        (576, 0, 576, ""),
+        (577, 0, 288, ""),
+    ],
+)
+def test_a_slice_is_named_by_the_number_of_its_rank(numel: int, begin: int, end: int, expected: str) -> None:
+    assert written_by(Shard(parameter="x", label="", shape=(numel,), streams={}), begin, end, 2) == expected
+
+
+def test_slices_of_several_ranks_are_named_by_their_numbers() -> None:
+    shard = Shard(parameter="x", label="", shape=(400,), streams={})
+    assert written_by(shard, 100, 300, 4) == "of data-parallel ranks 1 to 2 (of 0 to 3)"

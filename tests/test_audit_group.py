@@ -28,6 +28,7 @@ from ckpt_patches.audit.damages import NOTE
 from ckpt_patches.audit.replies import Reply, decoded, encoded
 from ckpt_patches.audit.scan import Odd, OddRuns, Part, Tally
 from ckpt_patches.audit.shares import shares
+from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.errors import UserError
 from ckpt_patches.group import Group
 from megatron_checkpoints import ZARR, ZARR_TP, written
@@ -36,7 +37,7 @@ from test_audit_many import written as by_hand
 from test_audit_repair import contents
 from test_audit_shifted import DEFAULT, saved
 from test_ds_to_universal_group import ELSEWHERE, IMPATIENT, MPIRUN, POD, SRUN, TORCHRUN
-from upstream import all_releases, free_port
+from upstream import all_releases
 
 LIMIT = 60  # seconds until a process has ended
 

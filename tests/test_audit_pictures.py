@@ -1,5 +1,6 @@
 """What an audit draws: the plan of the picture of holes, and the picture itself."""
 
+import colorsys
 import dataclasses
 import os
 import re
@@ -49,6 +50,22 @@ def test_the_title_has_checkpoint_step_and_verdict(zarr: Path) -> None:
     title = bars.panel(audit(zarr)).title
     assert title.startswith(f"{zarr.name}: DAMAGED (")
     assert "step 3" in title
+
+
+@pytest.mark.parametrize("kind", bars.COLOURS)
+def test_no_damage_is_green(kind: str) -> None:
+    """Nor a blue that is nearly green; green is what is whole."""
+    red, green, blue = (int(bars.colour(kind)[at : at + 2], 16) for at in (1, 3, 5))
+    assert green <= max(red, blue)
+    hue = 360 * colorsys.rgb_to_hsv(red, green, blue)[0]
+    assert not 70 < hue < 200
+
+
+@pytest.mark.parametrize("kind", ["bad_file", "missing_chunk", "short_chunk", "long_chunk"])
+def test_a_damaged_file_is_red(kind: str) -> None:
+    red, green, blue = (int(bars.colour(kind)[at : at + 2], 16) for at in (1, 3, 5))
+    hue = 360 * colorsys.rgb_to_hsv(red, green, blue)[0]
+    assert hue < 20 or hue > 340
 
 
 def test_every_kind_that_can_lie_in_an_array_has_a_colour_of_its_own(zarr: Path) -> None:

@@ -1,6 +1,7 @@
 """The command: status, diff, apply, revert; bad input is one clear line and exit status 2."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,15 +11,12 @@ import pytest
 
 import upstream
 from ckpt_patches import cli
+from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import version_in
-from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.engine.registry import CORE, FIXES
 from ckpt_patches.options import spelled
-from small_tree import MODULE, UPSTREAM, make, python
-from upstream import tree
-
-
-def command(*arguments: str, on: Path = Path("/"), **env: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ckpt_patches", *arguments, tree=on, env=env, check=False)
+from small_tree import MODULE, UPSTREAM, command, make, on_terminal, one_line, python
+from upstream import REPOSITORY, tree
 
 
 def states(on: Path, **env: str) -> dict[str, str]:
@@ -37,16 +35,6 @@ def test_status_tells_active_from_fixed_upstream_and_not_present() -> None:
     assert found["zarr_create_synchronizer"] == "not present"
     assert found["numpy2_product"] == "fixed upstream"
     assert found["dp_zero_empty_state"] == "active"
-
-
-def test_list_has_a_sentence_and_the_releases_of_every_fix() -> None:
-    """With neither package installed."""
-    found = json.loads(command("list", "--json").stdout)["fixes"]
-    assert [fix["name"] for fix in found] == list(FIXES)
-    assert [fix["name"] for fix in found if not fix["does"].endswith((".", ":"))] == []
-    assert [fix["name"] for fix in found if not fix["affected"].startswith(("megatron-core 0.", "DeepSpeed 0."))] == []
-    text = command("list").stdout
-    assert all(f"{fix['name']}\n  {fix['does']}\n  {fix['affected']}\n" in text for fix in found)
 
 
 def test_status_tells_switched_off_and_applied_in_place() -> None:
@@ -77,7 +65,57 @@ def test_status_exit_tells_whether_a_needed_fix_is_missing() -> None:
     assert command("status", on=on).returncode == 0
     assert command("status", on=on, CKPT_PATCHES="off").returncode == 1
     assert command("status", on=on, CKPT_PATCHES_SKIP="numpy2_product").returncode == 1
-    assert command("status", on=Path("/")).returncode == 0  # nothing installed, nothing missing
+
+
+def test_status_fails_where_there_is_nothing_to_patch() -> None:
+    """Such as the wrong Python in a Dockerfile's RUN."""
+    done = command("status", on=Path("/"))
+    assert done.returncode == 1
+    assert f"error: nothing to patch: expected megatron-core or deepspeed to be installed for {sys.executable}" in (
+        done.stdout
+    )
+    assert done.stdout.endswith("\n0 active, 0 not needed, 0 missing\n")
+    found = json.loads(command("status", "--json", on=Path("/")).stdout)
+    assert (found["complete"], len(found["errors"])) == (False, 1)
+
+
+def test_status_fails_where_a_required_package_is_not_installed() -> None:
+    on = tree("megatron-core", "0.14.0")
+    assert command("status", "--require", "megatron_core", on=on).returncode == 0
+    done = command("status", "--require", "megatron-core", "--require", "deepspeed", on=on)
+    assert done.returncode == 1
+    assert "error: expected deepspeed to be installed" in done.stdout
+    assert command("status", "--require", "torch", on=on).returncode == 2
+
+
+def test_status_has_the_fixes_of_installed_packages_problems_first_and_their_number() -> None:
+    on = tree("megatron-core", "0.16.1")
+    done = command("status", on=on, CKPT_PATCHES_SKIP="sharding_type_default")
+    rows = done.stdout.split("\n\n")[2].splitlines()
+    assert rows[0] == "megatron-core 0.16.1"
+    assert rows[1].split()[:3] == ["sharding_type_default", "switched", "off"]
+    found = states(on, CKPT_PATCHES_SKIP="sharding_type_default")
+    assert {row.split()[0] for row in rows[1:]} == {n for n in FIXES if package_of(n) == CORE}
+    active = sum(state == "active" for state in found.values())
+    assert done.stdout.endswith(f"\n{active} active, {len(rows) - 2 - active} not needed, 1 missing\n")
+    assert set(found) == set(FIXES)
+    assert "zero3_fragment_bounds" not in done.stdout
+
+
+def test_status_of_a_tree_does_not_report_what_this_python_lacks() -> None:
+    root = str(tree("megatron-core", "0.16.1"))
+    without_site = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; "
+    code = without_site + "from ckpt_patches.cli import main; sys.exit(main(sys.argv[1:]))"
+    assert "torch  " not in python("-c", code, "status", "--tree", root, tree=REPOSITORY, check=False).stdout
+    assert "torch  " in python("-c", code, "status", tree=REPOSITORY, check=False).stdout
+
+
+@pytest.mark.parametrize(("term", "no_color"), [("xterm", None), ("dumb", None), ("xterm", "1")])
+def test_status_has_colors_on_a_terminal_that_has_them(term: str, no_color: str | None) -> None:
+    env = {"TERM": term, **({"NO_COLOR": no_color} if no_color else {})}
+    shown = on_terminal("status", on=tree("megatron-core", "0.16.1"), columns=200, **env)
+    assert ("\x1b[32mactive\x1b[0m" in shown) == (term == "xterm" and no_color is None)
+    assert "active" in shown
 
 
 def test_status_shows_what_is_installed_and_where() -> None:
@@ -88,7 +126,6 @@ def test_status_shows_what_is_installed_and_where() -> None:
     assert found["complete"] is True
     done = command("status", on=on)
     assert "megatron-core  0.14.0" in done.stdout
-    assert all(name in done.stdout for name in FIXES)
 
 
 @pytest.mark.parametrize("left", ["megatron/core/optimizer", "deepspeed/ops"])
@@ -303,21 +340,6 @@ def test_the_release_is_read_from_the_packages_own_files(distribution: str, vers
 # Bad input
 
 
-def one_line(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 2, done
-    assert done.stdout == ""
-    (line,) = done.stderr.strip().splitlines()
-    return line
-
-
-@pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
-def test_an_unknown_fix(verb: str, tmp_path: Path) -> None:
-    make(tmp_path)
-    line = one_line(command(verb, "zarr_sync", "--tree", str(tmp_path)))
-    assert "no such fix: zarr_sync" in line
-    assert all(name in line for name in FIXES)
-
-
 @pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
 def test_a_tree_without_the_package(verb: str, tmp_path: Path) -> None:
     line = one_line(command(verb, "--tree", str(tmp_path)))
@@ -351,15 +373,45 @@ def test_a_file_edited_by_hand_afterwards(tmp_path: Path) -> None:
         assert f"{path} changed since" in one_line(command(verb, "numpy2_product", "--tree", str(tmp_path)))
 
 
-def test_help_has_examples() -> None:
-    done = command("--help")
-    assert "examples:" in done.stdout
-    assert done.returncode == 0
+FULL = [
+    ["list"],
+    ["list", "--json"],
+    ["status"],
+    ["explain", "audit"],
+    ["--help"],
+    ["diff", "--help"],
+    ["completion", "bash"],
+    ["diff", "--tree", "TREE"],
+    ["show", MODULE, "--tree", "TREE"],
+]
 
 
-@pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
-def test_help_names_the_fixes(verb: str) -> None:
-    assert set(FIXES) <= set(command(verb, "--help").stdout.replace(",", " ").split())
+@pytest.mark.parametrize("arguments", FULL, ids=" ".join)
+def test_an_output_that_is_full_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    make(tmp_path)
+    arguments = [str(tmp_path) if argument == "TREE" else argument for argument in arguments]
+    with open("/dev/full", "w") as full:
+        done = python("-m", "ckpt_patches", *arguments, tree=tmp_path, check=False, stdout=full.fileno())
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "ckpt-patches: cannot write the output: No space left on device"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = python("-m", "ckpt_patches", "list", tree=Path("/"), check=False, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    checkout(tmp_path)
+    for key in ("user.name", "user.email"):
+        subprocess.run(["git", "-C", str(tmp_path), "config", key, "someone"], check=True)
+    line = one_line(command("diff", "--split", "/proc/x", "numpy2_product", "--tree", str(tmp_path)))
+    assert line == "ckpt-patches: /proc/x: No such file or directory"
 
 
 # The spelling of options

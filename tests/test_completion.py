@@ -43,5 +43,11 @@ def test_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_and_fixes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert completed(shell, ["diff", "--"], capsys) == {"--with-test", "--split", "--tree", "--help"}
     assert completed(shell, ["apply", "numpy2_product", "zarr_"], capsys) == {n for n in FIXES if n.startswith("zarr_")}
+    assert completed(shell, ["list", "--"], capsys) == {"--for", "--tree", "--json", "--help"}
+    assert completed(shell, ["status", "--r"], capsys) == {"--require"}
+    assert completed(shell, ["explain", "zero3_universal_"], capsys) == {
+        name for name in FIXES if name.startswith("zero3_universal_")
+    }
+    assert "migrate" in completed(shell, ["explain", "m"], capsys)
     assert "--bytes-in-flight" in completed(shell, ["to-universal", "--b"], capsys)
     assert completed(shell, ["show", "megatron.core.optimizer_"], capsys) == {"megatron.core.optimizer_param_scheduler"}

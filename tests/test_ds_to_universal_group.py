@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.unfinished import meeting_folder
 from ckpt_patches.group import Group
 from universal import MODULE, command, distinct, environment, files, ours, parallel
-from upstream import free_port
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
 POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}

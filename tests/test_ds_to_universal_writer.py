@@ -119,12 +119,12 @@ def test_progress_is_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Progress, "INTERVAL", 0)
     terminal, other = Terminal(), io.StringIO()
     for file in (terminal, other):
-        with Progress(4 * 10**9, file, label="iter_0000010:") as progress:
-            progress.show(10**9)
-    assert "iter_0000010:  25% 1.00/4.00 GB" in terminal.getvalue()
+        with Progress(4 << 30, file, label="iter_0000010:") as progress:
+            progress.show(1 << 30)
+    assert "iter_0000010:  25% 1.0 GiB of 4.0 GiB" in terminal.getvalue()
     assert other.getvalue() == ""
 
 
 def test_the_line_has_rate_and_time_left() -> None:
-    assert line(10**9, 4 * 10**9, 2.0) == "  25% 1.00/4.00 GB, 0.50 GB/s, 6 s left"
-    assert line(0, 0, 0.0) == " 100% 0.00/0.00 GB, 0.00 GB/s, ? s left"
+    assert line(1 << 30, 4 << 30, 2.0) == "  25% 1.0 GiB of 4.0 GiB, 512.0 MiB/s, 6 s left"
+    assert line(0, 0, 0.0) == " 100% 0 B of 0 B, 0 B/s, ? s left"

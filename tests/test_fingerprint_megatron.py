@@ -116,7 +116,7 @@ def test_tensors_that_no_32_bit_float_holds_are_said_to_be_left_out(
     assert said.err.splitlines() == [
         f"{tmp_path}: 2 tensors have no fingerprint, as b: elements of float64, {expected}",
         f"{tmp_path}: 1 tensor has no fingerprint, as c: elements of int64, {expected}",
-        f"{tmp_path}: the run that saved has recorded no fingerprints to compare with",
+        f"{tmp_path}: no recorded fingerprints, nothing was compared",
     ]
 
 

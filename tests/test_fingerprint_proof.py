@@ -16,6 +16,7 @@ from ckpt_patches.fingerprint.live import Live, Part
 from ckpt_patches.fingerprint.proof import FingerprintError, prove, recorded, verdict_of
 from ckpt_patches.fingerprint.record import from_plain
 from ckpt_patches.fingerprint.verdict import Difference
+from ckpt_patches.units import in_bytes
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 SHAPES = {"first.weight": (40, 30), "second.weight": (7, 60), "second.bias": (60,)}
@@ -53,7 +54,7 @@ def test_a_state_that_is_what_was_saved_is_proven(caplog: pytest.LogCaptureFixtu
     assert len(found.proven) == 9
     size = 3 * 4 * sum(math.prod(shape) for shape in SHAPES.values())
     assert found.nbytes == size
-    assert caplog.messages == [f"resume proven: 3 parameters, 9 states, {size / 1000:.1f} kB"]
+    assert caplog.messages == [f"resume proven: 3 parameters, 9 states, {in_bytes(size)}"]
 
 
 def test_a_record_stands_in_a_checkpoint_as_plain_numbers() -> None:

@@ -254,5 +254,5 @@ def test_a_record_of_another_form_is_said() -> None:
 def test_without_a_record_nothing_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     path = EVERY["0.19, fully_reshardable"].path
     assert cli.main(["fingerprint", str(path)]) == 0
-    assert "the run that saved has recorded no fingerprints" in capsys.readouterr().err
+    assert "no recorded fingerprints, nothing was compared" in capsys.readouterr().err
     assert "recorded" not in said(capsys, "audit", "--notes", str(path))[1]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import edits
+from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.plan import Outcome
 from deepspeed_patches.latest_after_all_ranks import BARRIER, ENGINE
-from upstream import DELIVERIES, check_upstream_test, free_port, newest_by_default, releases, run, tree
+from upstream import DELIVERIES, check_upstream_test, newest_by_default, releases, run, tree
 from zero_checkpoints import PERMISSIVE
 
 FIX = "latest_after_all_ranks"

@@ -34,7 +34,7 @@ def rename(source: Source) -> None:
 def make(
     name: str = "fix", *, concerns: str = "", where: Callable[[Source], bool] | None = None, optional: bool = False
 ) -> Fix:
-    fix = Fix(name, upstream=(), affected="", test="", concerns=concerns, where=where)
+    fix = Fix(name, upstream=(), test="", concerns=concerns, where=where)
     fix.edit(FIRST)(rename)
     fix.edit(SECOND, optional=optional)(rename)
     return fix
@@ -66,7 +66,7 @@ def test_no_garbage_is_looked_for_meanwhile_and_after_it_as_before(
         during.append(gc.isenabled())
         raise KeyboardInterrupt
 
-    fix = Fix("looks", upstream=(), affected="", test="")
+    fix = Fix("looks", upstream=(), test="")
     fix.edit(FIRST)(look)
     was = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
@@ -97,7 +97,7 @@ def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkey
 def test_edits_that_are_right_alone_complete_each_other(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some releases have one of them."""
     (tree / "megatron/core/first.py").write_text("value = new(1)\n")
-    fix = Fix("fix", upstream=(), affected="", test="")
+    fix = Fix("fix", upstream=(), test="")
     fix.edit(FIRST, SECOND, independent=True)(rename)
     assert outcome(tree, monkeypatch, fix) == (Outcome.APPLIES, "", [SECOND])
 
@@ -133,14 +133,14 @@ def test_a_release_that_does_not_have_the_code_is_not_concerned(tree: Path, monk
     def not_here(source: Source) -> None:
         raise NotConcerned
 
-    fix = Fix("fix", upstream=(), affected="", test="")
+    fix = Fix("fix", upstream=(), test="")
     fix.edit(FIRST)(not_here)
     assert outcome(tree, monkeypatch, fix) == (Outcome.NOT_PRESENT, "", [])
 
 
 def bad(text: str, name: str = "bad") -> Fix:
     """A fix to both modules, of which the edit of the second is bad."""
-    fix = Fix(name, upstream=(), affected="", test="")
+    fix = Fix(name, upstream=(), test="")
     fix.edit(FIRST)(lambda source: source.insert_after(source.tree.body[-1], "other = 1"))
     fix.edit(SECOND)(lambda source: source.insert_after(source.tree.body[-1], text))
     return fix
@@ -169,7 +169,7 @@ def test_a_fix_that_fails_takes_no_other_one_away(tree: Path, monkeypatch: pytes
         source.replace(source.one("old(1)"), "half(1)")
         raise IndexError("a defect")
 
-    fix = Fix("fails", upstream=(), affected="", test="")
+    fix = Fix("fails", upstream=(), test="")
     fix.edit(FIRST)(fails)
     made = planned(tree, monkeypatch, fix, make("one"))
     assert [r.outcome for r in made.results] == [Outcome.NO_MATCH, Outcome.APPLIES]

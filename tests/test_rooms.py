@@ -19,6 +19,8 @@ COMMON = {
     "ckpt_patches.processes",
     "ckpt_patches.progress",
     "ckpt_patches.ranks",
+    "ckpt_patches.terminal",
+    "ckpt_patches.units",
 }
 ROOMS = {
     "ckpt_patches.engine": COMMON,
@@ -28,10 +30,13 @@ ROOMS = {
     "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint"},
     "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
     "ckpt_patches.watch": COMMON,
+    "ckpt_patches.demo": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "deepspeed_patches.ds_to_universal": COMMON
     | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.engine.installed"}
     | {"ckpt_patches.engine.registry"},
+    "deepspeed_patches.demos": {"ckpt_patches.demo"},
+    "megatron.patches.demos": {"ckpt_patches.demo"},
     "deepspeed_patches": {"ckpt_patches.engine"},
     "megatron.patches": {"ckpt_patches.engine"},
 }
@@ -41,6 +46,7 @@ ENTRANCES = (
     "ckpt_patches.__main__",
     "ckpt_patches.cli",
     "ckpt_patches.completion",
+    "ckpt_patches.explain",
     "ckpt_patches.new_fix",
     "ckpt_patches.startup",
     "ckpt_patches.status",

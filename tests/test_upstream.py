@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 import upstream
+from ckpt_patches.demo import ranks
 
 
 def versions(parameters: list[Any]) -> list[str]:
@@ -209,13 +210,13 @@ def test_run(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_port_is_free_and_no_connection_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a program starts, others connect."""
     first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    taken = upstream.free_port()
-    ports = iter([taken, taken, upstream.free_port()])
+    taken = ranks.free_port()
+    ports = iter([taken, taken, ranks.free_port()])
     monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(ports))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", taken))
         listener.listen()
-        port = upstream.free_port()
+        port = ranks.free_port()
     assert port != taken
     assert max(port, taken) < first
 

@@ -19,10 +19,9 @@ import pytest
 import edits
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.diffs import upstream_test
-from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
-from upstream import numbers, tree
+from upstream import newest_affected, tree
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +44,6 @@ LEFT_BY = ("torch_load_weights_only", "deepspeed.runtime.base_optimizer")
 LEFT = Counter({"F401 'torch' imported but unused": 1})
 
 
-def newest_affected(name: str) -> Path:
-    """The tree of the last release that a fix says it is for."""
-    fix = fixes.load(name)
-    versions = re.findall(r"to (\d+\.\d+\.\d+)", fix.affected)
-    return tree(DISTRIBUTIONS[fix.package], max(versions, key=numbers))
-
-
 def tool(name: str, *arguments: str | Path, status: Iterable[int] = (0,)) -> str:
     done = subprocess.run([sys.executable, "-m", name, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode in status, done.stderr
@@ -71,7 +63,7 @@ def changes(before: str, after: str) -> Counter[str]:
 
 @pytest.mark.parametrize("name", FIXES)
 def test_what_a_fix_adds_is_as_upstreams_tools_would_have_it(name: str, tmp_path: Path) -> None:
-    result, made = edits.plan(newest_affected(name), name, for_upstream=True)
+    result, made = edits.plan(tree(*newest_affected(name)), name, for_upstream=True)
     assert result.outcome is Outcome.APPLIES
     for module, file in made.files.items():
         original, patched = tmp_path / "original.py", tmp_path / f"{module.rpartition('.')[2]}.py"

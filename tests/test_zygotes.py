@@ -330,7 +330,7 @@ def test_no_more_than_a_few_are_kept(program: Path, monkeypatch: pytest.MonkeyPa
 WHO_LOADED = """
 import json, sys
 import deepspeed.checkpoint.ds_to_universal as converter, deepspeed.utils as other
-assert "zero_training" in sys.modules  # imported before
+assert "ckpt_patches.demo.deepspeed_training" in sys.modules  # imported before
 finders = [type(finder).__name__ for finder in sys.meta_path]
 loaders = [type(module.__loader__).__name__ for module in (converter, other)]
 print(json.dumps({"finder": "PatchFinder" in finders, "loaders": loaders, "file": converter.__file__}))

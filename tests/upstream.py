@@ -16,15 +16,13 @@ import functools
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +32,13 @@ import pytest
 
 import shared
 import zygotes
-from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.demo import run as demonstrating
+from ckpt_patches.demo.ranks import free_port
+from ckpt_patches.demo.run import Outcome
+from ckpt_patches.engine import fix as fix_files
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.releases import RECORDED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = REPOSITORY / "tests" / "programs"
@@ -55,8 +59,8 @@ class Release:
     note: str = ""  # why it cannot be run here; empty if it can
 
 
-def _table(distribution: str, versions: str, default: str, notes: Mapping[str, str]) -> list[Release]:
-    return [Release(distribution, v, v in default.split(), notes.get(v, "")) for v in versions.split()]
+def _table(distribution: str, versions: Sequence[str], default: str, notes: Mapping[str, str]) -> list[Release]:
+    return [Release(distribution, v, v in default.split(), notes.get(v, "")) for v in versions]
 
 
 _NO_SOCKET = (
@@ -66,26 +70,19 @@ _NO_SOCKET = (
 RELEASES: tuple[Release, ...] = (
     *_table(
         "megatron-core",
-        """0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0
-        0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1
-        0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2""",
+        RECORDED[CORE],
         default="0.7.0 0.12.0 0.14.0 0.19.2",
         notes={},
     ),
     *_table(
         "deepspeed",
-        """0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5
-        0.14.0 0.14.1 0.14.2 0.14.3 0.14.4 0.14.5 0.15.0 0.15.1 0.15.2 0.15.3 0.15.4
-        0.16.0 0.16.1 0.16.2 0.16.3 0.16.4 0.16.5 0.16.6 0.16.7 0.16.8 0.16.9
-        0.17.0 0.17.1 0.17.2 0.17.3 0.17.4 0.17.5 0.17.6
-        0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
-        0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
+        RECORDED[DEEPSPEED],
         default="0.12.6 0.16.2 0.19.2 0.19.8",
         notes=dict.fromkeys(("0.14.1", "0.14.2", "0.14.3"), _NO_SOCKET),
     ),
-    *_table("megatron-bridge", "0.3.1", default="0.3.1", notes={}),
-    *_table("numpy", "2.2.6", default="2.2.6", notes={}),
-    *_table("triton", "3.9.0", default="3.9.0", notes={}),
+    *_table("megatron-bridge", ["0.3.1"], default="0.3.1", notes={}),
+    *_table("numpy", ["2.2.6"], default="2.2.6", notes={}),
+    *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
 )
 
 # What a release imports, and torch for the CPU does not bring: a tree of its own, behind that of the release.
@@ -216,7 +213,7 @@ def tree(distribution: str, version: str) -> Path:
         return main.tree
     if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
         raise ValueError(f"expected a release of the table in {__file__}, found {distribution} {version}; add it there")
-    folder = _trees() / f"{distribution}-{version}"
+    folder = trees() / f"{distribution}-{version}"
     if not folder.is_dir():
         with _locked(folder):
             if not folder.is_dir():
@@ -224,7 +221,7 @@ def tree(distribution: str, version: str) -> Path:
     return folder
 
 
-def _trees() -> Path:
+def trees() -> Path:
     return Path(os.environ.get("CKPT_PATCHES_TREES") or REPOSITORY / ".trees").resolve()
 
 
@@ -272,7 +269,7 @@ TORCH = metadata.version("torch").partition("+")[0]
 
 def torch_folder(version: str) -> Path:
     """Where the torch for another Python ("3.12") lies, with all that the upstream packages import."""
-    return _trees() / f"python-{version}-torch-{TORCH}"
+    return trees() / f"python-{version}-torch-{TORCH}"
 
 
 def install_torch(version: str, python: str) -> None:
@@ -363,6 +360,24 @@ def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
         ) from None
 
 
+def newest_affected(fix: str) -> tuple[str, str]:
+    """The distribution and the version of the last release that a fix is for."""
+    loaded = fix_files.load(fix)
+    return DISTRIBUTIONS[loaded.package], loaded.newest_affected
+
+
+def demonstrate(fix: str, delivery: str, version: str | None = None) -> Outcome:
+    """Run the demonstration of a fix on a release, by default on the newest one with the bug.
+
+    Raises:
+        DemonstrationFailed: it could not run.
+    """
+    root = tree(DISTRIBUTIONS[fix_files.package_of(fix)], version) if version else tree(*newest_affected(fix))
+    shown = demonstrating.demonstrations()[fix]
+    path = [tree(*release) for release in shown.beside]
+    return demonstrating.run(shown, environment_for(in_place(root) if delivery == "in place" else root, delivery, path))
+
+
 # Pytest with none of this repository's settings.
 PLAIN = ("-q", "-p", "no:cacheprovider", "-c", os.devnull)
 
@@ -394,24 +409,17 @@ def check_upstream_test(
         assert expected in found, f"expected {expected!r} of {file.name} on {version}, found:\n{_tail(found)}"
 
 
-# What a launcher or a developer may have set, and must not reach a program under test.
-_NOT_INHERITED = ("PYTHONDONTWRITEBYTECODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-
-
 def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) -> dict[str, str]:
     """The environment of a program under test; a copy, free to change."""
-    inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     distribution, _, version = root.name.rpartition("-")
     stand_in = STAND_INS.get((distribution, version))
     folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
     return {
-        **inherited,
+        **demonstrating.environment(inherited, patched=delivery == "hook"),
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
-        "CKPT_PATCHES": "strict" if delivery == "hook" else "off",
-        "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "DS_ACCELERATOR": "cpu",
     }
 
 
@@ -421,15 +429,6 @@ def needed(root: Path) -> list[Path]:
     main = main_branch("megatron-core")
     release = _TRITON if main and root.name == main.tree.name else NEEDS.get((distribution, version))
     return [tree(*release)] if release else []
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now, and that no connection is given meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10000, 32768)  # below those that Linux gives to connections
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _tail(text: str, lines: int = 40) -> str:

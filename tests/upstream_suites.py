@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ckpt_patches.engine.fix import load, package_of
+from ckpt_patches.engine.diffs import upstream_test
+from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.registry import FIXES
-from test_upstream_tests import file_of
 from upstream import PROGRAMS, REPOSITORY, tree
 
 RECORD = REPOSITORY / "tests" / "recorded" / "upstream_suites.json"
@@ -117,11 +117,11 @@ def prepare(suite: Suite, checkout: Path, work: Path) -> Place:
     if not copy.exists():
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "*.pyc"), symlinks=True)
     if suite is DEEPSPEED:
-        _as_installed(copy)
+        as_installed(copy)
     return Place(suite, copy, work)
 
 
-def _as_installed(checkout: Path) -> None:
+def as_installed(checkout: Path) -> None:
     """DeepSpeed has its version from a file that its set-up writes; without it is 0.0.0, and refuses to load."""
     version = (checkout / "version.txt").read_text().strip()
     lines = [
@@ -311,9 +311,9 @@ def _plain(why: str) -> str:
 
 def own_test(place: Place, fix: str, limits: Limits) -> dict[str, Any]:
     """What becomes of a fix's own test, without the fix and with it alone."""
-    path = load(fix).test
+    path, text = upstream_test(package_of(fix), fix)
     (place.tree / path).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(file_of(fix), place.tree / path)
+    (place.tree / path).write_bytes(text)
     fixes(place, "without")
     found = {}
     ranks = 1 if place.suite is MEGATRON else 0

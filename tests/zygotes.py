@@ -28,17 +28,17 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 ZYGOTE = PROGRAMS / "zygote.py"
 
 MEGATRON = (
-    "megatron_training",  # first: the stand-in for a GPU has to be there before Megatron is
+    "ckpt_patches.demo.megatron_training",  # first: the stand-in for a GPU has to be there before Megatron is
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
-    "stand_in_fused_adam",
+    "ckpt_patches.demo.stand_in_fused_adam",
     "torch._dynamo",
 )
 CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stand-ins
 BRIDGE = ("bridge_imports", "megatron.core.optimizer", "torch._dynamo")
-ZARR = ("zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
+ZARR = ("ckpt_patches.demo.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 NO_PACKAGE = ("torch",)
-DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "zero_training")
+DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "ckpt_patches.demo.deepspeed_training")
 
 # The modules that a program of programs/ imports, whichever arguments it is given.
 IMPORTS: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,8 @@ MOST_BARS = 40  # of a checkpoint; more are not legible
 MOST_BOUNDARIES = 128  # of a bar; more are a grey area
 LEAST_WIDTH = 0.004  # of a mark, as a part of the bar: one element of a billion is to be seen
 
-# Of what can lie in an array. Those that come together in a checkpoint are easily told apart.
+# Of what can lie in an array, without green, which is for intact checkpoints. Those that come together in a checkpoint
+# are easily told apart.
 COLOURS = {
     "lost_master": "#c0392b",
     "lost_moment": "#e08214",
@@ -26,12 +27,12 @@ COLOURS = {
     "shifted_state": "#c2539b",
     "not_finite": "#1f1fd0",
     "odd_in_bucket": "#74a9e8",
-    "negative_square": "#007a87",
-    "denormal_run": "#56c7b5",
-    "missing_chunk": "#1b7837",
-    "short_chunk": "#5aae61",
-    "long_chunk": "#a6d96a",
-    "bad_file": "#005a32",
+    "negative_square": "#e7298a",
+    "denormal_run": "#9e9ac8",
+    "missing_chunk": "#7f0000",
+    "short_chunk": "#ef3b2c",
+    "long_chunk": "#fc9272",
+    "bad_file": "#d7003a",
 }
 OTHER = "#8a8a8a"
 INEXACT = 0.35  # the opacity of a finding without a range

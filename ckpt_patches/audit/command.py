@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.options import MANY, add_group, add_workers
+from ckpt_patches.options import MANY, add_group, add_workers, described
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
@@ -29,18 +29,31 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     """Say what the commands take; what they need is imported when they run."""
     audit = commands.add_parser(
         "audit",
-        help="find the damage in checkpoints that exist",
-        epilog="exit status: 0 all are whole, 1 one is damaged, 3 of one it cannot be told, 2 wrong usage",
+        help="find damage in checkpoints",
+        **described(
+            "Read checkpoints on the CPU, without the training code, and report which are damaged and where.",
+            "ckpt-patches audit /checkpoints/run1",
+            after="exit status: 0 all are whole, 1 one is damaged, 2 wrong usage, 3 a verdict is not possible",
+        ),
     )
     audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
-    audit.add_argument("--json", action="store_true", help="for programs (schema: docs/audit.md)")
+    audit.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     audit.add_argument("--json-lines", action="store_true", help="the same, a line for each as soon as it is judged")
     audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
     audit.add_argument("--html", type=Path, metavar="FILE.html", help="write a page: verdicts, pictures, what to do")
     _add_processes_to(audit)
     audit.set_defaults(run=_audit, of_zero=of_zero)
-    repair = commands.add_parser("repair", help="repair what can be repaired, in a copy")
+    repair = commands.add_parser(
+        "repair",
+        help="repair a damaged checkpoint, in a copy",
+        **described(
+            "Copy a checkpoint, with its damaged elements restored: main parameters from the model's own weights, "
+            "moments from an older checkpoint.",
+            "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
+            after="exit status: 0 repaired, 2 not repaired: a line names the reason",
+        ),
+    )
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
     repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
@@ -161,7 +174,7 @@ def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int
     for checkpoint in found:
         reports.append(audit(checkpoint, workers, team, options.of_zero))
         if options.json_lines:
-            print(json.dumps(report.checkpoint_as_json(reports[-1])), flush=True)
+            print(json.dumps(report.line_as_json(reports[-1])), flush=True)
         elif not options.json:
             print(report.as_text(reports[-1], notes=options.notes), flush=True)
     if options.json:
@@ -187,15 +200,27 @@ def _write_pictures(options: argparse.Namespace, reports: "list[Report]") -> Non
     from ckpt_patches.audit import page, plot
 
     if options.plot:
-        print(f"{options.plot}: {plot.draw(reports, options.plot)} arrays with findings", file=sys.stderr)
+        with _written(options.plot):
+            arrays = plot.draw(reports, options.plot)
+        print(f"{options.plot}: {arrays} arrays with findings", file=sys.stderr)
     if options.html:
-        page.write(reports, options.html)
+        with _written(options.html):
+            page.write(reports, options.html)
         print(f"{options.html}: {page.headline(reports)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """An error has the file's own name, not that of a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _found(path: Path, checkpoints: list[Path]) -> list[Path]:
     if not checkpoints:
-        raise UserError(f"{path}: expected a checkpoint in a format that is known, found none (docs/audit.md)")
+        raise UserError(f"{path}: expected a checkpoint in a known format, found none (ckpt-patches explain audit)")
     return checkpoints
 
 

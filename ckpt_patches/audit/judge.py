@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_patches.audit import blocks, damages, quantized
 from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.checksums import PartRead, wrong
-from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.damages import Finding, numbered
 from ckpt_patches.audit.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
 from ckpt_patches.audit.scan import Odd, OddRuns, rows_of
 
@@ -89,7 +89,7 @@ def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) ->
     if begin % part or end % part or (begin, end) == (0, shard.numel):
         return ""
     first, last = begin // part, end // part - 1
-    return f"slice {first} of {data_parallel}" if first == last else f"slices {first} to {last} of {data_parallel}"
+    return f"of data-parallel {numbered(first, last, data_parallel)}"
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from ckpt_patches.audit.advice import Advice, Step
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.audit.markup import Markup, element, joined
-from ckpt_patches.audit.report import in_bytes, in_range
+from ckpt_patches.audit.report import in_range
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.durable import replace_durably
+from ckpt_patches.units import in_bytes
 
 FEW = 12  # findings of a checkpoint; more are folded
 LENGTH = 1000  # units of a bar's picture, which is as wide as the page allows
@@ -105,7 +106,8 @@ def page(reports: list[Report], made: str) -> str:
         element("style", STYLE),
     )
     by = (
-        f"By ckpt-patches audit {__version__}, {made}. What each verdict means, and what cannot be told: docs/audit.md."
+        f"By ckpt-patches audit {__version__}, {made}. What each verdict means, and what is not detected: "
+        "ckpt-patches explain audit"
     )
     body = element(
         "main",

@@ -2,17 +2,24 @@
 
 from typing import Any
 
-from ckpt_patches.audit.audit import Report
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report
 from ckpt_patches.audit.damages import NOTE, Finding
+from ckpt_patches.terminal import paint
+from ckpt_patches.units import in_bytes
 
 SCHEMA = 1  # of the JSON; goes up when a key changes its meaning or goes away
+COLORS = {DAMAGED: "red", WHOLE: "green"}  # of verdicts
 MOST_LINES = 20  # of one kind in a table; JSON has them all
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def as_json(reports: list[Report]) -> dict[str, Any]:
-    """The schema is documented in docs/audit.md."""
+    """The schema is documented in docs/json.md."""
     return {"schema": SCHEMA, "checkpoints": [checkpoint_as_json(report) for report in reports]}
+
+
+def line_as_json(report: Report) -> dict[str, Any]:
+    """One checkpoint of several, in a document of its own."""
+    return {"schema": SCHEMA, **checkpoint_as_json(report)}
 
 
 def checkpoint_as_json(report: Report) -> dict[str, Any]:
@@ -42,7 +49,8 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 def as_text(report: Report, *, notes: bool) -> str:
     """The verdict, and a line for each finding; the notes where they are asked for."""
-    lines = [f"{report.checkpoint.path}: {report.verdict.upper()} ({about(report)})"]
+    verdict = paint(report.verdict.upper(), COLORS.get(report.verdict, "yellow"))
+    lines = [f"{report.checkpoint.path}: {verdict} ({about(report)})"]
     shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
     rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -79,11 +87,3 @@ def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:
 def in_range(finding: Finding) -> str:
     """Elements of the shard, the end not included."""
     return "" if finding.begin is None else f"[{finding.begin}, {finding.end})"
-
-
-def in_bytes(number: float) -> str:
-    for unit in UNITS:
-        if number < 1024 or unit == UNITS[-1]:
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

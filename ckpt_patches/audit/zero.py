@@ -181,7 +181,7 @@ def _check_ranks(
     expected = info.get("dp_world_size") or max(sizes, default=None) or max(ranks) + 1
     found.data_parallel = int(expected)
     for rank in sorted(set(range(found.data_parallel)) - ranks):
-        found.findings.append(Finding(damages.MISSING_RANK, f"rank {rank} of {expected}"))
+        found.findings.append(Finding(damages.MISSING_RANK, damages.numbered(rank, rank, found.data_parallel)))
     for file in files:
         others = [
             count
@@ -217,7 +217,7 @@ def _check_model_files(
         found.findings.append(Finding(damages.ONE_MODEL_FILE, there[0], detail=detail))
         return
     for rank in missing:
-        array = f"rank {rank} of {found.data_parallel}"
+        array = damages.numbered(rank, rank, found.data_parallel or 1)
         found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
 
 

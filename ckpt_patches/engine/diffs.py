@@ -16,14 +16,14 @@ def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
     """
     parts = [file_diff(plan.root, file) for file in plan.files.values()]
     if with_test:
-        parts += [_new_file_diff(*upstream_test(plan.package, name)) for name in plan.named(Outcome.APPLIES)]
+        parts += [new_file_diff(*upstream_test(plan.package, name)) for name in plan.named(Outcome.APPLIES)]
     return b"".join(parts)
 
 
 def file_diff(root: str, file: FilePlan) -> bytes:
     """One edited file, byte for byte: CRLF and a missing last newline stay visible to `git apply`."""
     path = Path(os.path.relpath(file.path, root)).as_posix()
-    return _unified(f"a/{path}", f"b/{path}", file.original, file.patched)
+    return unified_diff(f"a/{path}", f"b/{path}", file.original, file.patched)
 
 
 def upstream_test(package: str, name: str) -> tuple[str, bytes]:
@@ -32,23 +32,26 @@ def upstream_test(package: str, name: str) -> tuple[str, bytes]:
     return path, Path(folder(package), "upstream_tests", Path(path).name).read_bytes()
 
 
-def _new_file_diff(path: str, text: bytes) -> bytes:
+def new_file_diff(path: str, text: bytes) -> bytes:
+    """The addition of a file, as git writes it."""
     return b"new file mode 100644\n".join(
-        [f"diff --git a/{path} b/{path}\n".encode(), _unified("/dev/null", f"b/{path}", b"", text)]
+        [f"diff --git a/{path} b/{path}\n".encode(), unified_diff("/dev/null", f"b/{path}", b"", text)]
     )
 
 
-def _unified(before_name: str, after_name: str, before: bytes, after: bytes) -> bytes:
+def unified_diff(before_name: str, after_name: str, before: bytes, after: bytes, context: int = 3) -> bytes:
+    """The difference between two texts, with so many lines of context; empty if there is none."""
     lines = difflib.diff_bytes(
         difflib.unified_diff,
-        _lines(before),
-        _lines(after),
+        lines_of(before),
+        lines_of(after),
         before_name.encode(),
         after_name.encode(),
+        n=context,
     )
     return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
 
 
-def _lines(data: bytes) -> list[bytes]:
+def lines_of(data: bytes) -> list[bytes]:
     """Split at LF alone, as git does: a CR belongs to its line."""
     return re.findall(rb"[^\n]*\n|[^\n]+", data)

@@ -11,6 +11,11 @@ from ckpt_patches.engine.source import Source
 EditFunction = Callable[[Source], None]
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """A release such as 0.16.1 in the form that orders releases."""
+    return tuple(map(int, version.split(".")))
+
+
 @dataclass(frozen=True)
 class Edit:
     """One edit of one upstream module.
@@ -31,8 +36,12 @@ class Fix:
 
     module_name: str  # the fix's file is its name
     upstream: tuple[str, ...]  # issues and pull requests
-    affected: str  # releases that have the bug; documentation, never the gate
     test: str  # where the upstream-style regression test goes in an upstream checkout
+    depends_on: tuple[str, ...] = ()  # fixes without which this one, or its test, does not work
+    symptom: str = ""  # what a user sees, a fragment of at most 80 characters
+    releases: tuple[tuple[str, str], ...] = ()  # inclusive ranges with the bug; documentation, never the gate
+    stacks: str = ""  # the format, optimizer or setting that the bug needs
+    silent: bool = False  # in at least one case the state is wrong without an error
     concerns: str = ""  # module without which the fix is not for this release
     where: Callable[[Source], bool] | None = None  # of that module's source: whether it is
     edits: list[Edit] = field(default_factory=list)
@@ -45,6 +54,15 @@ class Fix:
     def package(self) -> str:
         """The upstream package that it edits: `megatron.core` or `deepspeed`."""
         return TARGETS[EVERYTHING[self.name][0]]
+
+    @property
+    def newest_affected(self) -> str:
+        """The newest release with the bug."""
+        return max((last for _, last in self.releases), key=numbers)
+
+    def affects(self, version: str) -> bool:
+        """Whether a release has the bug; known for those in `ckpt_patches.engine.releases`."""
+        return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in self.releases)
 
     def edit(
         self, *modules: str, optional: bool = False, independent: bool = False, ours_alone: bool = False

@@ -9,6 +9,7 @@ import ast
 import builtins
 import codecs
 import functools
+import itertools
 import re
 import textwrap
 import tokenize
@@ -256,14 +257,26 @@ class Source:
             self._end_of_line(node)
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
-    def replace_from_to(self, first: ast.stmt, last: ast.stmt, text: str) -> None:
+    def replace_from_to(self, first: ast.stmt, last: ast.stmt, text: str, *, about: str = "") -> None:
         """Put statements, written without indentation, in place of those from `first` to `last` of one block.
 
-        The comments between them go as well. Raises NoMatch unless they stand on lines of their own.
+        The comments between them go as well, and the comment above them if it names what they are `about`. Raises
+        NoMatch unless they stand on lines of their own.
         """
         self._check_begins_line(first)
         self._end_of_line(last)
-        self._edit(self._span(first)[0], self._span(last)[1], self._indented(text, self._indent(first)))
+        start = self._comment_above(first, about) if about else self._span(first)[0]
+        self._edit(start, self._span(last)[1], self._indented(text, self._indent(first)))
+
+    def _comment_above(self, statement: ast.stmt, word: str) -> int:
+        """Where the comment above a statement starts, if it has this word; else where the statement does."""
+        lines = [self.data[low:high].strip() for low, high in itertools.pairwise(self._lines[: statement.lineno])]
+        while lines and not lines[-1]:
+            lines.pop()
+        comment = list(itertools.takewhile(lambda line: line.startswith(b"#"), reversed(lines)))
+        if not any(word.encode() in line for line in comment):
+            return self._span(statement)[0]
+        return self._lines[len(lines) - len(comment)] + len(self._indent(statement))
 
     def remove(self, statement: ast.stmt) -> None:
         """Take a statement out, with the line breaks in front of it and a comment behind it. One above it stays.

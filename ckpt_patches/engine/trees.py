@@ -9,7 +9,7 @@ from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import contains, locate
 from ckpt_patches.engine.plan import fixes_for
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
 
 def check_names(names: Sequence[str]) -> None:
     """Raises UserError if one of them is not a fix."""
-    unknown = [name for name in names if name not in FIXES]
-    if unknown:
-        raise UserError(f"no such fix: {', '.join(unknown)}; the fixes are {', '.join(FIXES)}")
+    for name in names:
+        if name not in FIXES:
+            raise UserError(unknown("fix", name, FIXES, "ckpt-patches list"))
 
 
 def _root(package: str, tree: str | None) -> str | None:

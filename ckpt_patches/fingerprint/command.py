@@ -9,41 +9,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.options import add_trust
+from ckpt_patches.options import add_trust, described
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
-    from ckpt_patches.fingerprint.states import Fingerprint, OfZero
+    from ckpt_patches.fingerprint.states import Difference, Fingerprint, OfZero
 
-EPILOG = """examples:
-  ckpt-patches fingerprint out/global_step1000
-  ckpt-patches fingerprint out/global_step1000 --against out/global_step1000_universal
-  ckpt-patches fingerprint ckpt/iter_0001000 --against migrated/iter_0001000
-  ckpt-patches fingerprint --json out/global_step1000 > fingerprints.json
+SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
 
-A state has the same number however it is divided among ranks, in a universal checkpoint as in the ZeRO checkpoint that
-it was made from, and in torch_dist as in zarr. Where the run that saved has recorded its own
-(CKPT_PATCHES_FINGERPRINT=1), the files are held against them.
-
-exit status: 0 all were read, and are equal to those recorded, or with --against to the other's; 1 some differ; 2 a
-checkpoint cannot be read
-"""
+exit status: 0 all checksums are equal to those compared with, 1 some differ, 2 a checkpoint cannot be read"""
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
     """Add it to the command line."""
     command = commands.add_parser(
         "fingerprint",
-        help="a number for every state of a checkpoint, which no layout changes",
-        description="Print a number of 64 bits for the master parameter and each moment of every parameter in a "
-        "checkpoint of DeepSpeed (ZeRO or universal), or for every tensor of one of Megatron's (torch_dist or zarr): "
-        "the same number wherever the same values are.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="print a layout-independent checksum of every tensor",
+        **described(
+            "Print a 64-bit checksum of the main parameter and of each moment of every parameter in a DeepSpeed "
+            "checkpoint (ZeRO or universal), or of every tensor in a Megatron checkpoint (torch_dist or zarr). Equal "
+            "values have equal checksums in every layout.",
+            "ckpt-patches fingerprint out/global_step1000",
+            "ckpt-patches fingerprint ckpt/iter_0001000 --against migrated/iter_0001000",
+            after=AFTER,
+        ),
     )
     command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder, like global_step1000")
-    command.add_argument("--against", type=Path, metavar="OTHER", help="say what another checkpoint has otherwise")
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
+    command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     add_trust(command)
     command.set_defaults(run=lambda options: run(options, of_zero))
 
@@ -58,7 +52,7 @@ def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
     if options.against is None:
         _print(found, checked, as_json=options.json)
         if checked is None:
-            print(f"{options.path}: the run that saved has recorded no fingerprints to compare with", file=sys.stderr)
+            print(f"{options.path}: no recorded fingerprints, nothing was compared", file=sys.stderr)
         return 1 if checked is not None and checked.differences else 0
     return _compare(options, found, _read(options.against, options.trust_checkpoint, of_zero)[0])
 
@@ -125,7 +119,7 @@ def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bo
     if as_json:
         rows = [{**one._asdict(), "value": one.hexadecimal} for one in found]
         recorded = None if checked is None else _as_json(checked)
-        print(json.dumps({"fingerprints": rows, "recorded": recorded}, indent=1))
+        print(json.dumps({"schema": SCHEMA, "fingerprints": rows, "recorded": recorded}, indent=1))
         return
     width = max((len(one.parameter) for one in found), default=0)
     for one in found:
@@ -143,12 +137,16 @@ def _as_json(checked: "Checked") -> dict[str, object]:
     return {**checked._asdict(), "differences": [each._asdict() for each in checked.differences]}
 
 
+def _comparison(one: "list[Fingerprint]", found: "list[Difference]") -> dict[str, object]:
+    return {"schema": SCHEMA, "compared": len(one), "differences": [each._asdict() for each in found]}
+
+
 def _compare(options: argparse.Namespace, one: "list[Fingerprint]", other: "list[Fingerprint]") -> int:
     from ckpt_patches.fingerprint.states import differences
 
     found = differences(one, other)
     if options.json:
-        print(json.dumps({"compared": len(one), "differences": [each._asdict() for each in found]}, indent=1))
+        print(json.dumps(_comparison(one, found), indent=1))
     elif found:
         for each in found:
             print(f"{each.parameter}  {each.state}  {each.what}")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ckpt_patches.fingerprint.mix import zeros
 from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
+from ckpt_patches.units import in_bytes
 
 Key = tuple[str, str]  # of a parameter, and of its state
 LINES = 12  # of differences that are said one by one
@@ -166,7 +167,7 @@ def sentences(verdict: Verdict) -> list[str]:
     if not verdict.proven:
         headline = "fingerprint: nothing is proven of this resume"
     else:
-        size = _size(verdict.nbytes)
+        size = in_bytes(verdict.nbytes)
         headline = f"resume proven: {parameters} parameters, {len(verdict.proven)} states, {size}{rest}"
     unproven = _shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])
     return [headline, *unproven, *_of_rates(verdict.rates)]
@@ -197,11 +198,3 @@ def _line(one: Difference | SettingDifference) -> str:
 def _shortened(lines: list[str]) -> list[str]:
     more = len(lines) - LINES
     return lines if more <= 0 else [*lines[:LINES], f"  and {more:,} more"]
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:,} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes = nbytes / 1000  # type: ignore[assignment]
-    return f"{nbytes:,.1f} GB"

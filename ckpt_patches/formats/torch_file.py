@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import TRUST, UserError
 from ckpt_patches.formats import dtypes, pickles, stored_zip
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
-from ckpt_patches.options import TRUST
 
 QUANTIZED = "torch._utils._rebuild_qtensor"
 # What a file in torch's format before 1.6 begins with: a pickle of a number that is torch's mark.

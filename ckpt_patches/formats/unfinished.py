@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.durable import make_folder, sync_folder, write_durably
+from ckpt_patches.units import in_bytes
 
 TEMPORARY = ".unfinished-"  # what names of files begin with that are not whole yet
 SPARE = 64 << 20  # bytes that stay free on the disk
@@ -112,7 +113,7 @@ class UnfinishedFolder:
         existing = next(path for path in (self.working, *self.working.parents) if path.exists())
         needed, free = sum(output.nbytes for output in outputs), shutil.disk_usage(existing).free
         if free < needed + SPARE:
-            raise UserError(f"{self.final} needs {needed / 1e9:.2f} GB, and {existing} has {free / 1e9:.2f} GB free")
+            raise UserError(f"{self.final} needs {in_bytes(needed)}, and {existing} has {in_bytes(free)} free")
 
     def check_complete(self, outputs: Iterable[Output]) -> None:
         """That no file is missing.

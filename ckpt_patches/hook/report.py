@@ -59,8 +59,8 @@ def mismatch(plan: TreePlan, result: FixResult) -> str:
     page = next((page for page, parts in OVERLAYS.items() if result.name in parts), result.name)
     return (
         f"the fix {result.name} is NOT active on {_upstream(plan)}: {result.reason}. The bug may be there: see "
-        f"docs/{page}.md; report a release that it does not match, or set CKPT_PATCHES_SKIP={result.name} to "
-        "go on without it"
+        f"`ckpt-patches explain {page}`; report a release that it does not match, or set "
+        f"CKPT_PATCHES_SKIP={result.name} to go on without it"
     )
 
 

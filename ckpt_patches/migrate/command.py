@@ -8,41 +8,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.options import MANY, add_group, add_no_sync, add_trust, add_workers
+from ckpt_patches.options import MANY, add_group, add_no_sync, add_trust, add_workers, described
+from ckpt_patches.units import in_bytes
 
 if TYPE_CHECKING:
     from ckpt_patches.migrate.migrate import Options, Summary
     from ckpt_patches.migrate.migration_plan import Plan
 
 MOST_SHOWN = 10  # findings
-EPILOG = """examples:
-  ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run     what would become of which tensors
-  ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000
-  torchrun --nproc-per-node 4 -m ckpt_patches migrate ckpt/iter_0001000 --output new/iter_0001000
-  srun -N 8 --ntasks-per-node 1 ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000
+SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW.unfinished, and the same
+command continues from there.
 
-OLD is only read. NEW has its name when all of it is on the disk; until then it is NEW.unfinished, and the same command
-goes on from there.
-
-exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated, or nothing to do: a line says
-why, 130 interrupted
-"""
+exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated or nothing to do (a line names
+the reason), 130 interrupted"""
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add it to the command line."""
     migrate = commands.add_parser(
         "migrate",
-        help="make of an old Megatron checkpoint one that megatron-core 0.16 and later load",
-        description="Make of a checkpoint that megatron-core up to 0.15 has written (zarr, or an optimizer's state in "
-        "flattened ranges) one that 0.16 and later load and resume from, bit for bit.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="convert an old Megatron checkpoint for megatron-core 0.16 and later",
+        **described(
+            "Convert a checkpoint that megatron-core up to 0.15 wrote (zarr, or optimizer state in flattened ranges) "
+            "to one that 0.16 and later load and resume from, bit for bit.",
+            "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run",
+            "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000",
+            "torchrun --nproc-per-node 4 -m ckpt_patches migrate OLD --output NEW",
+            "srun -N 8 --ntasks-per-node 1 ckpt-patches migrate OLD --output NEW",
+            after=AFTER,
+        ),
     )
     migrate.add_argument("path", type=Path, metavar="OLD", help="the checkpoint's folder, like iter_0001000")
     migrate.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     migrate.add_argument("--dry-run", action="store_true", help="print the plan, and write nothing")
-    migrate.add_argument("--json", action="store_true", help="for programs")
+    migrate.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     migrate.add_argument(
         "--step", type=_step, metavar="N", help="the optimizer's step, where parameter groups have different ones"
     )
@@ -112,19 +112,18 @@ def _print(text: str) -> None:
 
 def _plan_as_text(planned: "Plan") -> str:
     """A table: what becomes of which tensors."""
-    rows = [("", "of the source", "becomes", "tensors", "GB")]
-    rows += [(row.what, row.source, row.target, str(row.tensors), f"{row.nbytes / 1e9:.3f}") for row in planned.rows]
+    rows = [("", "of the source", "becomes", "tensors", "size")]
+    rows += [(row.what, row.source, row.target, str(row.tensors), in_bytes(row.nbytes)) for row in planned.rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     kind = f"{planned.source_type or 'not distributed'} -> {planned.target_type or 'the same'}"
-    last = (
-        f"optimizer's state: {kind}; {planned.nbytes / 1e9:.3f} GB in {len(planned.files)} files; nothing was written"
-    )
+    last = f"optimizer's state: {kind}; {in_bytes(planned.nbytes)} in {len(planned.files)} files; nothing was written"
     return "\n".join([*lines, *(f"note: {warning}" for warning in planned.warnings), last])
 
 
 def _plan_as_json(planned: "Plan") -> str:
-    described: dict[str, Any] = {
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
         "source_type": planned.source_type,
         "target_type": planned.target_type,
         "bytes": planned.nbytes,
@@ -132,12 +131,12 @@ def _plan_as_json(planned: "Plan") -> str:
         "rows": [dataclasses.asdict(row) for row in planned.rows],
         "notes": list(planned.warnings),
     }
-    return json.dumps(described, indent=1)
+    return json.dumps(content, indent=1)
 
 
 def _summary_as_text(summary: "Summary") -> str:
     before = f" ({summary.files_before} were there already)" if summary.files_before else ""
-    written = f"{summary.bytes / 1e9:.2f} GB in {summary.files} files{before}"
+    written = f"{in_bytes(summary.bytes)} in {summary.files} files{before}"
     kind = f"{summary.source_type or 'weights'} -> {summary.target_type or 'torch_dist'}"
     lines = [
         f"{found.kind.severity}: {found.kind.name} {found.array} {found.shard} {found.detail}".rstrip()
@@ -152,4 +151,4 @@ def _summary_as_text(summary: "Summary") -> str:
 
 def _summary_as_json(summary: "Summary") -> str:
     findings = [{**dataclasses.asdict(own), "kind": own.kind.name} for own in summary.findings]
-    return json.dumps({**dataclasses.asdict(summary), "findings": findings})
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(summary), "findings": findings})

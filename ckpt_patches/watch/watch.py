@@ -154,7 +154,7 @@ class Watch:
         if not inside:
             return  # it has come to its end meanwhile
         what = f"ckpt-patches: rank {self._rank} on {host_name()} ends in the middle of {inside[0]}: {reason}"
-        print(f"{what}. Start again without that host: docs/lost_host.md", file=sys.stderr, flush=True)
+        print(f"{what}. Start again without that host: ckpt-patches explain lost_host", file=sys.stderr, flush=True)
         time.sleep(HEARD * self._beat)
         os._exit(1)
 

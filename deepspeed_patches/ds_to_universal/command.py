@@ -8,21 +8,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.options import add_group, add_no_sync, add_trust, add_workers, spelled
+from ckpt_patches.options import add_group, add_no_sync, add_trust, add_workers, described, spelled
 from ckpt_patches.processes import WorkerDefect
+from ckpt_patches.units import in_bytes
 from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
 from deepspeed_patches.ds_to_universal.file_systems import LOCAL
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
 EPILOG = (
-    "exit status: 0 converted, 2 nothing that can be converted, or a full disk; the same command goes on from there; "
-    "130 interrupted, 1 a defect, with a traceback to report"
+    "exit status: 0 converted; 1 a defect, with a traceback to report; 2 not converted: a line names the reason, and "
+    "the same command continues from there; 130 interrupted"
 )
 # Upstream's options without a meaning here, and why.
 OBSOLETE = {
     "num_merge_workers": "nothing is merged: each file is written once, by --workers processes",
     "keep_temp_folder": "there is no temporary folder",
 }
+SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
 UNITS = {"k": 10, "m": 20, "g": 30}
 
 
@@ -49,13 +51,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
         say("interrupted; the same command goes on from here")
         return 130
     # In one piece: torchrun runs Python unbuffered, and print would write the end of the line by itself.
-    sys.stdout.write(f"{json.dumps(asdict(summary)) if options.json else text(summary)}\n")
+    sys.stdout.write(f"{json.dumps({'schema': SCHEMA, **asdict(summary)}) if options.json else text(summary)}\n")
     return 0
 
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Of its options."""
-    made = argparse.ArgumentParser(program, description=DESCRIPTION, epilog=EPILOG)
+    command = program if " " in program else "python -m deepspeed_patches.ds_to_universal"
+    example = f"{command} --input-folder step10 --output-folder universal"
+    made = argparse.ArgumentParser(program, **described(DESCRIPTION, example, after=EPILOG))
     _add_arguments(made)
     return made
 
@@ -95,7 +99,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_no_sync(parser)
     add_group(parser)
-    parser.add_argument("--json", action="store_true", help="print a summary for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
 
 
 def _chosen(options: argparse.Namespace) -> Options:
@@ -122,6 +126,6 @@ def size(text: str) -> int:
 
 def text(summary: Summary) -> str:
     before = f" ({summary.files_before} were there already)" if summary.files_before else ""
-    written = f"{summary.bytes / 1e9:.2f} GB in {summary.files} files{before}"
-    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning), {summary.rate / 1e9:.2f} GB/s"
+    written = f"{in_bytes(summary.bytes)} in {summary.files} files{before}"
+    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning), {in_bytes(summary.rate)}/s"
     return f"{summary.output_folder}: {written}, {times}"

@@ -26,7 +26,10 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/6970",
         "https://github.com/NVIDIA/Megatron-LM/issues/6971",
     ),
-    affected="megatron-core 0.12.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with asynchronous saves",
+    symptom="a save contains data of a later step or another tensor, or hangs",
+    releases=(("0.12.0", "0.19.2"),),
+    stacks="asynchronous saves; from 0.17.0 `--async-strategy mcore`",
+    silent=True,
     test="tests/unit_tests/dist_checkpointing/test_async_save_staging.py",
 )
 

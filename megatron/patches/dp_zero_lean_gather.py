@@ -20,7 +20,10 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/1928",
         "https://github.com/volcengine/verl/issues/1992",
     ),
-    affected="megatron-core 0.7.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with DistributedOptimizer",
+    symptom="a save runs out of host memory on data-parallel rank 0",
+    releases=(("0.7.0", "0.19.2"),),
+    stacks="torch and fully_reshardable formats, distributed optimizer",
+    silent=False,
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_lean_gather.py",
 )
 

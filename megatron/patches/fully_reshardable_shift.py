@@ -12,7 +12,10 @@ from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Sour
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5077",),
-    affected="megatron-core 0.15.0 to 0.19.2, with several buckets; gone since 32a03b77c5 (2026-08-21)",
+    symptom="main parameters and moments are saved shifted into their neighbors",
+    releases=(("0.15.0", "0.19.2"),),
+    stacks="fully_reshardable format, several buckets",
+    silent=True,
     test="tests/unit_tests/dist_checkpointing/test_fully_reshardable_shift.py",
 )
 

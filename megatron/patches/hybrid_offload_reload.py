@@ -21,7 +21,10 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4082",
         "https://github.com/NVIDIA-NeMo/RL/issues/2371",
     ),
-    affected="megatron-core 0.12.0 to 0.19.2, main at d98e8a64dd (2026-08-22); Megatron-Bridge 0.6.0 works around it",
+    symptom="the first step of a finetuning run restores random weights",
+    releases=(("0.12.0", "0.19.2"),),
+    stacks="optimizer CPU offload",
+    silent=True,
     concerns="megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     test="tests/unit_tests/test_hybrid_offload_reload.py",
 )

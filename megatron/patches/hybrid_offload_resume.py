@@ -24,8 +24,12 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/4870",
         "https://github.com/NovaSky-AI/SkyRL/issues/1401",
     ),
-    affected="megatron-core 0.12.0 to 0.19.2 and main at d98e8a64dd (2026-08-22)",
+    symptom="training resumes with a wrong optimizer state, or fails with `KeyError`",
+    releases=(("0.12.0", "0.19.2"),),
+    stacks="optimizer CPU offload",
+    silent=True,
     concerns=HYBRID_OPTIMIZER,
+    depends_on=("torch_adam_step",),
     test="tests/unit_tests/test_hybrid_offload_resume.py",
 )
 

@@ -9,7 +9,10 @@ from ckpt_patches.engine.source import AlreadyThere, Source
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1563",),
-    affected="megatron-core 0.7.0 to 0.15.3; gone in 0.16.0",
+    symptom="`AttributeError: np.product` in a save or load",
+    releases=(("0.7.0", "0.15.3"),),
+    stacks="NumPy 2",
+    silent=False,
     test="tests/unit_tests/dist_checkpointing/test_numpy2_product.py",
 )
 

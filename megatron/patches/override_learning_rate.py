@@ -20,7 +20,10 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/7173",
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1917",
     ),
-    affected="megatron-core 0.9.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with override_opt_param_scheduler",
+    symptom="the checkpoint's learning rate stays in use despite the override",
+    releases=(("0.9.0", "0.19.2"),),
+    stacks="`--override-opt-param-scheduler`",
+    silent=True,
     test="tests/unit_tests/dist_checkpointing/test_override_learning_rate.py",
 )
 

@@ -12,7 +12,10 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/pull/2576",
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1730",
     ),
-    affected="megatron-core 0.11.0 to 0.16.1, with the precision-aware optimizer; gone since 23dd639cf3 (2026-02-23)",
+    symptom="`'bool' object has no attribute 'dtype'` or `KeyError: 'padding'` at a resume",
+    releases=(("0.11.0", "0.16.1"),),
+    stacks="dp_reshardable format, precision-aware optimizer",
+    silent=False,
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_flag.py",
 )
 

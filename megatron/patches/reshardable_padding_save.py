@@ -18,7 +18,10 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/5898",
         "https://github.com/NVIDIA/Megatron-LM/issues/6191",
     ),
-    affected="megatron-core 0.11.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), with DistributedOptimizer",
+    symptom="a save fails with `empty bucket encountered` or `out of bounds chunk`",
+    releases=(("0.11.0", "0.19.2"),),
+    stacks="dp_reshardable format, distributed optimizer",
+    silent=False,
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_save.py",
 )
 

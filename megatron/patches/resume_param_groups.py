@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/4705",),
-    affected="megatron-core 0.7.0 to 0.13.1 (pipeline stages), 0.16.0 to 0.18.2 (several learning rates), "
-    "0.19.0 to 0.19.2 and main at d98e8a64dd (2026-08-22) (another learning rate)",
+    symptom="a param group resumes with another group's weight decay or learning rate",
+    releases=(("0.7.0", "0.13.1"), ("0.16.0", "0.19.2")),
+    stacks="pipeline stages; `--decoupled-lr` or muP; from 0.19.0 a new `--lr`",
+    silent=True,
     test="tests/unit_tests/dist_checkpointing/test_resume_param_groups.py",
 )
 
@@ -180,6 +182,18 @@ CALL = saved_param_groups_in_order.__name__
 FILTER = f"""return {CALL}(
     current_groups, state_dict_groups, params_of=state_dict_groups
 )"""
+DOCSTRING = '''"""The settings saved for each current param group, with the params of the saved groups.
+
+Args:
+    current_groups (List[Dict]): the param groups of this run's optimizer.
+    state_dict_groups (List[Dict]): those of the checkpoint.
+
+Returns:
+    List[Dict]: one group for each current one, in the order of those.
+
+Raises:
+    ValueError: a current group has no counterpart, or more than one.
+"""'''
 KEYS = "param_group_identifier_keys"
 INNER = "inner_state_dict = self.optimizer.state_dict()"
 IN_ORDER = f"""state_dict_param_groups = {CALL}(
@@ -215,7 +229,10 @@ def pair_groups(source: Source) -> None:
         source.one("loaded_groups_map = ...", within=functions[0])
         if source.text(body[-1]) != "return final_groups":
             raise NoMatch(f"expected {filtered} to end with `return final_groups`")
-        source.replace_from_to(body[0], body[-1], FILTER)
+        if KEYS in source.text(functions[0].body[0]):
+            source.replace_from_to(functions[0].body[0], body[-1], f"{DOCSTRING}\n{FILTER}")
+        else:
+            source.replace_from_to(body[0], body[-1], FILTER)
     else:
         for function, saved in zip(functions, LOADS.values(), strict=True):
             groups = f"{saved}['param_groups']"
@@ -253,7 +270,7 @@ def pair_groups_of_distributed_optimizer(source: Source) -> None:
     )
     first, last = matching_by_key(source, load) if KEYS in names else (None, None)
     if first and last:
-        source.replace_from_to(first, last, f"{INNER}\n{IN_ORDER}")
+        source.replace_from_to(first, last, f"{INNER}\n{IN_ORDER}", about=KEYS)
     else:
         source.one(INNER, within=load)
         by_index = "{**group, 'params': list(inner_state_dict['param_groups'][idx]['params'])}"

@@ -24,7 +24,10 @@ def refuses_flattened_ranges(source: Source) -> bool:
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/2956",),
-    affected="megatron-core 0.16.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), for callers that name no format",
+    symptom="`ShardedTensor.flattened_range is not supported` in a save",
+    releases=(("0.16.0", "0.19.2"),),
+    stacks="direct calls of `sharded_state_dict` without a format",
+    silent=False,
     concerns=MAPPING,
     where=refuses_flattened_ranges,
     test="tests/unit_tests/dist_checkpointing/test_sharding_type_default.py",

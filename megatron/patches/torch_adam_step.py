@@ -15,7 +15,10 @@ fix = Fix(
         "https://github.com/areal-project/AReaL/issues/132",
         "https://github.com/areal-project/AReaL/issues/142",
     ),
-    affected="megatron-core 0.10.0 to 0.19.2 and main at d98e8a64dd (2026-08-22), without Apex and Transformer Engine",
+    symptom="`KeyError: 'step'` at a resume, or a step count that runs ahead",
+    releases=(("0.10.0", "0.19.2"),),
+    stacks="distributed optimizer without Apex and Transformer Engine",
+    silent=True,
     test="tests/unit_tests/dist_checkpointing/test_torch_adam_step.py",
 )
 

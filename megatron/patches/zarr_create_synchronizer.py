@@ -11,7 +11,10 @@ ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1053",),
-    affected="megatron-core 0.7.0 to 0.14.0; fixed in 0.15.0; the zarr strategy is gone in 0.16.0",
+    symptom="slices of the optimizer state are saved as zeros",
+    releases=(("0.7.0", "0.14.0"),),
+    stacks="zarr format, distributed optimizer",
+    silent=True,
     test="tests/unit_tests/dist_checkpointing/test_zarr_create_synchronizer.py",
 )
 

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo.ranks import wait_for
 
 NUMEL = 5000
 PATIENCE = 4  # seconds after the end of a worker: who waits longer waits for ever
-HELD = 60  # seconds that a writer waits for its sign, at most
 
 
 def main() -> None:
@@ -49,14 +49,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         os._exit(0)  # without the fix the end of the interpreter would wait as well
 
 
-def wait_for(sign: Path) -> None:
-    deadline = time.monotonic() + HELD
-    while not sign.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def write_when_told(sign: Path, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-    wait_for(sign)
+    wait_for([sign])
     write(*arguments, **keywords)
 
 

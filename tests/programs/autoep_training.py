@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 
-import zero_training
+from ckpt_patches.demo import deepspeed_training
 
 RANKS, HIDDEN, INNER, EXPERTS = 4, 4, 3, 4
 
@@ -85,7 +85,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     out, stage, *options = sys.argv[1:]
     neighbours = options == ["neighbours"]
-    zero_training.on_ranks(
+    deepspeed_training.on_ranks(
         argparse.Namespace(work=train, ranks=RANKS, out=out, stage=int(stage), neighbours=neighbours)
     )
     print("{}")

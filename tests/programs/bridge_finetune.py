@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import bridge_imports  # noqa: F401  stands in for what Bridge asks for and is not here
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 # How the checkpoint is given to Bridge, and whether the optimizer is given it as well (`state_dict=`).
 LOADS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-import megatron_training  # noqa: F401  the stand-in for a GPU has to be there first
+from ckpt_patches.demo import megatron_training  # noqa: F401  the stand-in for a GPU has to be there first
 
 # Bridge imports these at its top; none has a part in what is under test.
 NOT_HERE = {

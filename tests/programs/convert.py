@@ -6,24 +6,16 @@ INPUT/… becomes FOLDER/<name of INPUT's parent>. A pool worker that raises doe
 """
 
 import argparse
-import inspect
 import json
 import multiprocessing
-import sys
 from pathlib import Path
 
-from deepspeed.checkpoint import ds_to_universal
+from ckpt_patches.demo.deepspeed_training import convert_by_upstream
 
 
 def convert(source: Path, output: Path, workers: int, keep: bool) -> str:
-    sys.argv = ["ds_to_universal", "--input_folder", str(source), "--output_folder", str(output)]
-    sys.argv += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
-    sys.argv += ["--keep_temp_folder"] if keep else []
     try:
-        if inspect.signature(ds_to_universal.main).parameters:
-            ds_to_universal.main(ds_to_universal.parse_arguments())
-        else:  # up to 0.14 it parses the arguments itself
-            ds_to_universal.main()
+        convert_by_upstream(0, source, output, workers, keep)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

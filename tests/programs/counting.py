@@ -76,7 +76,7 @@ def report(found: Found, ranks: int, write: Callable[[str], object] = print) -> 
 
 
 def zarr(options: argparse.Namespace) -> None:
-    import zarr_saving
+    from ckpt_patches.demo import zarr_saving
 
     zarr_saving.spawn(save_chunks, options.ranks, options)
 
@@ -85,7 +85,7 @@ def save_chunks(rank: int, options: argparse.Namespace) -> None:
     """One array, `ranks` chunks of which are a tensor's; and as many tensors as it takes."""
     from megatron.core.dist_checkpointing.strategies import zarr as strategy
 
-    import zarr_saving
+    from ckpt_patches.demo import zarr_saving
 
     ranks, rows = options.ranks, 4
     # The two data-parallel ranks of a pair have the same chunks: as many tensor-parallel ranks as pairs.
@@ -107,13 +107,13 @@ def save_chunks(rank: int, options: argparse.Namespace) -> None:
 
 
 def megatron(options: argparse.Namespace) -> None:
-    import megatron_training as mt
+    from ckpt_patches.demo import megatron_training as mt
 
     mt.spawn(save_and_load, options.ranks, options)
 
 
 def save_and_load(rank: int, options: argparse.Namespace) -> None:
-    import megatron_training as mt
+    from ckpt_patches.demo import megatron_training as mt
 
     build = builder(options)
     model, optimizer = build()
@@ -140,7 +140,7 @@ def save_and_load(rank: int, options: argparse.Namespace) -> None:
 
 def builder(options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
     """What makes a model and its optimizer."""
-    import megatron_training as mt
+    from ckpt_patches.demo import megatron_training as mt
 
     mt.use_inner_optimizer("fused")
     stack = functools.partial(stack_of_layers, layers=options.layers, hidden=options.hidden)
@@ -157,7 +157,7 @@ def schedule(optimizer: Any, options: argparse.Namespace, lr: float) -> Any:
 
 
 def reload(options: argparse.Namespace) -> None:
-    import megatron_training as mt
+    from ckpt_patches.demo import megatron_training as mt
 
     mt.spawn(reload_weights, options.ranks, options)
 
@@ -176,7 +176,7 @@ def save_in_background(name: str, model: Any, optimizer: Any, folder: Path) -> N
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    import megatron_training as mt
+    from ckpt_patches.demo import megatron_training as mt
 
     mt.make_folder(folder)
     state = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
@@ -210,11 +210,11 @@ def stack_of_layers(config: Any, dtype: torch.dtype, native_fp32: bool, *, layer
 
 
 def zero(options: argparse.Namespace) -> None:
-    import zero_training
+    from ckpt_patches.demo import deepspeed_training
 
     for work in (save_zero, load_zero):
         options.work = work
-        zero_training.on_ranks(options)
+        deepspeed_training.on_ranks(options)
         for stage in convertible(options.stages) if work is save_zero else ():
             folders = ["--input_folder", options.out / stage / TAG, "--output_folder", options.out / stage / UNIVERSAL]
             more = ["--inject_missing_state"] if options.experts else []
@@ -239,7 +239,7 @@ def save_zero(rank: int, options: argparse.Namespace) -> None:
 
 
 def load_zero(rank: int, options: argparse.Namespace) -> None:
-    from own_files import OneTensorParallelRank
+    from ckpt_patches.demo.deepspeed_training import OneTensorParallelRank
 
     found = {}
     for stage in options.stages:

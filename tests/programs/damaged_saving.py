@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import async_saving
-import megatron_training as mt
-import zarr_race
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo.zarr_saving import force_race
 
 STEPS = 3
 RANKS = {"race": 2, "step": 1}
@@ -65,7 +65,7 @@ def trained(kind: str) -> tuple[Any, Any]:
 
 def race(rank: int, out: Path, kind: str) -> None:
     model, optimizer = trained(kind)
-    zarr_race.force_race(rank, RANKS[kind], out.parent)
+    force_race(rank, RANKS[kind], out.parent)
     mt.write(state(kind, model, optimizer, is_loading=False), out, "zarr")
 
 

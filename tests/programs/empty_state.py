@@ -1,7 +1,7 @@
 """Save an optimizer state that is empty, or has lost entries, with the real megatron-core; load it; train on.
 
-Prints a line of JSON for each format: what the save did on any rank, what was warned of, and whether the run that was
-resumed equals, bit for bit, the one that went on.
+Prints a line of JSON for each format: what the save did on any rank, and whether the resumed run equals, bit for bit,
+the one that went on.
 
     empty_state.py OUT [--formats torch,dp_zero_gather_scatter,…] [--inner fused|torch] [--precision-aware]
         [--steps 0] [--lose nothing|moment|parameter|all] [--fp16]
@@ -10,7 +10,6 @@ resumed equals, bit for bit, the one that went on.
 
 import argparse
 import json
-import logging
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 
 def main() -> None:
@@ -39,13 +38,10 @@ def main() -> None:
 
 def worker(rank: int, options: argparse.Namespace) -> None:
     mt.use_inner_optimizer(options.inner)
-    log = Log()
-    logging.getLogger("megatron.core.optimizer.distrib_optimizer").addHandler(log)
     for name in options.formats.split(","):
-        log.messages.clear()
         result = case(name, options)
         results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, {**result, "warnings": [m for m in log.messages if "lack optimizer" in m]})
+        dist.all_gather_object(results, result)
         if rank == 0:
             failed = [r["error"] for r in results if r["error"]]
             resume = sorted({r["resume"] for r in results})
@@ -53,18 +49,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
                 "format": name,
                 "error": failed[0] if failed else "",
                 "resume": resume[0] if len(resume) == 1 else resume,
-                "warnings": [warning for r in results for warning in r["warnings"]],
                 "keys": results[0]["keys"],
             }), flush=True)  # fmt: skip
-
-
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def case(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -104,8 +90,8 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def lose(optimizer: Any, what: str) -> None:
-    """Take entries out of the state on the last rank: one moment of one parameter, one parameter's, or all."""
-    if what == "nothing" or dist.get_rank() != dist.get_world_size() - 1:
+    """Take entries out of each rank's state: one moment of one parameter, one parameter's, or all."""
+    if what == "nothing":
         return
     state = optimizer.optimizer.state
     if what == "all":

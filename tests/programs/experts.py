@@ -10,109 +10,17 @@ Stage 0 is ZeRO 1 by BF16_Optimizer. With --groups N a param group of experts ha
 
 import argparse
 import json
-import re
-import warnings
 from pathlib import Path
-from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups
 
-import zero_training
-
-RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
-
-
-class Expert(torch.nn.Linear):
-    """A rank with several experts cuts their tokens out of one tensor, of which torch rounds a layer differently."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.contiguous())
-
-
-class Model(torch.nn.Module):
-    def __init__(self, ep: int) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, HIDDEN)
-        expert = torch.nn.Sequential(Expert(HIDDEN, HIDDEN))
-        self.experts = MoE(HIDDEN, expert, num_experts=EXPERTS, ep_size=ep, k=2, min_capacity=0)
-        self.last = torch.nn.Linear(HIDDEN, 1)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        hidden, *_ = self.experts(torch.tanh(self.first(x)))
-        return self.last(hidden)
-
-
-def engine(args: argparse.Namespace, ep: int) -> Any:
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    model = Model(ep)
-    parameters = {"params": list(model.parameters()), "name": "all"}
-    by_group = split_params_into_different_moe_groups_for_optimizer(parameters, args.groups)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": args.stage or 1, "reduce_bucket_size": 1000},
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": bool(args.universal)},
-        **({} if args.stage else {"data_types": {"grad_accum_dtype": "fp32"}}),
-    }
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(by_group, lr=1e-2), config=config)[0]
-
-
-def train(run: Any, rank: int, steps: range) -> list[float]:
-    """The mean loss of every step."""
-    losses = []
-    for step in steps:
-        samples = torch.randn(32, 3, generator=torch.Generator().manual_seed(RANKS * step + rank)).bfloat16()
-        torch.manual_seed(RANKS * step + rank)  # of two experts the gate draws the second
-        loss = (run(samples).float() - 1).pow(2).mean()
-        run.backward(loss)
-        with torch.no_grad():  # 0.18.7 to 0.18.9 gather the parameters into views, outside of it
-            run.step()
-        torch.distributed.all_reduce(total := loss.detach().clone())
-        losses.append(total.item() / RANKS)
-    return losses
-
-
-def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights, masters and moments of this rank's parameters, whole, as they are live, and from no file."""
-    names = {parameter: name for name, parameter in run.module.named_parameters()}
-    first = groups._get_expert_parallel_rank(f"ep_size_{ep}") * (EXPERTS // ep)
-    optimizer = run.optimizer
-    found = {numbered(name, first): {"weight": parameter.detach().clone()} for parameter, name in names.items()}
-    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        masters, groups_of = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-    else:
-        masters, groups_of = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
-    for index, (master, parameters) in enumerate(zip(masters, groups_of, strict=True)):
-        sharing = optimizer.real_dp_process_group[index]
-        for key, own in {"fp32": master.detach(), **optimizer.optimizer.state[master]}.items():
-            if key == "step":
-                for parameter in parameters:
-                    found[numbered(names[parameter], first)][key] = torch.as_tensor(own)
-                continue
-            parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(sharing))]
-            torch.distributed.all_gather(parts, own.contiguous(), group=sharing)
-            flat = torch.cat(parts)
-            for parameter in parameters:
-                part = flat[: parameter.numel()].view(parameter.shape).clone()
-                found[numbered(names[parameter], first)][key] = part
-                flat = flat[parameter.numel() :]
-    return found
-
-
-def numbered(name: str, first: int) -> str:
-    """With the expert's number among all."""
-    return re.sub(r"(deepspeed_experts\.)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name)
+from ckpt_patches.demo import deepspeed_training
+from ckpt_patches.demo.experts_training import MORE, RANKS, STEPS, engine, state, train
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
     for ep in args.ep:
-        run, out = engine(args, ep), args.out
+        run, out = engine(ep, args.stage, bool(args.universal), args.groups), args.out
         if args.universal:
             run.load_checkpoint(str(args.universal.parent), tag=args.universal.name)
             out = args.out / f"ep{ep}"
@@ -138,4 +46,4 @@ if __name__ == "__main__":
     parser.add_argument("--universal", type=Path)
     parser.add_argument("--resume", type=Path)
     args = parser.parse_args(namespace=argparse.Namespace(work=work, ranks=RANKS))
-    zero_training.on_ranks(args)
+    deepspeed_training.on_ranks(args)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 
 def main() -> None:

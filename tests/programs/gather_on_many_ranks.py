@@ -7,7 +7,6 @@ Prints a line of JSON: for each rank, by side, the messages and bytes that it se
     gather_on_many_ranks.py UPSTREAM_FILE RANKS ELEMENTS    elements of each state on each rank
 """
 
-import ctypes
 import functools
 import json
 import os
@@ -21,7 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
-from lean_gather import M_MMAP_THRESHOLD, MIB, peak, upstream_optimizer
+from ckpt_patches.demo.memory import MIB, peak, return_freed_memory
+from lean_gather import upstream_optimizer
 
 STATES = ("exp_avg", "exp_avg_sq")
 REPETITIONS = 21
@@ -30,7 +30,7 @@ REPETITIONS = 21
 def main() -> None:
     file, ranks, elements = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)  # what was freed is given back, and not what the next one finds
+    return_freed_memory()
     torch.multiprocessing.start_processes(worker, (file, ranks, elements), nprocs=ranks, start_method="fork")
 
 

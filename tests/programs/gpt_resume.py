@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 VOCABULARY, SEEN, LENGTH, HIDDEN = 64, 40, 8, 16
 STEPS_BEFORE, STEPS_AFTER = 3, 2

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import deepspeed
 import torch
 
-import zero_training as zt
+from ckpt_patches.demo import deepspeed_training as zt
+from ckpt_patches.demo.ranks import free_port
 
 RANKS = 2
 LATE = 3.0  # seconds after which the first rank would have written all that it writes
@@ -88,7 +89,7 @@ def main() -> None:
     zt.prepare()
     if args.work is whole:
         rank_main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args)
-    port = zt.free_port()
+    port = free_port()
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(RANKS)]
     for process in ranks:

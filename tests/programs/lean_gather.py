@@ -9,15 +9,12 @@ memory and time the save and the load took.
 
 import argparse
 import copy
-import ctypes
 import functools
-import gc
 import importlib.util
 import inspect
 import io
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,14 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo.memory import MIB, large, peak, return_freed_memory, size
 
-MIB = 2**20
 SIZES = (5, 700, 129, 3, 1000, 64, 333)
 BUCKET_SIZE = 500
-LARGE_PARAMS = 4
 PAIRS = 7
-M_MMAP_THRESHOLD = -3  # of malloc.h
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend",
@@ -51,8 +46,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=MIB // 2, help="of each large parameter")
     parser.add_argument("--out")
     options = parser.parse_args()
-    # Else the C library keeps what one save has freed for the next, which then seems to need less.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    return_freed_memory()
     mt.spawn(worker, options.ranks, options)
 
 
@@ -227,7 +221,7 @@ def load(
 
 def memory(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
     """In MiB: what a rank's save and load need beyond the gathered state, with the package's methods."""
-    distributed = large(options, bucket_size=options.elements)
+    distributed = large(options.elements, bucket_size=options.elements)
     bucket = 4 * options.elements / MIB
     found: dict[str, Any] = {"bucket": bucket, "shard": bucket / dist.get_world_size()}
     for name, arguments in cases(distributed).items():
@@ -241,7 +235,7 @@ def memory(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 def cost(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
     """MiB and seconds of a gather, and of a save in the `torch` format, in pairs of the package and upstream's file."""
-    distributed = large(options)
+    distributed = large(options.elements)
     file = Path(options.out, "distrib_optim.pt")
     found: dict[str, Any] = {"buckets": buckets(distributed), "gathered": 0.0}
     classes = {"ours": type(distributed), "upstream": upstream}
@@ -256,48 +250,6 @@ def cost(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
             _, *used = peak(functools.partial(distributed.save_parameter_state, str(file)))
             found.setdefault(f"{name}, save", []).append(used)
     return found
-
-
-def large(options: argparse.Namespace, bucket_size: int | None = None) -> Any:
-    """The distributed optimizer of some large parameters, after a step."""
-
-    def make(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-        model = mt.tiny_model(config, dtype, native_fp32)
-        del model.a, model.b
-        params = [torch.ones(options.elements, dtype=dtype) for _ in range(LARGE_PARAMS)]
-        model.large = torch.nn.ParameterList(params)
-        return model
-
-    model, optimizer = mt.build(bucket_size=bucket_size, make_model=make)
-    for param in model.parameters():
-        param.main_grad.fill_(0.5)  # as a backward pass leaves it
-    optimizer.step()
-    return mt.inner(optimizer)
-
-
-def peak(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, by how much (MiB) this process had grown when it was largest, and the seconds it took."""
-    gc.collect()
-    dist.barrier()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is what there is now
-    before = resident("VmRSS")
-    start = time.perf_counter()
-    returned = call()
-    seconds = time.perf_counter() - start
-    return returned, resident("VmHWM") - before, seconds
-
-
-def resident(line: str) -> float:
-    with open("/proc/self/status") as file:
-        return next(int(text.split()[1]) for text in file if text.startswith(line)) / 1024
-
-
-def size(state: Any) -> float:
-    """Of all tensors, in MiB."""
-    if isinstance(state, dict):
-        return sum(map(size, state.values()))
-    return state.numel() * state.element_size() / MIB if isinstance(state, torch.Tensor) else 0.0
 
 
 if __name__ == "__main__":

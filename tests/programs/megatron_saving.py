@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
 PATIENCE = 20  # seconds; a plan that waits longer is wrong, and fails

@@ -16,19 +16,21 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from ckpt_patches.demo.deepspeed_training import (
+    KINDS,
+    STEPS,
+    TAG,
+    OneTensorParallelRank,
+    engine,
+    on_ranks,
+    save,
+    state,
+    train,
+)
 from convert import convert
-from zero_training import KINDS, STEPS, TAG, engine, on_ranks, state, train
 
 RANKS = 2
 States = dict[str, dict[str, torch.Tensor]]
-
-
-class OneTensorParallelRank:
-    """What the loader of universal checkpoints asks Megatron for; up to 0.14.0 it cannot do without."""
-
-    get_tensor_model_parallel_rank = staticmethod(lambda: 0)
-    get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
-    get_slice_parallel_world_size = staticmethod(lambda: 1)
 
 
 def write(rank: int, args: argparse.Namespace) -> None:
@@ -37,8 +39,7 @@ def write(rank: int, args: argparse.Namespace) -> None:
         folder = args.folder / kind
         run = engine(kind, RANKS, universal=False)
         train(run, rank, RANKS, first=0)
-        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-        run.save_checkpoint(str(folder), tag=TAG, client_state={**info, "iteration": STEPS})
+        save(run, folder)
         at_save = state(run)
         losses = train(run, rank, RANKS, first=STEPS)
         at_end = state(run)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 # What a case's parameters are, in the order in which they are made: the last is the first in the buffer.
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 BATCH = 4
 STEPS, SCHEDULE = 3, 20

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-import megatron_training as mt
 import shifted_saving
+from ckpt_patches.demo import megatron_training as mt
 
 
 def worker(rank: int, out: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_saving as saving
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 ITERATION = 3
 

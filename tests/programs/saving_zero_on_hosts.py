@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 
-import zero_training as zt
+from ckpt_patches.demo import deepspeed_training as zt
 
 
 def main() -> None:

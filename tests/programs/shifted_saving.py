@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import megatron_training as mt
+from ckpt_patches.demo import megatron_training as mt
 
 VOCABULARY, SEEN, HIDDEN = 62, 41, 13
 STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -11,7 +11,6 @@ it loads OTHER/KIND, and with --settings into a run whose groups were started wi
 """
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -23,37 +22,31 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
-from own_files import OneTensorParallelRank
-from zero_resuming import numbers, reduce_as_on_a_gpu
-from zero_training import KINDS, SAMPLES, STEPS, TAG, Tiny, on_ranks, train
+from ckpt_patches.demo import deepspeed_training
+from ckpt_patches.demo.deepspeed_training import (
+    KINDS,
+    MOMENTS,
+    STEPS,
+    TAG,
+    differences,
+    engine_of,
+    gathered,
+    numbers,
+    on_ranks,
+    reduce_as_on_a_gpu,
+    same,
+    save,
+    train,
+)
 
 RANKS = 2
 UNIVERSAL = "universal"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 OTHER_SETTINGS: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2}
 
 
 def engine(kind: str, universal: bool, small: bool, seed: int, *, other: bool = False) -> Any:
     """A run whose groups differ in their learning rates and weight decays."""
-    gc.freeze()  # see zero_training
-    torch.manual_seed(seed)
-    model = Tiny()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1 and not (small and p is model.scale)]
-    groups = [
-        {"params": matrices, "weight_decay": 0.01, "lr": 1e-2},
-        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
-        *([{"params": [model.scale], "weight_decay": 0.0, "lr": 1e-3}] if small else []),
-    ]
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES // RANKS,
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": universal},
-        **KINDS[kind],
-    }
-    if other:
-        groups = [{**group, **OTHER_SETTINGS} for group in groups]
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+    return engine_of(f"{kind}-{3 if small else 2}", RANKS, universal, seed, **(OTHER_SETTINGS if other else {}))
 
 
 def name_release() -> None:
@@ -64,10 +57,7 @@ def name_release() -> None:
 
 
 def load(run: Any, tag: Path) -> None:
-    """Load a universal checkpoint, where up to 0.14.0 DeepSpeed cannot do without Megatron."""
-    run.optimizer.mpu = OneTensorParallelRank
-    run.load_checkpoint(str(tag.parent), tag=str(tag.resolve()))  # DeepSpeed joins the folder and the tag
-    run.optimizer.mpu = None
+    deepspeed_training.load(run, tag.parent, str(tag.resolve()))  # DeepSpeed joins the folder and the tag
 
 
 def snapshot(run: Any) -> dict[str, Any]:
@@ -91,22 +81,6 @@ def snapshot(run: Any) -> dict[str, Any]:
                 flat = flat[parameter.numel() :]
             states[f"group {number}.padding.{key}"] = flat
     return states
-
-
-def gathered(value: Any) -> list[Any]:
-    """What every rank has there."""
-    values: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, value in expected.items() if not same(found[name], value)]
-
-
-def same(one: Any, other: Any) -> bool:
-    return bool(one.equal(other) if isinstance(other, torch.Tensor) else one == other)
 
 
 def unlinked(run: Any) -> dict[str, str]:
@@ -144,8 +118,7 @@ def write(rank: int, args: argparse.Namespace) -> None:
     for kind in args.kinds:
         run = engine(kind, universal=False, small=args.small, seed=0)
         train(run, rank, RANKS, first=0)
-        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-        run.save_checkpoint(str(args.folder / kind), tag=TAG, client_state={**info, "iteration": STEPS})
+        save(run, args.folder / kind)
         result: dict[str, Any] = {"optimizer": type(run.optimizer).__name__, "unlinked": unlinked(run)}
         truth: dict[str, Any] = {"saved": snapshot(run), "losses": train(run, rank, RANKS, first=STEPS)}
         result["losses"] = truth["losses"]

@@ -23,7 +23,7 @@ import pytest
 
 STAND_IN = os.environ.get("UPSTREAM_STAND_IN") == "1"
 if STAND_IN:
-    import fake_gpu
+    from ckpt_patches.demo import fake_gpu
 
     fake_gpu.install()
 
@@ -138,7 +138,7 @@ def main(ranks: int, arguments: list[str]) -> None:
         importlib.import_module(module)
     import torch
 
-    import megatron_training
+    from ckpt_patches.demo import megatron_training
 
     megatron_training.without_transformer_engine()
     megatron_training.use_inner_optimizer("fused")
@@ -172,7 +172,7 @@ def start(rank: int, ranks: int, arguments: list[str]) -> int:
     log = os.open(f"{outcomes}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    import megatron_training
+    from ckpt_patches.demo import megatron_training
 
     megatron_training.end_with_parent()
     megatron_training.fork_keeper_of_results()

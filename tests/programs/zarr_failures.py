@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import zarr_saving
+from ckpt_patches.demo import zarr_saving
 
 SHAPE = (64, 128)  # 32 KiB a chunk
 KEY = "optimizer.state.exp_avg.w"

@@ -11,17 +11,13 @@ With `--locks nothing` a lock is granted to everybody, as on a file system with 
 import argparse
 import fcntl
 import json
-import os
 import random
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-import zarr_saving
+from ckpt_patches.demo import zarr_saving
 
 SHAPE = (16, 32)
 KEY = "optimizer.state.exp_avg.w"
@@ -43,8 +39,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     if options.locks == "nothing":
         fcntl.lockf = lambda *args, **kwargs: None
     random.seed(rank)
-    write_in_pieces()
-    pause_behind_reads()
+    zarr_saving.write_in_pieces()
+    zarr_saving.pause_behind_reads()
     saver, lost = strategy.ZarrSaveShardedStrategy("zarr", 1), 0
     for number in range(options.saves):
         out = options.out / str(number)
@@ -53,35 +49,10 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         dist.barrier()
         saver.save({"w": zarr_saving.flattened_shard(KEY, rank, options.ranks, 1, SHAPE)}, out)
         if rank == 0:
-            chunk = np.frombuffer((out / KEY / "0.0").read_bytes(), np.float32)
-            slices = np.split(chunk, options.ranks)
-            lost += sum(bool((piece != owner + 1).any()) for owner, piece in enumerate(slices))
+            lost += len(zarr_saving.lost_slices(out, [KEY], options.ranks, options.ranks))
             shutil.rmtree(out)
     if rank == 0:
         print(json.dumps({"saves": options.saves, "slices": options.saves * options.ranks, "lost": lost}))
-
-
-def write_in_pieces() -> None:
-    pwrite = os.pwrite
-
-    def some_bytes(file: int, content: Any, offset: int) -> int:
-        time.sleep(random.random() * 1e-3)
-        return pwrite(file, content[: random.randrange(1, 100)], offset)
-
-    os.pwrite = some_bytes
-
-
-def pause_behind_reads() -> None:
-    import zarr
-
-    read_chunk = zarr.Array._process_for_setitem
-
-    def read_and_pause(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chunk = read_chunk(self, *args, **kwargs)
-        time.sleep(random.random() * 3e-3)
-        return chunk
-
-    zarr.Array._process_for_setitem = read_and_pause
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import zarr_saving
+from ckpt_patches.demo import zarr_saving
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 # Copyright (c) 2025, NVIDIA CORPORATION. All rights reserved.
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -80,16 +79,14 @@ def _gathered(optimizer):
     return tensors
 
 
-def test_state_before_first_step_is_saved_as_zeros(optimizer, caplog):
-    with caplog.at_level(logging.WARNING):
-        tensors = _gathered(optimizer)
+def test_state_before_first_step_is_saved_as_zeros(optimizer):
+    tensors = _gathered(optimizer)
 
     main_params = optimizer.optimizer.param_groups[0]["params"]
     assert torch.equal(tensors["param"], torch.cat([param.detach() for param in main_params]))
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(tensors[key], torch.zeros(NUMEL))
     assert len(optimizer.optimizer.state) == 0
-    assert "lack optimizer state" not in caplog.text
 
 
 def test_precision_aware_optimizer_before_first_step(optimizer):
@@ -105,30 +102,34 @@ def test_precision_aware_optimizer_before_first_step(optimizer):
     assert len(optimizer.optimizer.state) == 0
 
 
-def test_frozen_param_is_saved_as_zeros(optimizer, caplog):
+def test_frozen_param_is_saved_as_zeros(optimizer):
     optimizer.model_chunks[0]["b"].requires_grad = False
     _step(optimizer, [0])
-    with caplog.at_level(logging.WARNING):
-        tensors = _gathered(optimizer)
+    tensors = _gathered(optimizer)
 
     stepped = optimizer.optimizer.param_groups[0]["params"][0]
     for key in ("exp_avg", "exp_avg_sq"):
         moment = optimizer.optimizer.state[stepped][key]
         assert torch.equal(tensors[key], torch.cat([moment, torch.zeros(SIZES["b"])]))
-    assert "lack optimizer state" not in caplog.text
 
 
-def test_lost_state_is_saved_and_reported(optimizer, caplog):
+@pytest.mark.parametrize("lost", [("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
+def test_lost_moment_is_an_error(optimizer, lost):
     _step(optimizer, [0, 1])
-    lost = optimizer.optimizer.param_groups[0]["params"][1]
-    del optimizer.optimizer.state[lost]["exp_avg_sq"]
-    kept = optimizer.optimizer.state[lost]["exp_avg"]
-    with caplog.at_level(logging.WARNING):
-        tensors = _gathered(optimizer)
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[0]["params"][1]]
+    for key in lost:
+        del state[key]
+    with pytest.raises(KeyError, match=", ".join(lost)):
+        _gathered(optimizer)
 
-    assert torch.equal(tensors["exp_avg"][SIZES["a"] :], kept)
-    assert torch.equal(tensors["exp_avg_sq"][SIZES["a"] :], torch.zeros(SIZES["b"]))
-    assert "1 of 2 parameters have stepped and lack optimizer state" in caplog.text
+
+def test_state_that_is_lost_as_a_whole_is_an_error(optimizer):
+    """The step of FusedAdam is in the param groups."""
+    _step(optimizer, [0, 1])
+    optimizer.optimizer.param_groups[0]["step"] = 1
+    optimizer.optimizer.state.clear()
+    with pytest.raises(KeyError, match="lost"):
+        _gathered(optimizer)
 
 
 def test_state_dict_before_first_step_of_torch_adam(optimizer, monkeypatch):

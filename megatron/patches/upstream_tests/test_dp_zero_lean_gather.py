@@ -61,7 +61,7 @@ def group(tmp_path):
 
 @pytest.fixture
 def optimizer(group):
-    """What a save and a load use of a distributed optimizer: padded buckets of one parameter each."""
+    """What a save and a load use of an optimizer: padded buckets of one parameter each."""
     params = [torch.nn.Parameter(torch.rand(NUMEL)) for _ in range(BUCKETS)]
     main_params = [param.detach().clone() for param in params]
     gbuf_ranges = []

@@ -27,7 +27,7 @@ def hybrid(monkeypatch):
 
 
 def _distributed(hybrid, precision_aware=False):
-    """A distributed optimizer around it, and the model parameter that its one parameter belongs to."""
+    """A distributed optimizer around it, and the model parameter of its one parameter."""
     model_param = torch.nn.Parameter(torch.zeros(NUMEL))
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.optimizer = hybrid

@@ -34,7 +34,7 @@ def make_scheduler(*param_groups, bounds, **flags):
 
 
 def resume(scheduler, *saved_groups):
-    """Load as Megatron-LM does, the optimizer first, and return the learning rates in the middle."""
+    """Load as Megatron-LM does, optimizer first; return the learning rates in the middle."""
     saved = make_scheduler(*saved_groups, bounds=SAVED)
     saved.step(increment=5)
     scheduler.optimizer.param_groups = [dict(group) for group in saved.optimizer.param_groups]

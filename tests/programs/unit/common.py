@@ -41,13 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def _on_ranks(test: Any, arguments: Mapping[str, Any], ranks: int) -> None:
     import deepspeed
 
-    import zero_training
-    from zero_resuming import numbers, reduce_as_on_a_gpu
+    from ckpt_patches.demo.deepspeed_training import numbers, prepare, reduce_as_on_a_gpu
+    from ckpt_patches.demo.ranks import free_port
 
-    zero_training.prepare()
+    prepare()
     if numbers(deepspeed.__version__) < (0, 13):  # whose BF16_Optimizer does not train on a CPU
         reduce_as_on_a_gpu()
-    port, context = zero_training.free_port(), multiprocessing.get_context("fork")
+    port, context = free_port(), multiprocessing.get_context("fork")
     processes, waiting = [], []
     for rank in range(ranks):
         hears, says = context.Pipe(duplex=False)

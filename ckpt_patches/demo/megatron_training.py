@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import fake_gpu
+from ckpt_patches.demo import fake_gpu, show
+from ckpt_patches.demo.ranks import free_port
+from ckpt_patches.demo.ranks import results as run_ranks
 
-# The tests marked `gpu` set it: no stand-in then.
+# Without the stand-in, on a real GPU; the tests marked `gpu` set it.
 REAL_GPU = os.environ.get("MEGATRON_TRAINING_ON_A_GPU") == "1"
 if not REAL_GPU:
     fake_gpu.install()
@@ -28,6 +30,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 Model = Any
 Optimizer = Any
+Make = Callable[[], tuple[Model, Optimizer]]
 
 
 def spawn(
@@ -37,18 +40,33 @@ def spawn(
 
     The ranks are forked from this process, so the packages are imported once.
     """
-    import megatron.core.dist_checkpointing
-    import megatron.core.optimizer  # noqa: F401
-    import torch._dynamo  # the first collective under the stand-in GPU would, on every rank
-
+    import_packages()
     port = os.environ.get("MASTER_PORT", "29571")
-    torch.set_num_threads(1)
     torch.multiprocessing.start_processes(
         _start,
         (worker, ranks, port, (tensor_parallel, pipeline_parallel), *args),
         nprocs=ranks,
         start_method="fork",
     )
+
+
+def results(worker: Callable[..., Any], ranks: int, *args: object) -> list[Any]:
+    """What `worker(rank, *args)` returns on each of that many data-parallel ranks.
+
+    Raises:
+        RankError: a rank has raised an error.
+    """
+    import_packages()
+    return run_ranks(_start, ranks, worker, ranks, str(free_port()), (1, 1), *args)
+
+
+def import_packages() -> None:
+    """Once, and not on every rank."""
+    import megatron.core.dist_checkpointing
+    import megatron.core.optimizer  # noqa: F401
+    import torch._dynamo  # the first collective under the stand-in GPU would, on every rank
+
+    torch.set_num_threads(1)
 
 
 def fork_keeper_of_results() -> None:
@@ -76,8 +94,8 @@ def end_with_parent() -> None:
 
 
 def _start(
-    rank: int, worker: Callable[..., None], ranks: int, port: str, parallel: tuple[int, int], *args: object
-) -> None:
+    rank: int, worker: Callable[..., Any], ranks: int, port: str, parallel: tuple[int, int], *args: object
+) -> Any:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
@@ -90,8 +108,9 @@ def _start(
     parallel_state.initialize_model_parallel(*parallel)
     without_transformer_engine()
     try:
-        worker(rank, *args)
+        result = worker(rank, *args)
         dist.barrier()
+        return result
     finally:
         dist.destroy_process_group()
 
@@ -99,7 +118,7 @@ def _start(
 def use_inner_optimizer(name: str) -> None:
     """`fused`: Apex's Adam, or what stands in for Transformer Engine's; `torch`: what a release takes by itself."""
     if name == "fused" and importlib.util.find_spec("apex") is None:
-        import stand_in_fused_adam
+        from ckpt_patches.demo import stand_in_fused_adam
 
         stand_in_fused_adam.patch_megatron()
 
@@ -197,7 +216,7 @@ def build(
 @contextlib.contextmanager
 def fused_adam_of_transformer_engine() -> Iterator[None]:
     """The precision-aware optimizer looks at Transformer Engine's FusedAdam, which needs a GPU to be installed."""
-    import stand_in_fused_adam
+    from ckpt_patches.demo import stand_in_fused_adam
 
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     for name in names:
@@ -362,6 +381,35 @@ def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(values[name].to(p.dtype))
+
+
+def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, ...] = (), inner: str = "fused") -> None:
+    """A demonstration: two ranks save in a format and resume; an error that begins with `raises` is the bug."""
+
+    def run(folder: Path) -> str:
+        return str(results(resume, 2, name, folder / "checkpoint", make, steps, inner)[0])
+
+    show(run, "saved; resumes bit for bit", raises=raises)
+
+
+def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: str = "fused") -> str:
+    """Train `steps` steps, save in a format, load into a fresh run, and take two steps in both runs.
+
+    Returns how many weights, main parameters and moments differ then, "" if none.
+    """
+    use_inner_optimizer(inner)
+    model, optimizer = make()
+    for iteration in range(steps):
+        step(model, optimizer, iteration)
+    save(name, model, optimizer, folder)
+    resumed, of_resumed = make()
+    load(name, resumed, of_resumed, folder)
+    for iteration in range(steps, steps + 2):
+        step(model, optimizer, iteration)
+        step(resumed, of_resumed, iteration)
+    expected, found = everything(model, optimizer), everything(resumed, of_resumed)
+    different = [key for key in expected if not torch.equal(expected[key], found[key])]
+    return f"{len(different)} of {len(expected)} states differ, and no error" if different else ""
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

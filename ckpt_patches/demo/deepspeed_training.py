@@ -1,0 +1,551 @@
+"""Small trainings with the real DeepSpeed on CPU ranks: what saves, resumes and conversions are run on.
+
+The no-decay group of `engine` has 11 elements; on 8 ranks it is padded to 16, 2 a rank: the padding, 5, reaches over
+3 ranks. Every rank sees its share of the same 16 samples a step, so runs with different numbers of ranks are
+comparable.
+"""
+
+import argparse
+import gc
+import inspect
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch._dynamo  # by an optimizer, in every rank again, if it is not there by then
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from ckpt_patches.demo import show
+from ckpt_patches.demo.ranks import free_port
+from ckpt_patches.demo.ranks import results as run_ranks
+
+_all_gather_into_tensor = torch.distributed.all_gather_into_tensor
+
+
+def prepare() -> None:
+    """Let DeepSpeed train on a CPU, without a compiler, and without a race of its own."""
+    # On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
+    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+    # Up to 0.14.0 it would compile oneCCL as well; and up to 0.15 it trains in fp16 on a GPU only.
+    get_accelerator()._communication_backend_name = "gloo"
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.distributed.all_gather_into_tensor = gather_and_wait
+
+
+def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
+    """Up to 0.19.7 stage 3 starts many gathers, and waits for the last of them alone.
+
+    NCCL ends them in their order. Gloo has two threads: one gather in fifty was not done then, and now and then a step
+    began with parameters that were not there yet.
+    """
+    work = _all_gather_into_tensor(*args, **kwargs)
+    if work is not None:
+        work.wait()
+    return work
+
+
+HIDDEN = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SAMPLES = 16
+STEPS = 2  # before the checkpoint, and again after it
+TAG = "global_step2"
+UNIVERSAL, TRUTH = "universal", "truth.pt"
+RANK_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}  # a scale at which no step overflows and is skipped
+
+
+def zero(stage: int, **more: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **more}}  # by default it takes 1 GB
+
+
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "stage0": {**BF16, **zero(0)},
+    "stage0_fp32_gradients": {**BF16, **zero(0), **FP32_GRADIENTS},
+    "pipeline": {**BF16, **zero(0), "gradient_accumulation_steps": 2},  # of one stage
+    "stage0_fp16": {**FP16, **zero(0)},
+    "stage1": {**BF16, **zero(1)},
+    # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, the writer of the DP=768 report
+    "bf16_optimizer": {**BF16, **zero(1), **FP32_GRADIENTS},
+    "stage2": {**BF16, **zero(2)},
+    "stage3": {**BF16, **zero(3)},
+    "stage1_fp16": {**FP16, **zero(1)},
+    "stage2_fp16": {**FP16, **zero(2)},
+    "stage3_fp16": {**FP16, **zero(3)},
+    "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
+    "stage3_sub_groups": {**BF16, **zero(3, sub_group_size=4)},
+    "stage3_frozen": {**BF16, **zero(3)},  # the norm is
+}
+# Before 0.18 the converter reads the first group only.
+ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups", "stage3_frozen")
+
+
+class Tiny(torch.nn.Module):
+    """12 elements with weight decay, 11 without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.ln = torch.nn.LayerNorm(HIDDEN)
+        self.w2 = torch.nn.Linear(HIDDEN, 1)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.w2(self.ln(torch.tanh(self.w1(x)))) * self.scale
+        return output
+
+
+def engine(kind: str, ranks: int, universal: bool) -> Any:
+    torch.manual_seed(0)
+    model = Tiny()
+    model.ln.requires_grad_(kind != "stage3_frozen")
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if kind in ONE_GROUP:
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    return initialize(kind, ranks, model, groups, universal)
+
+
+def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) -> Any:
+    """A run of a case: a kind and the number of param groups, as `stage1-2`. `more` is set in each group."""
+    torch.manual_seed(seed)
+    kind, _, number = case.rpartition("-")
+    tiny = Tiny()
+    model = deepspeed.PipelineModule(layers_of(tiny), num_stages=1, loss_fn=loss) if kind == "pipeline" else tiny
+    groups = [{**group, **more} for group in param_groups(model, tiny.scale, int(number))]
+    return initialize(kind, ranks, model, groups, universal)
+
+
+def param_groups(model: Any, scale: torch.Tensor, number: int) -> list[dict[str, Any]]:
+    """One to three groups, of different learning rates and weight decays; the third has a single element, `scale`."""
+    if number == 1:
+        return [{"params": list(model.parameters()), "weight_decay": 0.01}]
+    others = [p for p in model.parameters() if p.dim() <= 1 and not (number == 3 and p is scale)]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01, "lr": 1e-2},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [scale], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return groups[:number]
+
+
+def layers_of(model: Tiny) -> list[torch.nn.Module]:
+    return [model.w1, torch.nn.Tanh(), model.ln, model.w2]
+
+
+def loss(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (output.float() - expected.float()).pow(2).mean()
+
+
+def initialize(kind: str, ranks: int, model: Any, groups: list[dict[str, Any]], universal: bool) -> Any:
+    gc.freeze()  # DeepSpeed collects garbage up to twenty times while it sets up; what was imported is none
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // ranks,
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
+        **KINDS[kind],
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+
+
+def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
+    """The mean loss of every step."""
+    if hasattr(run, "grid"):
+        return train_pipeline(run, rank, ranks, first)
+    losses = []
+    dtype = next(run.module.parameters()).dtype
+    for step in range(first, first + STEPS):
+        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
+        loss = (run(samples.chunk(ranks)[rank]).float() - 1).pow(2).mean()
+        run.backward(loss)
+        with torch.no_grad():  # 0.12 gathers the parameters into views, outside of it
+            run.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / ranks)
+    return losses
+
+
+def train_pipeline(run: Any, rank: int, ranks: int, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + STEPS):
+        samples = torch.randn(2 * SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
+        micro_batches = samples.chunk(2 * ranks)[rank::ranks]
+        losses.append(float(run.train_batch(iter([(batch, torch.ones(len(batch), 1)) for batch in micro_batches]))))
+    return losses
+
+
+def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The live master parameters and moments, whole; gathered from the running optimizer, not from any file."""
+    parameters = {name: p for name, p in run.module.named_parameters() if p.requires_grad}
+    optimizer = run.optimizer
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stage 1 and 2
+        return flattened_state(optimizer, {parameter: name for name, parameter in parameters.items()})
+    return {
+        name: {
+            "fp32": safe_get_full_fp32_param(parameter).clone(),
+            "exp_avg": safe_get_full_optimizer_state(parameter, "exp_avg").clone(),
+            "exp_avg_sq": safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone(),
+        }
+        for name, parameter in parameters.items()
+    }
+
+
+def flattened_state(optimizer: Any, names: dict[torch.Tensor, str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Put every group's equal partitions together again, and cut them by the parameters' sizes."""
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
+    for master, parameters in zip(
+        optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups, strict=True
+    ):
+        own = {"fp32": master.detach(), **optimizer.optimizer.state[master]}
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            partitions = [torch.empty_like(own[key]) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(partitions, own[key].contiguous())
+            flat = torch.cat(partitions)
+            for parameter in parameters:
+                states[names[parameter]][key] = flat[: parameter.numel()].view(parameter.shape).clone()
+                flat = flat[parameter.numel() :]
+    return states
+
+
+def settings(run: Any) -> dict[str, Any]:
+    """What the inner optimizer knows beside its flat tensors: each group's settings, and each flat tensor's step."""
+    inner = run.optimizer.optimizer
+    return {
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups],
+        "steps": [float(own["step"]) for own in inner.state.values() if "step" in own],
+    }
+
+
+def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    return [f"{n}.{key}" for n, states in expected.items() for key in states if not found[n][key].equal(states[key])]
+
+
+def snapshot(run: Any) -> dict[str, Any]:
+    """All that the next steps depend on: weights, masters and moments, whole, and what is not a tensor."""
+    optimizer = run.optimizer
+    if hasattr(optimizer, "fp16_partitioned_groups"):
+        states = partitioned(run)
+    elif hasattr(optimizer, "fp32_groups"):
+        states = unflattened(run)
+    else:
+        states = flattened(run)
+    inner = optimizer.optimizer
+    for number, group in enumerate(groups_of(run)):
+        states[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
+    steps = {float(own["step"]) for own in inner.state.values() if "step" in own}
+    states["steps"] = sorted(set().union(*gathered(steps)))
+    states["counters"] = [run.global_steps, run.global_samples, run.skipped_steps]
+    states["scale"] = [getattr(optimizer, "loss_scale", None), getattr(scaler_of(optimizer), "cur_iter", None)]
+    return states
+
+
+def groups_of(run: Any) -> list[dict[str, Any]]:
+    """Those that the inner optimizer steps by."""
+    groups: list[dict[str, Any]] = run.optimizer.optimizer.param_groups
+    return groups
+
+
+def scaler_of(optimizer: Any) -> Any:
+    """Where an optimizer counts for its loss scale; without ZeRO it does so itself, or from 0.18.6 on in a record."""
+    return getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
+
+
+def partitioned(run: Any) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, parameter in run.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            states[f"{name}.weight"] = parameter.detach().clone()
+        states[f"{name}.fp32"] = safe_get_full_fp32_param(parameter).clone()
+        for key in MOMENTS:
+            states[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    return states
+
+
+def unflattened(run: Any) -> dict[str, Any]:
+    """Of stage 0, where every rank has all."""
+    names, states = names_of(run), {}
+    optimizer = run.optimizer
+    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            own = {"weight": parameter, "fp32": master, **optimizer.optimizer.state[master]}
+            for key in ("weight", "fp32", *MOMENTS):
+                states[f"{names[parameter]}.{key}"] = own[key].detach().clone()
+    return states
+
+
+def flattened(run: Any) -> dict[str, Any]:
+    """Put every group's equal partitions together again, and cut them by the parameters' sizes; not by the links."""
+    names = names_of(run)
+    states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
+    optimizer = run.optimizer
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+    else:  # BF16_Optimizer
+        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    for master, parameters in zip(masters, groups, strict=True):
+        own = {"fp32": master.detach(), **optimizer.optimizer.state.get(master, {})}
+        for key in ("fp32", *MOMENTS):
+            flat = torch.cat(gathered(own.get(key, torch.full_like(master, torch.nan)).clone()))
+            for parameter in parameters:
+                states[f"{names[parameter]}.{key}"] = flat[: parameter.numel()].view(parameter.shape).clone()
+                flat = flat[parameter.numel() :]
+    return states
+
+
+def names_of(run: Any) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in run.module.named_parameters()}
+
+
+def gathered(value: Any) -> list[Any]:
+    """What every rank has there."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
+    return [name for name, value in expected.items() if not same(found[name], value)]
+
+
+def reduce_as_on_a_gpu() -> None:
+    """Let the engine reduce 16-bit gradients itself, as it does without ZeRO and for BF16_Optimizer.
+
+    Up to 0.16 it reduces those of types that the accelerator lists, where a CPU does not list fp16. Up to 0.12 it looks
+    for `torch.cpu.HalfTensor`, which torch calls `torch.HalfTensor`.
+    """
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+    if numbers(deepspeed.__version__) < (0, 13):
+        deepspeed.runtime.engine.split_half_float_double_sparse = by_type
+
+
+def by_type(gradients: list[torch.Tensor]) -> list[tuple[str, list[torch.Tensor]]]:
+    kinds = sorted({gradient.type() for gradient in gradients})
+    return [(kind, [gradient for gradient in gradients if gradient.type() == kind]) for kind in kinds]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("+")[0].split("."))
+
+
+class OneTensorParallelRank:
+    """What the loader of universal checkpoints asks Megatron for; up to 0.14.0 it cannot do without."""
+
+    get_tensor_model_parallel_rank = staticmethod(lambda: 0)
+    get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
+    get_slice_parallel_world_size = staticmethod(lambda: 1)
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(one.equal(other) if isinstance(other, torch.Tensor) else one == other)
+
+
+def on_any_rank(names: list[str]) -> list[str]:
+    """What a rank has for itself, as its copy of the weights, may be wrong there alone."""
+    return sorted(set().union(*gathered(names)))
+
+
+def save(run: Any, folder: Path) -> None:
+    """As TAG in a folder, so that it can be converted."""
+    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    run.save_checkpoint(str(folder), tag=TAG, client_state={**info, "iteration": STEPS})
+
+
+def load(run: Any, folder: Path, tag: str) -> Any:
+    """Load a checkpoint; returns the client's part of it.
+
+    Up to 0.14.0 a universal one is loaded only with an object for model parallelism.
+    """
+    needed = tag != TAG and numbers(deepspeed.__version__) <= (0, 14, 0)
+    if needed:
+        run.optimizer.mpu = OneTensorParallelRank
+    _, client_state = run.load_checkpoint(str(folder), tag=tag)
+    if needed:
+        run.optimizer.mpu = None
+    return client_state
+
+
+def show_resume(
+    case: str,
+    *,
+    ranks: int = 2,
+    node: int | None = None,
+    universal: bool = False,
+    raises: str | tuple[str, ...] = (),
+    **settings: Any,
+) -> None:
+    """A demonstration: save and resume, from a universal checkpoint if asked for.
+
+    An error that begins with `raises` is the bug. `settings` are those that the groups of the resumed run start with.
+    """
+
+    def run(folder: Path) -> str:
+        return str(results(resume, ranks, folder, case, ranks, universal, settings, node=node)[0])
+
+    show(run, "saved; resumes bit for bit", raises=raises)
+
+
+def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, settings: dict[str, Any]) -> str:
+    """Train, save, load into a fresh run of other weights, and take two steps in both runs.
+
+    Returns how many states differ after the load and after the steps; "" if none.
+    """
+    saved, end = train_and_save(rank, folder, case, ranks)
+    if universal:
+        convert(folder)
+    resumed = engine_of(case, ranks, universal, seed=1, **settings)
+    load(resumed, folder, UNIVERSAL if universal else TAG)
+    loaded = on_any_rank(differences(snapshot(resumed), saved))
+    train(resumed, rank, ranks, first=STEPS)
+    trained = on_any_rank(differences(snapshot(resumed), end))
+    if not loaded and not trained:
+        return ""
+    counts = f"{len(loaded)} of {len(saved)} states differ after the load, {len(trained)} after {STEPS} steps more"
+    return f"{counts}, and no error"
+
+
+def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state at the save, and two steps later."""
+    run = engine_of(case, ranks, universal=False, seed=0)
+    train(run, rank, ranks, first=0)
+    for group in groups_of(run):
+        group["lr"] /= 2  # as a scheduler would: it is not what the next run is started with
+    save(run, folder)
+    saved = snapshot(run)
+    train(run, rank, ranks, first=STEPS)
+    return saved, snapshot(run)
+
+
+def convert(folder: Path, *more: str) -> None:
+    """The checkpoint TAG to the universal one UNIVERSAL, by rank 0 with this project's converter."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        alone = {name: value for name, value in os.environ.items() if name not in RANK_ENVIRONMENT}
+        options = ["--input_folder", str(folder / TAG), "--output_folder", str(folder / UNIVERSAL)]
+        command = [sys.executable, "-m", "deepspeed_patches.ds_to_universal", *options, *more]
+        done = subprocess.run(command, env=alone, text=True, capture_output=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr}")
+    torch.distributed.barrier()
+
+
+def show_conversion(case: str, *, ranks: int, raises: str | tuple[str, ...] = ()) -> None:
+    """A demonstration: save, and convert with DeepSpeed's converter; the result is the live state at the save."""
+
+    def run(folder: Path) -> str:
+        results(train_and_keep, ranks, folder, case, ranks)
+        return converted(folder)
+
+    show(run, "converted bit for bit", raises=raises)
+
+
+def train_and_keep(rank: int, folder: Path, case: str, ranks: int) -> None:
+    run = engine_of(case, ranks, universal=False, seed=0)
+    train(run, rank, ranks, first=0)
+    save_and_keep(run, folder)
+
+
+def save_and_keep(run: Any, folder: Path) -> None:
+    """Save; beside the checkpoint TRUTH, the live state."""
+    save(run, folder)
+    live = state(run)
+    if torch.distributed.get_rank() == 0:
+        torch.save(live, folder / TRUTH)
+
+
+def converted(folder: Path) -> str:
+    """Convert TAG with DeepSpeed's converter; how many states differ from TRUTH, "" if none.
+
+    Raises:
+        RankError: the converter has raised an error.
+    """
+    run_ranks(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL)
+    truth, found = torch.load(folder / TRUTH), universal_states(folder / UNIVERSAL)
+    pairs = [(live, found[name][key]) for name, states in truth.items() for key, live in states.items()]
+    different = sum(not live.flatten().equal(other.flatten()) for live, other in pairs)  # at ZeRO-3 they are flat
+    return f"{different} of {len(pairs)} states differ, and no error" if different else ""
+
+
+def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, keep: bool = False) -> None:
+    sys.argv = ["ds_to_universal", "--input_folder", str(source), "--output_folder", str(output)]
+    sys.argv += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
+    sys.argv += ["--keep_temp_folder"] if keep else []
+    if inspect.signature(ds_to_universal.main).parameters:
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+    else:  # up to 0.14 it parses the arguments itself
+        ds_to_universal.main()
+
+
+def universal_states(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The states in a universal folder, by parameter."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for parameter in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
+        loaded = {key: torch.load(parameter / f"{key}.pt") for key in ("fp32", *MOMENTS)}
+        states[parameter.name] = {key: v["param"] if isinstance(v, dict) else v for key, v in loaded.items()}
+    return states
+
+
+def allow_pickles() -> None:
+    """Up to 0.15.4 no checkpoint loads with torch 2.6 and later: another bug, `torch_load_weights_only`."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+
+
+def results(worker: Callable[..., Any], ranks: int, *args: object, node: int | None = None) -> list[Any]:
+    """What `worker(rank, *args)` returns on each of that many ranks, of which `node` are on a node (all by default).
+
+    Raises:
+        RankError: a rank has raised an error.
+    """
+    prepare()
+    reduce_as_on_a_gpu()
+    return run_ranks(_start, ranks, worker, ranks, node or ranks, free_port(), *args)
+
+
+def _start(rank: int, worker: Callable[..., Any], ranks: int, node: int, port: int, *args: object) -> Any:
+    join(rank, ranks, node, port)
+    result = worker(rank, *args)
+    torch.distributed.barrier()
+    return result
+
+
+def join(rank: int, ranks: int, node: int, port: int) -> None:
+    """Make this process a rank."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank % node))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_SIZE=str(node))
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
+    join(rank, args.ranks, getattr(args, "node", None) or args.ranks, port)
+    args.work(rank, args)
+    torch.distributed.barrier()
+    os._exit(0)  # Gloo and DeepSpeed leave threads behind
+
+
+def on_ranks(args: argparse.Namespace) -> None:
+    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for them."""
+    port = free_port()
+    prepare()
+    # Forked, so that torch and DeepSpeed are imported once and not by every rank.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    failed = [process.exitcode for process in ranks if process.exitcode]
+    assert not failed, failed

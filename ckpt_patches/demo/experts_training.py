@@ -1,0 +1,101 @@
+"""Train a small mixture of experts with the real DeepSpeed on four ranks."""
+
+import re
+import warnings
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+
+RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
+
+
+class Expert(torch.nn.Linear):
+    """A rank with several experts cuts their tokens out of one tensor, of which torch rounds a layer differently."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.contiguous())
+
+
+class Model(torch.nn.Module):
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, HIDDEN)
+        expert = torch.nn.Sequential(Expert(HIDDEN, HIDDEN))
+        self.experts = MoE(HIDDEN, expert, num_experts=EXPERTS, ep_size=ep, k=2, min_capacity=0)
+        self.last = torch.nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden, *_ = self.experts(torch.tanh(self.first(x)))
+        return self.last(hidden)
+
+
+def engine(ep: int, stage: int, universal: bool, most: int = 10**6) -> Any:
+    """A run on `ep` expert-parallel ranks; stage 0 is ZeRO-1 by BF16_Optimizer.
+
+    A param group of experts has at most `most` elements.
+    """
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = Model(ep)
+    parameters = {"params": list(model.parameters()), "name": "all"}
+    by_group = split_params_into_different_moe_groups_for_optimizer(parameters, most)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage or 1, "reduce_bucket_size": 1000},
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
+        **({} if stage else {"data_types": {"grad_accum_dtype": "fp32"}}),
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(by_group, lr=1e-2), config=config)[0]
+
+
+def train(run: Any, rank: int, steps: range) -> list[float]:
+    """The mean loss of every step."""
+    losses = []
+    for step in steps:
+        samples = torch.randn(32, 3, generator=torch.Generator().manual_seed(RANKS * step + rank)).bfloat16()
+        torch.manual_seed(RANKS * step + rank)  # of two experts the gate draws the second
+        loss = (run(samples).float() - 1).pow(2).mean()
+        run.backward(loss)
+        with torch.no_grad():  # 0.18.7 to 0.18.9 gather the parameters into views, outside of it
+            run.step()
+        torch.distributed.all_reduce(total := loss.detach().clone())
+        losses.append(total.item() / RANKS)
+    return losses
+
+
+def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights, masters and moments of this rank's parameters, whole, as they are live, and from no file."""
+    names = {parameter: name for name, parameter in run.module.named_parameters()}
+    first = groups._get_expert_parallel_rank(f"ep_size_{ep}") * (EXPERTS // ep)
+    optimizer = run.optimizer
+    found = {numbered(name, first): {"weight": parameter.detach().clone()} for parameter, name in names.items()}
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        masters, groups_of = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    else:
+        masters, groups_of = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+    for index, (master, parameters) in enumerate(zip(masters, groups_of, strict=True)):
+        sharing = optimizer.real_dp_process_group[index]
+        for key, own in {"fp32": master.detach(), **optimizer.optimizer.state[master]}.items():
+            if key == "step":
+                for parameter in parameters:
+                    found[numbered(names[parameter], first)][key] = torch.as_tensor(own)
+                continue
+            parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(sharing))]
+            torch.distributed.all_gather(parts, own.contiguous(), group=sharing)
+            flat = torch.cat(parts)
+            for parameter in parameters:
+                part = flat[: parameter.numel()].view(parameter.shape).clone()
+                found[numbered(names[parameter], first)][key] = part
+                flat = flat[parameter.numel() :]
+    return found
+
+
+def numbered(name: str, first: int) -> str:
+    """With the expert's number among all."""
+    return re.sub(r"(deepspeed_experts\.)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name)

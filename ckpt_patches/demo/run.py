@@ -1,0 +1,99 @@
+"""Find the demonstrations of the fixes by their files, and run one in an environment.
+
+from ckpt_patches.demo import run
+run.run(run.demonstrations()["rank_order"], run.environment(os.environ, patched=False))
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches.engine.fix import folder
+from ckpt_patches.engine.registry import FOLDERS
+from ckpt_patches.ranks import RANK_VARIABLES
+
+BESIDE = "BESIDE"  # the name of a demonstration's constant
+NOT_INHERITED = (*RANK_VARIABLES, "LOCAL_RANK", "WORLD_SIZE")  # of a launcher
+TIMEOUT = 300.0  # seconds
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A program that shows one bug, as its file describes it."""
+
+    fix: str
+    path: Path
+    title: str  # "zarr save, 4 ranks"
+    beside: tuple[tuple[str, str], ...]  # distributions, with versions, that it needs beside the upstream release
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a demonstration has found."""
+
+    bug: bool
+    found: str  # "4 of 12 slices lost, and no error"
+
+
+class DemonstrationFailed(RuntimeError):
+    """A demonstration could not run: neither the bug nor its absence was shown."""
+
+
+def demonstrations() -> dict[str, Demonstration]:
+    """By fix, in the order of their names; the fixes are in `registry.FIXES`, which this does not read."""
+    paths = [path for package in FOLDERS for path in Path(folder(package), "demos").glob("*.py")]
+    return {path.stem: read(path) for path in sorted(paths, key=lambda path: path.stem)}
+
+
+def read(path: Path) -> Demonstration:
+    """Read a demonstration's title and needs, without importing it.
+
+    Raises:
+        ValueError: it has no docstring.
+    """
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    title = (ast.get_docstring(module) or "").partition("\n")[0]
+    if not title:
+        raise ValueError(f"{path}: expected a docstring whose first line is the demonstration's title, found none")
+    constants = [
+        node for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == BESIDE
+    ]
+    beside = ast.literal_eval(constants[0].value) if constants else {}
+    return Demonstration(path.stem, path, title, tuple(beside.items()))
+
+
+def environment(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
+    """The variables of a demonstration: those of `environ`, with the import hook on or off for all fixes."""
+    kept = {k: v for k, v in environ.items() if k not in NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
+    return {**kept, "CKPT_PATCHES": "strict" if patched else "off", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
+    """Run a demonstration with exactly these variables; they name the Python path of the upstream release, too.
+
+    Raises:
+        DemonstrationFailed: it ended with an error, printed no outcome, or took longer than TIMEOUT.
+    """
+    command = [sys.executable, str(demonstration.path)]
+    try:
+        done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise DemonstrationFailed(f"{demonstration.path}: took longer than {TIMEOUT:.0f} s") from error
+    try:
+        outcome = json.loads(done.stdout.strip().splitlines()[-1])
+        if done.returncode == 0:
+            return Outcome(bool(outcome["bug"]), str(outcome["found"]))
+    except (IndexError, KeyError, TypeError, ValueError):
+        pass
+    raise DemonstrationFailed(
+        f"{demonstration.path}: expected exit status 0 and a last line with an outcome, "
+        f"found exit status {done.returncode}:\n{_tail(done.stdout)}\n{_tail(done.stderr)}"
+    )
+
+
+def _tail(text: str, lines: int = 30) -> str:
+    return "\n".join(text.splitlines()[-lines:])

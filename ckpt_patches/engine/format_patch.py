@@ -1,0 +1,118 @@
+"""A fix as a file in the form of `git format-patch`: a commit with its test, and the message of the fix's page."""
+
+import os
+import re
+import subprocess
+import textwrap
+from dataclasses import dataclass
+from email.header import Header
+from email.utils import formatdate
+from pathlib import Path
+
+from ckpt_patches.engine.series import Patch, Series
+from ckpt_patches.errors import UserError
+
+WIDTH = 72  # characters of a line of a commit message
+SECTION = "## Upstream message"
+NO_COMMIT = "0" * 40  # the hash of no commit
+
+
+@dataclass(frozen=True)
+class Author:
+    """The author of the commits."""
+
+    name: str
+    address: str
+    seconds: int  # since 1970
+
+
+@dataclass(frozen=True)
+class Message:
+    """A commit message for upstream's reviewer."""
+
+    subject: str
+    body: str
+
+
+def author_of(root: str) -> Author:
+    """The author that git names for commits in a tree.
+
+    Raises:
+        UserError: git names none, or is not installed.
+    """
+    try:
+        done = subprocess.run(["git", "-C", root, "var", "GIT_AUTHOR_IDENT"], capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"expected git, which names the author of the patches, found none: {error}") from None
+    found = re.fullmatch(r"(.*) <(.*)> (\d+) \S+", done.stdout.strip())
+    if found is None:
+        said = f"{done.stdout}{done.stderr}".strip().splitlines()[-1:]
+        raise UserError(f"git names no author for the patches ({''.join(said)}): set git's user.name and user.email")
+    return Author(found[1], found[2], int(found[3]))
+
+
+def files_of(series: Series, author: Author) -> dict[str, bytes]:
+    """By file name, the patches of a series, numbered in their order for `git am`."""
+    messages = {patch.name: message_of(page(patch.name).read_text(encoding="utf-8"), patch) for patch in series.patches}
+    count = len(series.patches)
+    return {
+        f"{number:04}-{patch.name}.patch": _file(patch, messages, author, f"{number}/{count}")
+        for number, patch in enumerate(series.patches, start=1)
+    }
+
+
+def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str) -> bytes:
+    """One patch; `place` is its number in the series."""
+    message = messages[patch.name]
+    needs = [_wrapped(f"Depends on: {messages[other].subject}") for other in patch.depends_on]
+    head = [
+        f"From {NO_COMMIT} Mon Sep 17 00:00:00 2001",
+        f"From: {Header(author.name).encode()} <{author.address}>",
+        f"Date: {formatdate(author.seconds)}",
+        f"Subject: [PATCH {place}] {message.subject}",
+        "MIME-Version: 1.0",
+        "Content-Type: text/plain; charset=UTF-8",
+        "Content-Transfer-Encoding: 8bit",
+    ]
+    body = "\n\n".join([message.body, *(["\n".join(needs)] if needs else [])])
+    text = "\n".join([*head, "", body, "---", ""])
+    return text.encode() + patch.change + patch.test
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def message_of(text: str, patch: Patch) -> Message:
+    """The message of a patch: the blocks of the section `## Upstream message` of the fix's page that are for it.
+
+    A block is a fence of ```text: the commit message as it is. One that begins with ```text if=WORD is for patches
+    that change a line with WORD in the package itself, one with unless=WORD for the others. The first block has the
+    subject.
+
+    Raises:
+        UserError: the page has no such section, or no block of it is for this patch.
+    """
+    _, found, section = text.partition(f"\n{SECTION}\n")
+    section = section.partition("\n## ")[0]
+    blocks = re.findall(r"^```text(?: (if|unless)=(\S+))?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    changed = "\n".join(line for line in patch.change.decode().splitlines() if line.startswith(("+", "-")))
+    chosen = [block.strip("\n") for kind, word, block in blocks if not kind or (word in changed) is (kind == "if")]
+    if not found or not chosen:
+        raise UserError(f"expected `{SECTION}` with a block of ```text in the page of {patch.name}, found none")
+    subject, _, body = "\n\n".join(chosen).partition("\n")
+    return Message(subject, body.strip("\n"))
+
+
+def page(name: str) -> Path:
+    """Where the page of a fix lies: with the package, or in docs/ of a checkout.
+
+    Raises:
+        UserError: in neither.
+    """
+    package = Path(os.path.realpath(__file__)).parent.parent
+    places = [package / "pages" / f"{name}.md", package.parent / "docs" / f"{name}.md"]
+    for place in places:
+        if place.exists():
+            return place
+    raise UserError(f"expected the page of {name} in {' or '.join(map(str, places))}, found none")

@@ -1,0 +1,40 @@
+"""The upstream releases that the tests ran on. What is known about a bug is known for these and for no other."""
+
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.errors import UserError
+
+_RECORDED = {
+    CORE: """0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0
+        0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1
+        0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2""",
+    DEEPSPEED: """0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5
+        0.14.0 0.14.1 0.14.2 0.14.3 0.14.4 0.14.5 0.15.0 0.15.1 0.15.2 0.15.3 0.15.4
+        0.16.0 0.16.1 0.16.2 0.16.3 0.16.4 0.16.5 0.16.6 0.16.7 0.16.8 0.16.9
+        0.17.0 0.17.1 0.17.2 0.17.3 0.17.4 0.17.5 0.17.6
+        0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
+        0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
+}
+# In order, the oldest first.
+RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
+
+
+def recorded_release(requirement: str) -> tuple[str, str]:
+    """The upstream package and the release of `PACKAGE==VERSION`.
+
+    Raises:
+        UserError: the package is unknown, or the tests never ran on that release.
+    """
+    name, equals, version = (part.strip() for part in requirement.partition("=="))
+    packages = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
+    package = packages.get(name.lower().replace("_", "-"))
+    if package is None or not equals:
+        known = " or ".join(f"{DISTRIBUTIONS[p]}=={versions[-1]}" for p, versions in RECORDED.items())
+        raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
+    versions = RECORDED[package]
+    if version not in versions:
+        raise UserError(
+            f"expected a tested release of {DISTRIBUTIONS[package]} ({versions[0]} to {versions[-1]}), found "
+            f"{version or 'none'}; for any other release: ckpt-patches list --tree PATH"
+        )
+    return package, version

@@ -1,0 +1,60 @@
+"""What the commands print: tables, wrapped where a terminal is narrow, and colors where it has them."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+
+COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+GAP = 2  # columns between two cells
+NARROWEST = 14  # columns of a cell that is wrapped
+
+
+def width() -> int:
+    """The columns to print to: of the terminal, or of COLUMNS; 0 if lines may have any length, as in a file."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 0
+
+
+def paint(text: str, color: str) -> str:
+    """Text in one of `COLORS`, if standard output is a terminal that has them and nobody objects."""
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
+    return text if plain or not color else f"\x1b[{COLORS[color]}m{text}\x1b[0m"
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    columns: int = 0,
+    wrapped: Collection[int] = (),
+    colors: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Lines of a table.
+
+    Args:
+        rows: of cells.
+        columns: the width to keep to; 0 if there is none.
+        wrapped: the indices of the columns whose cells may take several lines for that.
+        colors: by the text of a cell, its color.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    excess = sum(widths) + GAP * (len(widths) - 1) - columns if columns else 0
+    for _ in range(excess):
+        widest = max(wrapped, key=lambda i: widths[i], default=-1)
+        if widest < 0 or widths[widest] <= NARROWEST:
+            break
+        widths[widest] -= 1
+    return [line for cells in rows for line in _lines(cells, widths, colors or {})]
+
+
+def _lines(cells: Sequence[str], widths: Sequence[int], colors: Mapping[str, str]) -> list[str]:
+    parts = [_wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    lines = [[part[i] if i < len(part) else "" for part in parts] for i in range(max(map(len, parts)))]
+    return [(" " * GAP).join(map(_cell, line, widths, [colors] * len(widths))).rstrip() for line in lines]
+
+
+def _cell(text: str, columns: int, colors: Mapping[str, str]) -> str:
+    return paint(text, colors.get(text, "")) + " " * (columns - len(text))
+
+
+def _wrap(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(text, max(columns, 1), break_on_hyphens=False) or [""]

@@ -1,0 +1,12 @@
+"""Sizes for people: binary units in every tool."""
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def in_bytes(number: float) -> str:
+    """A number of bytes such as 1.2 GiB."""
+    for unit in UNITS:
+        if number < 1024 or unit == UNITS[-1]:
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -1,0 +1,58 @@
+"""step while an asynchronous save writes"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo import show
+from ckpt_patches.demo.ranks import wait_for
+
+NUMEL = 5000
+
+
+def run(folder: Path) -> str:
+    found = mt.results(save_and_step, 1, folder / "checkpoint")[0]
+    return f"{found} of {NUMEL} elements are those of the next step, and no error" if found else ""
+
+
+def save_and_step(rank: int, checkpoint: Path) -> int:
+    """Save a CPU tensor by a persistent worker, which writes only after the next step."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    tensor, stepped = torch.zeros(NUMEL), checkpoint.with_suffix(".stepped")
+    checkpoint.mkdir()
+    options: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17
+        options["async_strategy"] = "mcore"
+    request = dist_checkpointing.save(state(tensor), str(checkpoint), ("torch_dist", 1), **options)
+    calls = AsyncCallsQueue(persistent=True)
+    calls.schedule_async_request(
+        request._replace(async_fn=partial(write_later, stepped, request.async_fn))
+    )
+    tensor.add_(1)
+    stepped.touch()
+    calls.maybe_finalize_async_calls(blocking=True)
+    calls.close()
+    loaded = dist_checkpointing.load(state(torch.empty(NUMEL)), str(checkpoint))
+    return int(loaded["weight"].sum())
+
+
+def state(tensor: torch.Tensor) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return {"weight": ShardedTensor.from_rank_offsets("weight", tensor)}
+
+
+def write_later(stepped: Path, write: Callable[..., None], *args: Any, **keywords: Any) -> None:
+    wait_for([stepped])
+    write(*args, **keywords)
+
+
+if __name__ == "__main__":
+    show(run, f"all {NUMEL} elements are those of the save")

@@ -1,0 +1,9 @@
+"""resume with the optimizer offloaded to the CPU"""
+
+from functools import partial
+
+from ckpt_patches.demo import megatron_training as mt
+
+if __name__ == "__main__":
+    offloaded = partial(mt.build, precision_aware=True, offload_fraction=0.5)
+    mt.show_resume("torch", offloaded, steps=3, raises="KeyError")

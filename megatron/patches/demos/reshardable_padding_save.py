@@ -1,0 +1,29 @@
+"""save where a rank has padding alone
+
+The bucket of the last 33 elements is padded so that the second rank owns nothing else.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt_patches.demo import megatron_training as mt
+
+
+def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+    """The first parameter is by itself in a bucket: a buffer is filled from the last parameter on."""
+    tiny = mt.tiny_model(config, dtype, native_fp32, hidden=64, out=8)
+    linear, forward = (tiny.a, tiny.b), tiny.forward
+    del tiny.a, tiny.b
+    tiny.first = torch.nn.Parameter(torch.randn(33, dtype=dtype))
+    tiny.a, tiny.b = linear
+    tiny.forward = lambda x: forward(x) + tiny.first.pow(2).sum() * 0.01
+    return tiny
+
+
+if __name__ == "__main__":
+    several_buckets = partial(mt.build, make_model=network, bucket_size=1000)
+    mt.show_resume(
+        "dp_reshardable", several_buckets, steps=3, raises="AssertionError: empty bucket"
+    )

@@ -1,0 +1,154 @@
+"""The table of bugs by release: agrees with what was recorded, `list` shows it, and README.md has it."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import compatibility
+from ckpt_patches.engine import fix as fixes
+from ckpt_patches.engine import fix_table
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.releases import RECORDED
+from small_tree import command, one_line
+from upstream import REPOSITORY, releases, tree
+
+WITHOUT_THE_BUG = {compatibility.NO_BUG, "no bug", "refused by upstream"}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_every_fix_has_a_row_that_fits(name: str) -> None:
+    fix = fixes.load(name)
+    assert 0 < len(fix.symptom) <= 80
+    assert 0 < len(fix.stacks) <= 70
+    assert not fix.symptom.endswith(".")
+    ends = [end for first_and_last in fix.releases for end in first_and_last]
+    assert ends == sorted(ends, key=fixes.numbers)
+    assert ends
+    assert set(ends) <= set(RECORDED[fix.package])
+
+
+def contradictions(fix: Fix) -> list[str]:
+    """The releases of which a fix says other than the recorded tests; those that were not run prove nothing."""
+    record = [result for result in compatibility.recorded().values() if result["fix"] == fix.name]
+    found = []
+    for version in RECORDED[fix.package]:
+        word = compatibility.cells([result for result in record if result["version"] == version])[0]
+        shown, absent = word == compatibility.COLUMNS["none"][1], word in WITHOUT_THE_BUG
+        found += [version] if (shown and not fix.affects(version)) or (absent and fix.affects(version)) else []
+    return found
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_the_releases_of_a_fix_are_those_that_were_recorded(name: str) -> None:
+    assert contradictions(fixes.load(name)) == []
+
+
+def test_a_range_that_is_too_long_or_too_short_contradicts_the_record() -> None:
+    fix = fixes.load("zarr_create_synchronizer")
+    assert contradictions(dataclasses.replace(fix, releases=(("0.8.0", "0.15.0"),))) == ["0.7.0", "0.15.0"]
+
+
+@pytest.mark.parametrize("version", releases("megatron-core"))
+def test_a_fix_applies_to_the_megatron_core_releases_that_it_names(version: str) -> None:
+    check_applies(version, CORE)
+
+
+@pytest.mark.parametrize("version", releases("deepspeed"))
+def test_a_fix_applies_to_the_deepspeed_releases_that_it_names(version: str) -> None:
+    check_applies(version, DEEPSPEED)
+
+
+def check_applies(version: str, package: str) -> None:
+    applied = plan_tree(str(tree(DISTRIBUTIONS[package], version)), package).named(Outcome.APPLIES)
+    affected = {name for name in fixes_for(package) if fixes.load(name).affects(version)}
+    assert affected
+    assert affected - set(applied) == set()
+
+
+# list
+
+
+def names(*arguments: str) -> list[str]:
+    done = command("list", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return [fix["name"] for fix in json.loads(done.stdout)["fixes"]]
+
+
+def test_list_has_a_row_for_every_fix() -> None:
+    assert names() == list(FIXES)
+    lines = command("list").stdout.splitlines()
+    assert lines[0] == fix_table.SILENT
+    assert lines[1].split() == list(fix_table.HEADS)
+    rows = [line for line in lines if line.split()[-1:] and line.split()[-1] in FIXES]
+    assert len(rows) == len(FIXES)
+    assert lines.index(fix_table.VISIBLE) == 3 + sum(fixes.load(name).silent for name in FIXES)
+
+
+def test_list_wraps_its_cells_in_a_narrow_terminal() -> None:
+    lines = command("list", COLUMNS="80").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[-1] for line in lines if line} >= set(FIXES)
+
+
+@pytest.mark.parametrize("package", ["megatron-core", "megatron_core", "Megatron-Core"])
+def test_list_for_a_release_has_the_fixes_whose_releases_include_it(package: str) -> None:
+    affected = names("--for", f"{package}==0.16.1")
+    assert affected == [n for n in fixes_for(CORE) if fixes.load(n).affects("0.16.1")]
+    assert "resume_param_groups" in affected
+    assert "zarr_create_synchronizer" not in affected
+    assert names("--for", "deepspeed==0.12.2") == [n for n in fixes_for(DEEPSPEED) if fixes.load(n).affects("0.12.2")]
+
+
+def test_list_for_a_release_between_two_ranges() -> None:
+    assert "resume_param_groups" not in names("--for", "megatron-core==0.15.0")
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.6.0", "0.14.1", "0.19.2rc1", "0.19.2+cu12", "newest", ""])
+def test_list_guesses_nothing_of_a_release_that_was_not_tested(version: str) -> None:
+    line = one_line(command("list", "--for", f"megatron-core=={version}"))
+    assert "0.7.0 to 0.19.2" in line
+    assert "list --tree PATH" in line
+
+
+@pytest.mark.parametrize("requirement", ["torch==2.13.0", "megatron-core", "megatron-core>=0.16"])
+def test_list_for_something_else(requirement: str) -> None:
+    assert "expected PACKAGE==VERSION, such as megatron-core==0.19.2" in one_line(command("list", "--for", requirement))
+
+
+def test_list_of_a_tree_has_the_fixes_that_apply_to_it() -> None:
+    root = tree("deepspeed", "0.19.8")
+    assert names("--tree", str(root)) == plan_tree(str(root), DEEPSPEED).named(Outcome.APPLIES)
+    assert "expected megatron/core/ or deepspeed/" in one_line(command("list", "--tree", str(REPOSITORY / "docs")))
+
+
+# README.md
+
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def by_fix(page: str) -> dict[str, str]:
+    """The lines of a page that are rows of fixes."""
+    rows = ((re.search(r"\[`(\w+)`\]\(docs/\w+\.md\) \|$", line), line) for line in page.splitlines())
+    return {found[1]: line for found, line in rows if found}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_the_row_of_a_fix_in_the_readme_is_current(name: str) -> None:
+    assert by_fix(README).get(name) == by_fix(fix_table.render(README))[name], "python tests/readme_table.py"
+
+
+def test_the_table_in_the_readme_has_nothing_else() -> None:
+    new = {line for name, line in by_fix(fix_table.render(README)).items() if name not in by_fix(README)}
+    assert [line for line in fix_table.render(README).splitlines() if line not in new] == README.splitlines()
+    assert fix_table.render(README.replace("shifted into their neighbors", "stale")) == fix_table.render(README)
+
+
+def test_a_page_without_the_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="found 0 pairs"):
+        fix_table.render("# A page\n")

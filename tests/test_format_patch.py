@@ -1,0 +1,131 @@
+"""The messages of patches for upstream: what a reviewer of one release reads."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches import cli
+from ckpt_patches.engine.diffs import upstream_test
+from ckpt_patches.engine.fix import load, package_of
+from ckpt_patches.engine.format_patch import SECTION, WIDTH, Author, files_of, message_of, page
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.series import Patch, Series, plan_series
+from ckpt_patches.errors import UserError
+from test_patches import PINNED
+from upstream import tree
+
+SUBJECT = 72  # characters
+COLUMNS = {CORE: 100, DEEPSPEED: 119}  # of a line of code
+# What a reviewer has no use for: the delivery by an import hook, other projects' tools, other releases, links to pages.
+FOREIGN = re.compile(r"ckpt[-_]patch|\bhook|\bours?\b|\bwe\b|\b0\.\d+\.\d+\b|\]\(|docs/", re.IGNORECASE)
+TREES = [(name, v) for name, pinned in PINNED.items() for v in pinned]
+NOBODY = Author("Zoë Å", "zoe@example.org", 0)
+
+
+def patch(change: str = "", depends_on: tuple[str, ...] = ()) -> Patch:
+    return Patch("one", depends_on, change.encode(), b"")
+
+
+def blocks_of(name: str) -> str:
+    section = page(name).read_text().partition(f"\n{SECTION}\n")[2]
+    return "\n".join(re.findall(r"^```text[^\n]*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_a_message_is_for_the_reviewer_of_one_release(name: str) -> None:
+    text = blocks_of(name)
+    subject, blank, *body = text.splitlines()
+    assert len(subject) <= SUBJECT
+    assert re.match(r"[A-Z][a-z]+ ", subject), "expected an imperative"
+    assert not subject.endswith(".")
+    assert blank == ""
+    assert max(map(len, body)) <= WIDTH
+    assert not FOREIGN.search(text), FOREIGN.search(text)
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_the_added_test_fits_upstreams_width(name: str) -> None:
+    package = package_of(name)
+    assert max(map(len, upstream_test(package, name)[1].decode().splitlines())) <= COLUMNS[package]
+
+
+@pytest.mark.parametrize(("distribution", "version"), TREES)
+def test_a_message_names_what_is_in_the_patch(distribution: str, version: str) -> None:
+    """Each `identifier` of a message is in the patch itself, or in a file that it changes."""
+    root = tree(distribution, version)
+    package = CORE if distribution == "megatron-core" else DEEPSPEED
+    series = plan_series(str(root), package, [name for name in FIXES if package_of(name) == package])
+    assert len(series.patches) > 5
+    for one in series.patches:
+        files = re.findall(r"^--- a/(.*)$", one.change.decode(), re.MULTILINE)
+        there = "".join((root / file).read_text() for file in files) + one.change.decode() + one.test.decode()
+        message = message_of(page(one.name).read_text(), one)
+        code = re.findall(r"`([^`]+)`", message.subject + message.body)
+        names = [name for text in code for name in re.findall(r"[A-Za-z_]{4,}", text)]
+        ignored = {"KeyError", "AttributeError", "IndexError", "ValueError", "TypeError", "UnpicklingError"}
+        assert [n for n in names if n not in there and n not in ignored and "_" in n] == [], one.name
+
+
+def test_blocks_are_chosen_by_what_the_patch_changes() -> None:
+    text = f"# one\n{SECTION}\n\n```text\nFix it\n\nAlways.\n```\n\n```text if=added\nIf.\n```\n\n" + (
+        "```text unless=added\nUnless.\n```\n\n## Next\n\n```text\nNo.\n```\n"
+    )
+    assert message_of(text, patch("+ added")).body == "Always.\n\nIf."
+    assert message_of(text, patch("- added")).body == "Always.\n\nIf."
+    assert message_of(text, patch("  added")).body == "Always.\n\nUnless."
+    assert message_of(text, patch()).subject == "Fix it"
+
+
+@pytest.mark.parametrize(
+    "text", ["# one\n", f"# one\n{SECTION}\n\n## Next\n", f"# one\n{SECTION}\n\n```text if=x\nA\n```\n"]
+)
+def test_a_page_without_a_message_is_an_error(text: str) -> None:
+    with pytest.raises(UserError, match="Upstream message"):
+        message_of(text, patch("+ y"))
+
+
+def test_dependencies_are_named_by_their_subjects() -> None:
+    name, other = "hybrid_offload_resume", "torch_adam_step"
+    assert other in load(name).depends_on
+    series = Series((Patch(other, (), b"", b""), Patch(name, (other,), b"", b"")), ())
+    files = files_of(series, NOBODY)
+    assert list(files) == [f"0001-{other}.patch", f"0002-{name}.patch"]
+    subject = message_of(page(other).read_text(), series.patches[0]).subject
+    assert f"\n\nDepends on: {subject}\n---\n" in files[f"0002-{name}.patch"].decode()
+    assert b"Subject: [PATCH 2/2] " in files[f"0002-{name}.patch"]
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_a_fix_comes_after_those_that_it_depends_on(name: str) -> None:
+    order = list(FIXES)
+    assert all(order.index(other) < order.index(name) for other in load(name).depends_on)
+
+
+def test_a_folder_with_another_series_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "0001-old.patch").touch()
+    command = ["diff", "torch_adam_step", "--split", str(tmp_path), "--tree", str(tree("megatron-core", "0.19.2"))]
+    assert cli.main(command) == 2
+    assert "0001-old.patch" in capsys.readouterr().err
+
+
+def test_a_diff_names_the_dependencies_that_it_lacks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diff", "hybrid_offload_resume", "--tree", str(tree("megatron-core", "0.19.2"))]) == 0
+    assert "depends on torch_adam_step" in capfd.readouterr().err
+
+
+def test_nobody_is_made_the_author(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "gitconfig"
+    config.write_text("[user]\nuseConfigOnly = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
+    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "EMAIL"):
+        monkeypatch.delenv(name, raising=False)
+    split = ["--split", str(tmp_path / "patches"), "--tree", str(tree("deepspeed", "0.19.8"))]
+    assert cli.main(["diff", "zero3_universal_groups", *split]) == 2
+    assert "set git's user.name and user.email" in capsys.readouterr().err
+    assert not list((tmp_path / "patches").glob("*"))

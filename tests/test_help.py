@@ -1,0 +1,123 @@
+"""What the command tells its users: help, pages, and suggestions for a name that does not exist."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches import __version__, cli, explain
+from ckpt_patches.engine.registry import FIXES, OVERLAYS
+from deepspeed_patches.ds_to_universal import command as converter
+from small_tree import command, make, on_terminal, one_line, python
+from upstream import REPOSITORY
+
+COMMANDS = {**cli._parsers()[1], cli.TO_UNIVERSAL: converter.parser(f"ckpt-patches {cli.TO_UNIVERSAL}")}
+
+
+# --help
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_description_and_an_example(name: str) -> None:
+    parser = COMMANDS[name]
+    assert parser.description
+    assert parser.epilog
+    assert re.search(rf"examples?:\n(  .*\n)*  .*ckpt[-_]patches {name}\b", parser.epilog)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_is_wrapped_at_the_terminals_width(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parser: argparse.ArgumentParser = COMMANDS[name] if name else cli._parsers()[0]
+    text = parser.format_help()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= columns
+    paragraph = next(part for part in text.split("\n\n") if part.startswith(str(parser.description)[:20]))
+    assert " ".join(paragraph.split()) == parser.description
+    first, *others = paragraph.splitlines()
+    assert not others or len(first) + len(others[0].split()[0]) + 1 > columns - 2  # no word of the next line fits
+
+
+def test_the_fixes_are_not_the_help_of_an_argument() -> None:
+    for name in ("diff", "apply", "revert"):
+        help_text = COMMANDS[name].format_help()
+        assert sum(fix in help_text for fix in FIXES) <= 1  # the example's
+        assert "ckpt-patches list" in help_text
+
+
+def test_the_version_has_the_name() -> None:
+    assert command("--version").stdout == f"training-checkpoint-patches {__version__}\n"
+
+
+# A name that does not exist
+
+
+@pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
+def test_an_unknown_fix(verb: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    line = one_line(command(verb, "zarr_create_sync", "--tree", str(tmp_path)))
+    assert line == "ckpt-patches: no fix zarr_create_sync; did you mean zarr_create_synchronizer?"
+    line = one_line(command(verb, "xyz", "--tree", str(tmp_path)))
+    assert line == "ckpt-patches: no fix xyz; ckpt-patches list has all names"
+
+
+def test_an_unknown_fix_to_skip() -> None:
+    done = python("-c", "", tree=REPOSITORY, env={"CKPT_PATCHES_SKIP": "numpy_product,numpy2_product"})
+    assert done.stderr == (
+        "ckpt-patches: CKPT_PATCHES_SKIP=numpy_product: skips nothing: no fix numpy_product; did you mean "
+        "numpy2_product?\n"
+    )
+
+
+def test_suggestions_cost_nothing_where_all_names_are_known() -> None:
+    code = "import sys; assert 'ckpt_patches' in sys.modules; print('difflib' in sys.modules)"
+    assert python("-c", code, tree=REPOSITORY, env={"CKPT_PATCHES_SKIP": "numpy2_product"}).stdout == "False\n"
+
+
+# explain
+
+
+def for_users(page: Path) -> str:
+    """A page without the message for upstream's reviewers."""
+    return page.read_text().partition("\n## Upstream message\n")[0]
+
+
+@pytest.mark.parametrize("name", [*FIXES, *OVERLAYS, "audit", "hook", "migrate", "ds_to_universal", "json", "resume"])
+def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text = explain.text(name)
+    page = for_users(REPOSITORY / "docs" / f"{name}.md")
+    assert text.splitlines()[0] == page.splitlines()[0]
+    assert re.findall(r"^## (.*)", text, flags=re.MULTILINE) == re.findall(r"^## (.*)", page, flags=re.MULTILINE)
+    assert re.findall(r"\]\([^)]*\)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text)) == []
+
+
+def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
+    shown = on_terminal("explain", "rank_order", columns=60, TERM="xterm")
+    assert shown.startswith("\x1b[1mrank_order\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNone while converting.")
+    page = for_users(REPOSITORY / "docs/rank_order.md")
+    plain = re.sub(r"\x1b\[\d+m|^#+ ", "", shown, flags=re.MULTILINE)
+    assert max(len(line) for line in plain.splitlines()) <= 60
+    expected = re.sub(r"^#+ ", "", explain.without_links(page), flags=re.MULTILINE)
+    assert plain.split() == expected.split()
+
+
+def test_explain_without_a_page() -> None:
+    assert one_line(command("explain", "zarr_range_writes")) == (
+        "ckpt-patches: no page zarr_range_writes; did you mean zarr_range_write?"
+    )
+    assert "no page ../README" in one_line(command("explain", "../README"))
+
+
+def test_no_message_names_a_page_of_docs() -> None:
+    """A user of pip has none; `explain` has them."""
+    folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches")
+    found = []
+    for path in (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):
+        if "upstream_tests" in path.parts or path.name in ("new_fix.py", "fix_table.py"):  # for clones and README.md
+            continue
+        code = re.sub(r'(?s)""".*?"""|^\s*#.*?$', "", path.read_text(), flags=re.MULTILINE)
+        found += [f"{path}: {line}" for line in code.splitlines() if re.search(r"docs/[\w{}]+\.md", line)]
+    assert found == []

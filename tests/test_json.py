@@ -1,0 +1,127 @@
+"""Every `--json` output has a schema number, and docs/json.md names all of its keys."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_patches import cli
+from ckpt_patches.explain import names
+from old_checkpoints import flattened, settings
+from small_tree import command, on_terminal, one_line, python
+from upstream import REPOSITORY, tree
+from zero_checkpoints import of_ranks
+
+PAGE = (REPOSITORY / "docs/json.md").read_text()
+SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (6, 4)}
+FRAGMENTS: dict[str, tuple[int, ...]] = {"layer.weight": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that `migrate` converts."""
+    return flattened(tmp_path_factory.mktemp("old") / "iter_0000010", SHAPES, FRAGMENTS, ranks=3)[0].write(settings())
+
+
+def documented(command: str) -> set[str]:
+    """The keys in a command's section of the page, without those inside of others."""
+    section = PAGE.split(f"\n## `ckpt-patches {command}`\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE)
+    return {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert cli.main(list(map(str, arguments))) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def check(command: str, found: dict[str, Any]) -> None:
+    assert found["schema"] == 1
+    assert next(iter(found)) == "schema"
+    assert documented(command) == found.keys()
+
+
+def test_status(capsys: pytest.CaptureFixture[str]) -> None:
+    check("status --json", printed(capsys, "status", "--json", "--tree", tree("megatron-core", "0.14.0")))
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "list", "--json", "--for", "megatron-core==0.14.0")
+    check("list --json", found)
+    assert found["fixes"][0]["releases"] == [["0.7.0", "0.14.0"]]
+
+
+def test_audit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "audit", "--json", old)
+    check("audit --json", found)
+    line = printed(capsys, "audit", "--json-lines", old)
+    assert line == {"schema": 1, **found["checkpoints"][0]}
+
+
+def test_migrate(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = ("--output", tmp_path / "new")
+    check("migrate --dry-run --json", printed(capsys, "migrate", old, *to, "--dry-run", "--json"))
+    check("migrate --json", printed(capsys, "migrate", old, *to, "--json"))
+
+
+def test_to_universal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = ("--input-folder", of_ranks(10), "--output-folder", tmp_path / "universal")
+    check("to-universal --json", printed(capsys, "to-universal", *folders, "--json"))
+
+
+def test_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = of_ranks(10)
+    check("fingerprint --json", printed(capsys, "fingerprint", checkpoint, "--json"))
+    check("fingerprint --against --json", printed(capsys, "fingerprint", checkpoint, "--against", checkpoint, "--json"))
+
+
+def test_every_command_with_json_has_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [name for name, parser in cli._parsers()[1].items() if "--json" in parser.format_usage()]
+    assert len(commands) > 3
+    assert {f"ckpt-patches {name} --json" for name in (*commands, cli.TO_UNIVERSAL)} <= set(re.findall(r"`(.+)`", PAGE))
+    assert "json" in names()
+
+
+def test_a_verdict_has_a_color_on_a_terminal(old: Path) -> None:
+    assert ": \x1b[32mWHOLE\x1b[0m (" in on_terminal("audit", str(old), columns=200, TERM="xterm")
+    assert ": WHOLE (" in command("audit", str(old), TERM="xterm").stdout
+
+
+# Output that cannot be written
+
+
+@pytest.mark.parametrize("arguments", ["audit", "audit --json", "fingerprint", "migrate --dry-run"])
+def test_an_output_that_is_full_is_one_line(arguments: str, old: Path) -> None:
+    name, *options = arguments.split()
+    options += ["--output", "/nowhere"] if name == "migrate" else []
+    full_disk(name, str(old), *options)
+
+
+def test_the_converters_output_that_is_full_is_one_line(tmp_path: Path) -> None:
+    folders = ("--input-folder", of_ranks(10), "--output-folder", tmp_path / "universal")
+    full_disk("to-universal", *map(str, folders))
+
+
+def full_disk(*arguments: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = python("-m", "ckpt_patches", *arguments, tree=REPOSITORY, check=False, stdout=full.fileno())
+    assert done.returncode == 2
+    *notes, last = done.stderr.splitlines()
+    assert last == "ckpt-patches: cannot write the output: No space left on device"
+    assert notes in ([], [f"{arguments[1]}: no recorded fingerprints, nothing was compared"])
+
+
+@pytest.mark.parametrize("option", ["--html", "--plot"])
+def test_a_page_or_picture_that_cannot_be_written_is_one_line(option: str, old: Path) -> None:
+    done = command("audit", str(old), option, "/proc/x.html" if option == "--html" else "/proc/x.png")
+    assert done.returncode == 2
+    assert re.fullmatch(r"ckpt-patches: /proc/x\.\w+: cannot be written: No such file or directory\n", done.stderr)
+
+
+def test_a_folder_of_the_converter_that_cannot_be_made_is_one_line() -> None:
+    line = one_line(command("to-universal", "--input-folder", str(of_ranks(10)), "--output-folder", "/proc/x"))
+    assert "/proc/x" in line

@@ -1,0 +1,138 @@
+"""The commands of README.md and docs/: each block marked `run` is executed as it stands, one environment a page.
+
+A block is a fence of ```console run. A line that begins with `$ ` is a command; the lines after it are its output, in
+which `…` stands for any text, and a line with nothing else for any lines. A command without output may print anything.
+It has to exit with 0. The commands find
+
+    REPO         a git URL of this repository, with the files of the working tree
+    TREE         a git checkout of megatron-core 0.16.1
+    CHECKPOINTS  a folder with a checkpoint of a real DeepSpeed run
+    OLD          a Megatron checkpoint of the form that releases before 0.16 saved
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import installs
+import old_checkpoints
+import zero_checkpoints
+from upstream import REPOSITORY, tree
+
+pytestmark = pytest.mark.slow
+
+FENCE = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [
+    page
+    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+    if FENCE.search(page.read_text(encoding="utf-8"))
+]
+CORE = "0.16.1"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    text: str
+    output: str  # as the page shows it; empty where it shows none
+
+
+def commands(page: str) -> list[Command]:
+    found = []
+    for block in FENCE.findall(page):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            text, _, output = part.partition("\n")
+            found.append(Command(text, output.strip("\n")))
+    return found
+
+
+def matches(shown: str, printed: str) -> bool:
+    lines = [".*" if line == "…" else ".*".join(map(re.escape, line.rstrip().split("…"))) for line in shown.split("\n")]
+    pattern = "\n".join(f"(?s:{line})" if line == ".*" else line for line in lines)
+    return bool(re.fullmatch(pattern, "\n".join(line.rstrip() for line in printed.strip("\n").split("\n"))))
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def committed(folder: Path) -> Path:
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all", "--force")
+    git(folder, "commit", "--quiet", "--message", "Begin")
+    return folder
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> dict[str, str]:
+    """What the commands find, and the programs of an environment with pip."""
+    source = committed(installs.copy_working_tree(tmp_path / "source"))
+    upstream = tmp_path / "upstream"
+    shutil.copytree(tree("megatron-core", CORE) / "megatron", upstream / "megatron")
+    committed(upstream)
+    checkpoint = zero_checkpoints.trained("0.19.8", "stage1")["stage1"]
+    shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
+    old = old_checkpoints.flattened(tmp_path / "old", {"weight": (8, 6)})[0].write(old_checkpoints.settings())
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    # What a container has: torch, NumPy and zarr of the tests, DeepSpeed and megatron-core.
+    folders = [sysconfig.get_path("purelib"), str(tree("megatron-core", CORE)), str(tree("deepspeed", "0.19.8"))]
+    (site_packages / "container.pth").write_text("\n".join(folders) + "\n")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES", "GIT_"))}
+    who = {
+        f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in (("NAME", "N"), ("EMAIL", "n@n"))
+    }
+    return {
+        **kept,
+        **who,
+        "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "REPO": f"file://{source}",
+        "TREE": str(upstream),
+        "CHECKPOINTS": str(tmp_path / "checkpoints" / "run1"),
+        "OLD": str(old),
+        "NO_COLOR": "1",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page(page: Path, world: dict[str, str], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    for command in commands(page.read_text(encoding="utf-8")):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command.text],
+            cwd=work,
+            env=world,
+            text=True,
+            capture_output=True,
+            timeout=600,
+        )
+        printed = done.stdout + done.stderr
+        assert done.returncode == 0, f"{command.text}\n{printed}"
+        printed = printed.replace(world["CHECKPOINTS"], "/checkpoints/run1")
+        assert not command.output or matches(command.output, printed), (
+            f"{command.text}\nshown:\n{command.output}\nprinted:\n{printed}"
+        )
+
+
+def test_output_is_compared() -> None:
+    assert matches("a … c\n…\nend", "a b c\n1\n2\nend\n")
+    assert not matches("a … c", "a b d")
+    assert not matches("a", "a\nb")
+    assert [c.output for c in commands("```console run\n$ one\n$ two\nout\n```\n")] == ["", "out"]
+
+
+def test_readme_is_one_screen_and_a_table() -> None:
+    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert "ckpt-patches status" in "\n".join(lines[:40])

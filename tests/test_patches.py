@@ -1,0 +1,199 @@
+"""The patches for upstream, as they are shipped: `diff --split`, `git am` on a clean tree, and their tests there.
+
+No hook is active: what is tested is the text of the patch. The releases are those that contributors work on, and for a
+fix that applies to none of them its newest affected release.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zygotes
+from ckpt_patches.engine import fix as fixes
+from ckpt_patches.engine.diffs import upstream_test
+from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import plan_tree
+from ckpt_patches.engine.registry import DEEPSPEED, FIXES
+from upstream import MAIN, all_releases, main_branch, numbers, run_pytest, runnable, tree
+from upstream_suites import as_installed
+
+# The releases that contributors work on; the last of each is in the default run.
+PINNED = {"megatron-core": ("0.16.1", "0.19.2"), "deepspeed": ("0.16.9", "0.19.8")}
+OPTIONS = ("-rA", "--tb=short", "-W", "ignore", "--color=no")
+
+
+def is_for(name: str, version: str) -> bool:
+    return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in load(name).releases)
+
+
+def fixes_of(distribution: str) -> list[str]:
+    return [name for name in FIXES if DISTRIBUTIONS[fixes.package_of(name)] == distribution]
+
+
+def chosen_releases() -> list[Any]:
+    """Parameters: a distribution, a release, and the fixes to test there; none names all that apply."""
+    found: list[tuple[str, str, tuple[str, ...]]] = [
+        (distribution, version, ()) for distribution, pinned in PINNED.items() for version in pinned
+    ]
+    for distribution, pinned in PINNED.items():
+        others = [name for name in fixes_of(distribution) if not any(is_for(name, version) for version in pinned)]
+        newest = {name: next(v for v in runnable(distribution) if is_for(name, v)) for name in others}
+        for version in sorted(set(newest.values()), key=numbers):
+            found.append((distribution, version, tuple(name for name in others if newest[name] == version)))
+        if all_releases():
+            there = [version for _, version, _ in found]
+            found += [(distribution, version, ()) for version in runnable(distribution) if version not in there]
+        if main_branch(distribution):
+            found.append((distribution, MAIN, ()))
+    return [pytest.param(*one, id="-".join((*one[:2], *one[2])), marks=_marks(one[1])) for one in found]
+
+
+def _marks(version: str) -> list[pytest.MarkDecorator]:
+    newest = any(version == pinned[-1] for pinned in PINNED.values()) or version == MAIN
+    return [] if newest else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("distribution", "version", "only"), chosen_releases())
+def test_each_patch_alone_and_all_as_a_series(
+    distribution: str, version: str, only: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Each test fails before its patch and passes after it; there is nothing else but what the patch depends on."""
+    clean = checkout_of(distribution, version, tmp_path / "clean")
+    patches = split(clean, tmp_path / "patches", only)
+    names = list(only or patches)
+    before: dict[str, set[str]] = {}
+    after: dict[str, set[str]] = {}
+    for name in names:
+        needed = dependencies(patches, name)
+        base = copy_of(clean, tmp_path / name / "before")
+        am(base, [patches[other] for other in needed])
+        with_it = copy_of(base, tmp_path / name / "after")
+        am(with_it, [patches[name]])
+        path, text = upstream_test(fixes.package_of(name), name)
+        (base / path).parent.mkdir(parents=True, exist_ok=True)
+        (base / path).write_bytes(text)
+        before |= outcomes(base, [name], "--exitfirst")  # a rank that fails may leave others waiting
+        after |= outcomes(with_it, [name])
+    am(clean, list(patches.values()))
+    together = outcomes(clean, list(patches))
+
+    assert {name: "FAILED" in found and "ERROR" not in found for name, found in before.items()} == dict.fromkeys(
+        names, True
+    )
+    assert after == {name: {"PASSED"} for name in names}
+    assert together == {name: {"PASSED"} for name in patches}
+    planned = plan_tree(str(tree(distribution, version)), fixes.package_of(names[0]), patches, for_upstream=True)
+    assert planned.files
+    for file in planned.files.values():
+        assert (clean / os.path.relpath(file.path, planned.root)).read_bytes() == file.patched
+
+
+def checkout_of(distribution: str, version: str, folder: Path) -> Path:
+    """A clean tree in git, as a contributor has it: the release's package, or all of the main branch."""
+    source = tree(distribution, version)
+    checkout = folder / source.name  # by which its environment is chosen
+    if version == MAIN:
+        shutil.copytree(source, checkout, ignore=shutil.ignore_patterns(".git", "__pycache__"), symlinks=True)
+        if distribution == "deepspeed":
+            as_installed(checkout)
+    else:
+        top = distribution.partition("-")[0]
+        shutil.copytree(source / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    git(checkout, "init", "--quiet")
+    git(checkout, "add", "--all", "--force")
+    git(checkout, "commit", "--quiet", "--message", version)
+    return checkout
+
+
+def copy_of(checkout: Path, folder: Path) -> Path:
+    return shutil.copytree(checkout, folder / checkout.name, symlinks=True)
+
+
+def split(checkout: Path, folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
+    """By fix and in their order, the patches that `ckpt-patches diff --split` writes."""
+    command = [sys.executable, "-m", "ckpt_patches", "diff", *names, "--split", str(folder), "--tree", str(checkout)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **IDENTITY})
+    return {re.sub(r"^\d{4}-", "", path.stem): path for path in sorted(folder.iterdir())}
+
+
+def dependencies(patches: Mapping[str, Path], name: str) -> list[str]:
+    """What a patch says that it depends on, and what that depends on, in the order of the series."""
+    subjects = {message_of(path)[0]: other for other, path in patches.items()}
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        needed = [subjects[subject] for subject in depends_on(message_of(patches[pending.pop()])[1])]
+        pending += [other for other in needed if other not in found]
+        found.update(needed)
+    return [other for other in patches if other in found]
+
+
+def message_of(patch: Path) -> tuple[str, str]:
+    """The subject and the body that git reads from a patch."""
+    with tempfile.TemporaryDirectory() as folder:
+        body = Path(folder, "body")
+        command = ["git", "mailinfo", str(body), os.devnull]
+        head = subprocess.run(command, check=True, stdin=patch.open("rb"), capture_output=True, text=True).stdout
+        (subject,) = re.findall(r"^Subject: (.*)$", head, re.MULTILINE)
+        return subject, body.read_text()
+
+
+def depends_on(body: str) -> list[str]:
+    """The subjects after `Depends on:`, each wrapped with an indentation."""
+    return [" ".join(found.split()) for found in re.findall(r"^Depends on: (.*(?:\n  .*)*)$", body, re.MULTILINE)]
+
+
+def am(checkout: Path, patches: Sequence[Path]) -> None:
+    for patch in patches:
+        git(checkout, "am", "--quiet", "--whitespace=error-all", str(patch))
+
+
+IDENTITY = {
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_SYSTEM": os.devnull,
+    **{f"GIT_{who}_NAME": "Zoë Å" for who in ("AUTHOR", "COMMITTER")},
+    **{f"GIT_{who}_EMAIL": "zoe@example.org" for who in ("AUTHOR", "COMMITTER")},
+}
+
+
+def git(checkout: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, env={**os.environ, **IDENTITY}
+    )
+    assert done.returncode == 0, f"git {' '.join(arguments)}: {done.stderr}"
+    return done.stdout.strip()
+
+
+def outcomes(checkout: Path, names: Sequence[str], *options: str) -> dict[str, set[str]]:
+    """What pytest reports of the tests of some fixes in a checkout; no hook is active."""
+    is_deepspeed = fixes.package_of(names[0]) == DEEPSPEED
+    found = run_pytest(
+        *(checkout / load(name).test for name in names),
+        rootdir=checkout,
+        tree=checkout,
+        path=[checkout / "tests"],
+        options=(
+            *OPTIONS,
+            *options,
+            *(("-p", "unit.common") if is_deepspeed else ("--noconftest", "-p", "python_312")),
+        ),
+        env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "60"},  # of DeepSpeed's own harness: ranks, seconds of a test
+        timeout=900,
+        imports=zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
+    )
+    assert "not enough GPUs" not in found, found
+    by_fix: dict[str, set[str]] = {name: set() for name in names}
+    for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) .*?test_(\w+)\.py", found, re.MULTILINE):
+        by_fix[name].add(outcome)
+    if any(outcome != {"PASSED"} for outcome in by_fix.values()):
+        print(found)  # for a test that fails
+    return by_fix
