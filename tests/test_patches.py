@@ -23,16 +23,12 @@ from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED, FIXES
-from upstream import MAIN, all_releases, main_branch, numbers, run_pytest, runnable, tree
+from upstream import MAIN, all_releases, main_branch, newest_affected, numbers, run_pytest, runnable, tree
 from upstream_suites import as_installed
 
 # The releases that contributors work on; the last of each is in the default run.
 PINNED = {"megatron-core": ("0.16.1", "0.19.2"), "deepspeed": ("0.16.9", "0.19.8")}
 OPTIONS = ("-rA", "--tb=short", "-W", "ignore", "--color=no")
-
-
-def is_for(name: str, version: str) -> bool:
-    return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in load(name).releases)
 
 
 def fixes_of(distribution: str) -> list[str]:
@@ -45,8 +41,8 @@ def chosen_releases() -> list[Any]:
         (distribution, version, ()) for distribution, pinned in PINNED.items() for version in pinned
     ]
     for distribution, pinned in PINNED.items():
-        others = [name for name in fixes_of(distribution) if not any(is_for(name, version) for version in pinned)]
-        newest = {name: next(v for v in runnable(distribution) if is_for(name, v)) for name in others}
+        others = [name for name in fixes_of(distribution) if not any(map(load(name).affects, pinned))]
+        newest = {name: newest_affected(name)[1] for name in others}
         for version in sorted(set(newest.values()), key=numbers):
             found.append((distribution, version, tuple(name for name in others if newest[name] == version)))
         if all_releases():

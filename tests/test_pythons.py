@@ -236,7 +236,7 @@ def test_the_hook_runs_what_apply_writes_and_shows_it(runs: dict[str, Run]) -> N
     assert found["asked"] == {"pp_index": 1, "tp_index": 2, "dp_index": 3, "strip_tensor_paddings": False}
     assert found["method"] is not None
     failed = next(line for line in found["method"].splitlines() if "self.optimizer." in line)
-    assert f"in _missing_state_keys\n    {failed.strip()}\n" in said
+    assert f"in _has_stepped\n    {failed.strip()}\n" in said
     assert said.splitlines()[-1].startswith("AttributeError: 'NoneType' object has no attribute 'optimizer'")
 
 
@@ -247,4 +247,4 @@ def test_without_the_hook_upstreams_own_code_runs(runs: dict[str, Run]) -> None:
         assert found["shown"][package] == Path(module_path(str(tree(name)), module)).read_text()
     assert found["asked"] == {"pp_index": 1, "tp_index": 2, "dp_index": 3}
     assert found["method"] is None
-    assert "has no attribute '_missing_state_keys'" in said.splitlines()[-1]
+    assert "has no attribute '_has_stepped'" in said.splitlines()[-1]

@@ -361,9 +361,11 @@ def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
 
 
 def newest_affected(fix: str) -> tuple[str, str]:
-    """The distribution and the version of the last release that a fix is for."""
+    """The distribution and the version of the last release that has the bug of a fix and can be run here."""
     loaded = fix_files.load(fix)
-    return DISTRIBUTIONS[loaded.package], loaded.newest_affected
+    distribution = DISTRIBUTIONS[loaded.package]
+    last = loaded.releases[-1][1]  # that of a new fix is to be filled in; its tests say so
+    return distribution, next(filter(loaded.affects, runnable(distribution)), last)
 
 
 def demonstrate(fix: str, delivery: str, version: str | None = None) -> Outcome:

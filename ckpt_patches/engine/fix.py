@@ -55,11 +55,6 @@ class Fix:
         """The upstream package that it edits: `megatron.core` or `deepspeed`."""
         return TARGETS[EVERYTHING[self.name][0]]
 
-    @property
-    def newest_affected(self) -> str:
-        """The newest release with the bug."""
-        return max((last for _, last in self.releases), key=numbers)
-
     def affects(self, version: str) -> bool:
         """Whether a release has the bug; known for those in `ckpt_patches.engine.releases`."""
         return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in self.releases)

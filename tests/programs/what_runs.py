@@ -32,10 +32,10 @@ def asked() -> dict[str, Any]:
 
 def method() -> str | None:
     """What Python shows of a method that a fix brings; None where it is not there."""
-    brought = getattr(distrib_optimizer.DistributedOptimizer, "_missing_state_keys", None)
+    brought = getattr(distrib_optimizer.DistributedOptimizer, "_has_stepped", None)
     return brought and inspect.getsource(brought)
 
 
 shown = {"megatron": inspect.getsource(distrib_optimizer), "deepspeed": inspect.getsource(converter)}
 print(json.dumps({"shown": shown, "method": method(), "asked": asked()}), flush=True)
-distrib_optimizer.DistributedOptimizer._missing_state_keys(None, {})
+distrib_optimizer.DistributedOptimizer._has_stepped(None, {})
