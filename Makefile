@@ -44,14 +44,13 @@ compatibility: $(VENV)/ready
 	$(PY) tests/compatibility.py
 	$(PY) tests/resume_table.py
 
-# The pictures of docs/: the map, the plot of holes, and the plots and tables of what is recorded of scale.
+# The pictures of docs/: the map, and the plot of holes. That of docs/scale.md is drawn by `make bench`, which counts.
 pictures: $(VENV)/ready
 	$(PY) tests/map_page.py
 	$(PY) tests/holes_page.py
-	$(PY) tests/scale_page.py
 
 # Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
-$(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth ckpt_patches/fingerprint/rows.c
+$(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	test -x $(PY) && $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV) || { \
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install --quiet pip; }
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'

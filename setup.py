@@ -9,11 +9,10 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
 import zipfile
 from pathlib import Path
 
-from setuptools import Extension, find_namespace_packages, setup
+from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
@@ -29,7 +28,7 @@ PACKAGES = {
 }
 # The pages of docs/ in the checkout, for `ckpt-patches explain`.
 PAGES = Path("ckpt_patches", "pages")
-NOT_INSTALLED = ("README", "compatibility", "scale", "upstream_suites")
+NOT_INSTALLED = ("README", "compatibility", "upstream_suites")
 # In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
 EDITABLE = ".editable"
 
@@ -159,16 +158,6 @@ TEST = [
     "mypy==2.4.1",
 ]
 
-# The sums of fingerprints, which are left to NumPy where there is no C compiler. This is no module of Python and takes
-# none of its headers: one build is for every Python from 3.10 on (those without the GIL know no such builds).
-SUMS = Extension(
-    "ckpt_patches.fingerprint._rows",
-    ["ckpt_patches/fingerprint/rows.c"],
-    extra_compile_args=["-O3"],
-    optional=True,
-    py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
-)
-
 README = Path("README.md")
 
 setup(
@@ -201,7 +190,5 @@ setup(
         "audit": AUDIT,
         "test": [*MEGATRON, *DEEPSPEED, *AUDIT, *TEST],
     },
-    ext_modules=[SUMS],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if SUMS.py_limited_api else {},
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

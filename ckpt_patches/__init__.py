@@ -25,6 +25,8 @@ __version__ = "0.2.0"
 MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
+# Switches of earlier versions.
+REMOVED = ("CKPT_PATCHES_LOST_HOST",)
 # What every target module's name begins with. The registry itself is read when the first such name is met.
 PREFIXES = ("megatron.", "deepspeed.")
 # Without one of these in sys.modules no target has been loaded.
@@ -46,8 +48,9 @@ class Switches:
         self.overlays: tuple[str, ...] = ()  # what is laid over upstream besides the fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
             self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
-        if "CKPT_PATCHES_LOST_HOST" in environ:
-            self._read_lost_host(environ["CKPT_PATCHES_LOST_HOST"])
+        for name in REMOVED:
+            if name in environ:
+                self.errors.append(f"{name} does nothing: it was removed (CHANGELOG.md, upgrade notes)")
 
     def _read_skip(self, value: str) -> None:
         from ckpt_patches.engine.registry import EVERYTHING, FIXES
@@ -67,22 +70,11 @@ class Switches:
         if value not in FINGERPRINT_ON:
             valid = ", ".join(filter(None, (*FINGERPRINT_ON, *SWITCHED_OFF)))
             self.errors.append(f"CKPT_PATCHES_FINGERPRINT={value}: expected one of {valid}; going on with 1")
-        self._lay("fingerprint", f"CKPT_PATCHES_FINGERPRINT={value}", "no resume is proven")
-
-    def _read_lost_host(self, value: str) -> None:
-        if value in SWITCHED_OFF:
-            return
-        if not value.isdecimal() or int(value) < 1:
-            self.errors.append(
-                f"CKPT_PATCHES_LOST_HOST={value}: expected seconds, 1 or more, or 0 or off; going on without"
-            )
-            return
-        self._lay("lost_host", f"CKPT_PATCHES_LOST_HOST={value}", "no lost host is noticed")
-
-    def _lay(self, overlay: str, switch: str, without: str) -> None:
-        self.overlays += (overlay,)
+        self.overlays = ("fingerprint",)
         if self.mode == "off":
-            self.errors.append(f"{switch} does nothing with CKPT_PATCHES=off: {without}")
+            self.errors.append(
+                f"CKPT_PATCHES_FINGERPRINT={value} does nothing with CKPT_PATCHES=off: no resume is proven"
+            )
 
 
 class PatchFinder:

@@ -15,10 +15,11 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.trees import select
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import UserError, one_line
 from ckpt_patches.fingerprint import command as fingerprint
 from ckpt_patches.migrate import command as migrate
-from ckpt_patches.options import described, spelled
+from ckpt_patches.options import Parser, described, spelled
+from ckpt_patches.runtime.distributed import OtherRankError
 
 if TYPE_CHECKING:
     from ckpt_patches.engine.fix import Fix
@@ -49,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()  # a full disk is found here, and not when the interpreter ends
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is found here, and not when the interpreter ends
+    except OtherRankError:
+        return 2
     except UserError as error:
         return _failed(str(error))
     except KeyboardInterrupt:
@@ -60,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _discard_output()
         # Only errors of files that are open already come without a name; standard output is the one that main knows.
-        return _failed(f"{error.filename or 'cannot write the output'}: {error.strerror or error}")
+        return _failed(one_line(error, "cannot write the output"))
     return status
 
 
@@ -69,17 +73,9 @@ def _run(arguments: Sequence[str]) -> int:
         from deepspeed_patches.ds_to_universal import command
 
         return command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
-    options = _parse(spelled(arguments))
+    options = _parsers()[0].parse_args(spelled(arguments))
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    try:
-        return _parsers()[0].parse_args(arguments)
-    except SystemExit:
-        sys.stdout.flush()  # the help
-        raise
 
 
 def _failed(message: str, status: int = 2) -> int:
@@ -89,6 +85,8 @@ def _failed(message: str, status: int = 2) -> int:
 
 def _discard_output() -> None:
     """If standard output cannot be written, forget what is left for it: the interpreter would try again at its end."""
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except OSError:
@@ -97,7 +95,7 @@ def _discard_output() -> None:
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The command's, and that of each command in it."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         "ckpt-patches",
         **described(
             "Checkpoint fixes for megatron-core and DeepSpeed, and tools for their checkpoints.",
@@ -165,7 +163,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="print the page of a fix or of a topic",
         **described(
             "Print a page of the documentation: of a fix (ckpt-patches list), or of a topic: audit, ds_to_universal, "
-            "fingerprint, hook, json, lost_host, migrate, resume.",
+            "fingerprint, hook, json, migrate, resume.",
             "ckpt-patches explain dp_zero_empty_state",
         ),
     )
@@ -233,18 +231,6 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    new = commands.add_parser(
-        "new-fix",
-        help="create the files of a new fix, in a clone of this repository",
-        **described(
-            "Create the files of a new fix in a clone of this repository. CONTRIBUTING.md describes the steps.",
-            "ckpt-patches new-fix NAME --module deepspeed.runtime.engine --upstream URL",
-        ),
-    )
-    new.add_argument("name", metavar="NAME", help="for the bug, such as universal_step")
-    new.add_argument("--module", required=True, help="which the fix edits, as megatron.core.optimizer.optimizer")
-    new.add_argument("--upstream", required=True, metavar="URL", help="of the report, or of the code that has the bug")
-    new.set_defaults(run=_new_fix)
     completed = commands.add_parser(
         "completion",
         help="print a completion script for a shell",
@@ -261,18 +247,6 @@ def _explain(options: argparse.Namespace) -> int:
     from ckpt_patches import explain
 
     print(explain.text(options.page).rstrip())
-    return 0
-
-
-def _new_fix(options: argparse.Namespace) -> int:
-    from ckpt_patches import new_fix
-    from ckpt_patches.formats.durable import replace_durably
-
-    root = new_fix.repository()
-    for path, text in new_fix.files(root, options.name, options.module, options.upstream).items():
-        replace_durably(path, text.encode())
-        print(path.relative_to(root))
-    print(new_fix.NEXT.format(name=options.name, folder=new_fix.folder_of(options.module), changes=new_fix.CHANGES))
     return 0
 
 
@@ -310,7 +284,8 @@ def _status(options: argparse.Namespace) -> int:
 
     found = status.collect(options.tree, options.require)
     if options.json:
-        print(json.dumps({"schema": SCHEMA, **asdict(found), "complete": found.complete}, indent=1))
+        fixes = [{**asdict(fix), "package": DISTRIBUTIONS[fix.package]} for fix in found.fixes]
+        print(json.dumps({"schema": SCHEMA, **asdict(found), "fixes": fixes, "complete": found.complete}, indent=1))
     else:
         _print_status(found)
     return 0 if found.complete else 1

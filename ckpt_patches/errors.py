@@ -1,5 +1,6 @@
 """A user's mistake: one clear line on stderr and exit status 2, no stack trace."""
 
+import os
 from collections.abc import Iterable
 
 TRUST = "--trust-checkpoint"  # the option that messages about classes name
@@ -15,6 +16,14 @@ def unknown(what: str, name: str, known: Iterable[str], where: str) -> str:
 
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f"no {what} {name}; " + (f"did you mean {nearest[0]}?" if nearest else f"{where} has all names")
+
+
+def one_line(error: Exception, unnamed: str = "") -> str:
+    """An error for people; of an OSError the file, or what stands for it if it has none, and the reason."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    where = error.filename or unnamed
+    return f"{os.fsdecode(where)}: {error.strerror}" if where else error.strerror
 
 
 class StrictModeError(RuntimeError):

@@ -38,7 +38,13 @@ def without_links(markdown: str) -> str:
     """The text of a link to another page; behind that of a link to another site its address."""
     markdown = re.sub(r"!\[[^]]*\]\([^)\s]+\)\n*", "", markdown)  # a picture
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
-    return re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
+    markdown = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
+    return re.sub(r"`?\b(?:docs/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)
+
+
+def _as_command(page: "re.Match[str]") -> str:
+    """The command that prints a page, in place of its file."""
+    return f"`ckpt-patches explain {page[1]}`" if page[1] in names() else page[0]
 
 
 def formatted(markdown: str, columns: int) -> str:

@@ -1,13 +1,14 @@
 """What several commands ask for, in the same words."""
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ckpt_patches.errors import TRUST
 
-MANY = "the processors, at most 16; under a launcher divided among its processes"
+MANY = "the processors, at most 16; divided among the ranks of a host"
 
 
 class Help(argparse.HelpFormatter):
@@ -19,6 +20,16 @@ class Help(argparse.HelpFormatter):
     @staticmethod
     def _wrapped(text: str, width: int) -> str:
         return text if "\n  " in text else textwrap.fill(text, width, break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises OSError if the help cannot be written; argparse itself says nothing then."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        file = file or sys.stderr
+        if message and file is not None:
+            file.write(message)
+            file.flush()
 
 
 def described(text: str, *examples: str, after: str = "") -> dict[str, Any]:
@@ -51,9 +62,11 @@ def add_workers(
     command.add_argument(*names, dest="workers", type=positive, default=default, metavar="N", help=text)
 
 
-def add_group(command: argparse.ArgumentParser) -> None:
-    text = "work as process RANK of SIZE, or alone (default: as torchrun, srun or mpirun has started it)"
-    command.add_argument("--group", default="", metavar="RANK/SIZE|none", help=text)
+def add_distributed(command: argparse.ArgumentParser) -> None:
+    text = (
+        "share the work with all ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or not (default: under torchrun)"
+    )
+    command.add_argument("--distributed", action=argparse.BooleanOptionalAction, help=text)
 
 
 def add_no_sync(command: argparse.ArgumentParser) -> None:

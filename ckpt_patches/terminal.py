@@ -13,13 +13,17 @@ NARROWEST = 14  # columns of a cell that is wrapped
 
 def width() -> int:
     """The columns to print to: of the terminal, or of COLUMNS; 0 if lines may have any length, as in a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 0
+    return shutil.get_terminal_size().columns if _is_terminal() or os.environ.get("COLUMNS") else 0
 
 
 def paint(text: str, color: str) -> str:
     """Text in one of `COLORS`, if standard output is a terminal that has them and nobody objects."""
-    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not _is_terminal()
     return text if plain or not color else f"\x1b[{COLORS[color]}m{text}\x1b[0m"
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def table(

@@ -1,25 +1,19 @@
 """What all tests share: markers, a check that the hook is active, and the record for docs/compatibility.md."""
 
 import datetime
-import fcntl
 import gc
-import json
 import os
 import platform
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
 import pytest
-
-if TYPE_CHECKING:
-    import hosts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -69,10 +63,11 @@ QUICK = """
     torch_file unfinished
 """
 
-_CELLS = pytest.StashKey[dict[str, dict[str, Any]]]()
-_RESUMES = pytest.StashKey[dict[str, Any]]()
-_ACROSS = pytest.StashKey[dict[str, Any]]()
-_ZERO = pytest.StashKey[dict[str, Any]]()
+_Rows = dict[str, Any]  # lists of rows, by test
+_CELLS = pytest.StashKey[_Rows]()  # one row each
+_RESUMES = pytest.StashKey[_Rows]()
+_ACROSS = pytest.StashKey[_Rows]()
+_ZERO = pytest.StashKey[_Rows]()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -165,7 +160,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     marker = item.get_closest_marker("compat")
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
-        item.config.stash[_CELLS][item.nodeid] = {
+        cell = {
             **(_commit(marker.kwargs["fix"]) if _on_main(item) else {}),
             "fix": marker.kwargs["fix"],
             "version": parameters["version"],
@@ -177,6 +172,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             "python": platform.python_version(),
             "torch": _version("torch"),
         }
+        item.config.stash[_CELLS][item.nodeid] = [cell]
     return report
 
 
@@ -213,36 +209,14 @@ def _version(distribution: str) -> str:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Add the results of a session over all releases, or on a main branch, to those of earlier ones, by test."""
+    import recorded_results
+
     cells = session.config.stash[_CELLS]
-    _record(RECORDED / "main.json", {test: cell for test, cell in cells.items() if "commit" in cell})
+    on_main = {test: rows for test, rows in cells.items() if "commit" in rows[0]}
+    recorded_results.add(RECORDED / "main.json", on_main)
     if os.environ.get("CKPT_PATCHES_TEST_ALL") == "1":
-        _record(RECORDED / "compatibility.json", {test: cell for test, cell in cells.items() if "commit" not in cell})
-        _record(RECORDED / "resume.json", session.config.stash[_RESUMES])
-        _record(RECORDED / "resume_across.json", session.config.stash[_ACROSS])
-        _record(RECORDED / "resume_zero.json", session.config.stash[_ZERO])
-
-
-def _record(path: Path, found: dict[str, Any]) -> None:
-    if not found:
-        return
-    path.parent.mkdir(exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a parallel run end at about the same time
-        earlier = json.loads(path.read_text()) if path.exists() else {}
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted({**earlier, **found}.items())]
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-@pytest.fixture
-def make_hosts(tmp_path: Path) -> Iterator["hosts.MakeHosts"]:
-    import hosts  # here: tests of this file copy it alone
-
-    with ExitStack() as stack:
-
-        def make(count: int) -> "list[hosts.Host]":
-            try:
-                return stack.enter_context(hosts.hosts(count, tmp_path))
-            except hosts.NoHostsError as error:
-                pytest.skip(f"no hosts can be made here: {error}")
-
-        yield make
+        of_releases = {test: rows for test, rows in cells.items() if test not in on_main}
+        recorded_results.add(RECORDED / "compatibility.json", of_releases)
+        for name, key in (("resume", _RESUMES), ("resume_across", _ACROSS), ("resume_zero", _ZERO)):
+            found = session.config.stash[key]
+            recorded_results.add(RECORDED / f"{name}.json", found)

@@ -3,7 +3,6 @@
 python tests/resume_table.py
 """
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +11,30 @@ from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from upstream import REPOSITORY, numbers, runnable
+from recorded_results import ranges, read, table_rows
+from upstream import RELEASES, REPOSITORY, numbers, runnable
 
 RECORD = REPOSITORY / "tests" / "recorded" / "resume.json"
 ACROSS = REPOSITORY / "tests" / "recorded" / "resume_across.json"
 ZERO = REPOSITORY / "tests" / "recorded" / "resume_zero.json"
 PAGE = REPOSITORY / "docs" / "resume.md"
 
+# Oldest first.
+KNOWN = {
+    distribution: [release.version for release in RELEASES if release.distribution == distribution]
+    for distribution in ("megatron-core", "deepspeed")
+}
 Row = Mapping[str, Any]
 RANKS = (2, 4)
+# In the order of their columns.
+FORMATS = (
+    "torch",
+    "dp_zero_gather_scatter",
+    "fully_sharded_bucket_space",
+    "fully_sharded_model_space",
+    "dp_reshardable",
+    "fully_reshardable",
+)
 NOT_RUN = "not run"
 # Two optimizers that round differently share the parameters, and which has which depends on the data-parallel size.
 SPLIT_DIFFERS = ("fused", "hybrid-0.5", 4)
@@ -33,9 +47,10 @@ For DeepSpeed see [the end](#deepspeed).
 
 Three steps at data-parallel size 2, a save to disk, two more steps as the reference. Then a freshly built model and
 optimizer load the save, at data-parallel size 2 and at 4, and take the same two steps. *exact*: every weight, fp32 main
-parameter and moment is the saved one, bit for bit, after the load, and the reference's after the two steps. A cell is
+parameter and moment is the saved one, bit for bit, after the load, and the reference's after the two steps. A result is
 "at 2 / at 4", or one word for both, and in brackets what the unpatched release gives, where that is something else: the
-exception that it dies with, or *differs*.
+exception that it fails with, or *differs*. A table is a checkpoint format; optimizers and releases with the same result
+are one row, and a release without a row does not have the format or the optimizer.
 
 - *fused*: Apex's or Transformer Engine's FusedAdam (a stand-in for it, as it needs a GPU); *torch*: torch's AdamW, what
   megatron-core takes without either of them.
@@ -63,7 +78,7 @@ weights, started with the first learning rate, loads the save, on the same numbe
 the same two steps. *exact*: every bit of 16-bit weights, fp32 masters, moments, steps, settings of param groups,
 counters and loss scale after the load, on every rank; and on the same number of ranks the reference's after the two
 steps, and its losses. On another number gradients round differently: losses within 2 %. With one param group and with
-two, which differ in learning rate and weight decay. A cell is "one / two", or one word for both, and in brackets what
+two, which differ in learning rate and weight decay. A result is "one / two", or one word for both, and in brackets what
 the unpatched release gives, where that is something else. For the unpatched runs torch was told to load
 as it did before 2.6: else releases up to 0.15 load nothing ([torch_load_weights_only](torch_load_weights_only.md)).
 The optimizer is torch's AdamW. The converter of universal checkpoints is DeepSpeed's own, with the fixes or without;
@@ -87,15 +102,15 @@ CPU_HEAD = """Trouble of the CPU, which the test program keeps away, in training
   those of bf16, without ZeRO and in BF16_Optimizer. DeepSpeed is told that a CPU can.
 """
 KINDS = {
-    "stage0": "bf16, without ZeRO",
-    "stage0_fp16": "fp16, without ZeRO",
-    "stage1": "bf16, stage 1",
+    "stage0": "bf16 without ZeRO",
+    "stage0_fp16": "fp16 without ZeRO",
+    "stage1": "bf16 stage 1",
     "bf16_optimizer": "BF16_Optimizer",
-    "stage1_fp16": "fp16, stage 1",
-    "stage2": "bf16, stage 2",
-    "stage2_fp16": "fp16, stage 2",
-    "stage3": "bf16, stage 3",
-    "stage3_fp16": "fp16, stage 3",
+    "stage1_fp16": "fp16 stage 1",
+    "stage2": "bf16 stage 2",
+    "stage2_fp16": "fp16 stage 2",
+    "stage3": "bf16 stage 3",
+    "stage3_fp16": "fp16 stage 3",
 }
 # Upstream's own words for an ordinary checkpoint of another number of ranks, at stages 1 to 3.
 OTHER_RANKS = "ZeRORuntimeException: The checkpoint being loaded used a DP world size of"
@@ -135,28 +150,39 @@ def both(words: list[str]) -> str:
     return " / ".join(dict.fromkeys(words))
 
 
-def section(version: str, rows: Iterable[Row]) -> str:
-    """The table of one release; optimizers with the same results share a line."""
-    by = {(r["inner"], r["optimizer"], r["format"], r["ranks"], r["delivery"]): r for r in rows}
-    formats = list(dict.fromkeys(key[2] for key in by))
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for inner, optimizer in dict.fromkeys(key[:2] for key in by):
-        cells = tuple(
-            cell(*([words(by.get((inner, optimizer, name, n, how))) for n in RANKS] for how in ("hook", "none")))
-            for name in formats
-        )
-        lines.setdefault((inner, *cells), []).append(optimizer)
-    head = ["", "optimizer", *formats]
-    table = [f"## megatron-core {version}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    table += [f"| {inner} | {', '.join(names)} | {' | '.join(cells)} |" for (inner, *cells), names in lines.items()]
+def section(name: str, rows: Sequence[Row]) -> str:
+    """The table of one format; optimizers and releases with the same results share a row."""
+    by = {(r["inner"], r["optimizer"], r["version"], r["ranks"], r["delivery"]): r for r in rows}
+    table = [f"## {name}", "", "|  | optimizer | megatron-core | result |", "|---|---|---|---|"]
+    for inner in sorted({row["inner"] for row in rows}):
+        keys = {key[1:3] for key in by if key[0] == inner}
+        cells = {
+            key: cell(*([words(by.get((inner, *key, n, how))) for n in RANKS] for how in ("hook", "none")))
+            for key in sorted(keys, key=of_optimizer)
+        }
+        for optimizers, versions, text in table_rows(cells, KNOWN["megatron-core"]):
+            table.append(line(inner, optimizers, versions, text))
     return "\n".join(table)
 
 
+def of_format(name: str) -> tuple[int, str]:
+    """The place of a format's column."""
+    return FORMATS.index(name) if name in FORMATS else len(FORMATS), name
+
+
+def of_optimizer(key: tuple[str, str]) -> tuple[bool, str, tuple[int, ...]]:
+    """The place of a row, by its optimizer and release: optimizers with CPU offload come last."""
+    optimizer, version = key
+    return optimizer.startswith("hybrid"), optimizer, numbers(version)
+
+
 def page(record: Mapping[str, Iterable[Row]]) -> str:
-    """The whole page, from the rows that each test recorded."""
+    """The part on megatron-core, from the rows that each test recorded."""
     rows = [row for found in record.values() for row in found]
-    versions = sorted({row["version"] for row in rows}, key=numbers, reverse=True)
-    return "\n\n".join([HEAD.rstrip(), *(section(v, [r for r in rows if r["version"] == v]) for v in versions)]) + "\n"
+    run = f"Run: {ranges({row['version'] for row in rows}, KNOWN['megatron-core'])}."
+    names = sorted({row["format"] for row in rows}, key=of_format)
+    sections = [section(name, [row for row in rows if row["format"] == name]) for name in names]
+    return "\n\n".join([HEAD.rstrip(), run, *sections]) + "\n"
 
 
 def across(record: Mapping[str, Iterable[Row]]) -> str:
@@ -269,33 +295,33 @@ def zero_cell(patched: list[Row | None], upstream: list[Row | None]) -> str:
 
 
 def zero_sections(rows: Sequence[Row]) -> list[str]:
-    """A table for each release of DeepSpeed, newest first; neighbours that gave the same share one."""
-    sharing: list[tuple[str, list[str]]] = []
-    for version in sorted({row["version"] for row in rows}, key=numbers, reverse=True):
-        table = zero_table([row for row in rows if row["version"] == version])
-        if not sharing or sharing[-1][0] != table:
-            sharing.append((table, []))
-        sharing[-1][1].append(version)
-    return [f"### DeepSpeed {', '.join(versions)}\n\n{table}" for table, versions in sharing]
+    """A table for each format and numbers of ranks."""
+    columns = {(row["format"], row["saved"], row["ranks"], row["nodes"]) for row in rows}
+    return [
+        f"### {zero_title(*column)}\n\n{zero_table(column, rows)}"
+        for column in sorted(columns, key=lambda column: (*column[3:0:-1], column[0]))
+    ]
 
 
-def zero_table(rows: Iterable[Row]) -> str:
-    """What one release gave."""
-    keys = ("format", "saved", "ranks", "nodes", "delivery")
-    by = {(row["case"], *(row[key] for key in keys)): row for row in rows}
-    columns = list(dict.fromkeys(key[1:5] for key in by))
-    head = ["", *(zero_title(*column) for column in columns)]
-    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for kind, title in KINDS.items():
-        cells = []
-        for column in columns:
-            if kind.startswith("stage0") and column[0] == "universal":
-                cells.append("")
-                continue
-            hook, none = ([by.get((f"{kind}-{n}", *column, how)) for n in (1, 2)] for how in ("hook", "none"))
-            cells.append(zero_cell(hook, none))
-        table.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(table)
+def zero_table(column: tuple[str, int, int, int], rows: Iterable[Row]) -> str:
+    """What each kind of training gave; kinds and releases with the same results share a row."""
+    of_column = [row for row in rows if (row["format"], row["saved"], row["ranks"], row["nodes"]) == column]
+    by = {(row["case"], row["version"], row["delivery"]): row for row in of_column}
+    cells = {
+        (title, version): zero_cell(
+            *([by.get((f"{kind}-{n}", version, how)) for n in (1, 2)] for how in ("hook", "none"))
+        )
+        for kind, title in KINDS.items()
+        for version in sorted({row["version"] for row in of_column}, key=numbers)
+        if not (kind.startswith("stage0") and column[0] == "universal")
+    }
+    table = ["| training | DeepSpeed | result |", "|---|---|---|"]
+    return "\n".join([*table, *(line(*texts) for texts in table_rows(cells, KNOWN["deepspeed"]))])
+
+
+def line(*texts: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(texts)} |"
 
 
 def zero_title(name: str, saved: int, ranks: int, nodes: int) -> str:
@@ -306,12 +332,12 @@ def zero_title(name: str, saved: int, ranks: int, nodes: int) -> str:
 def zero(record: Mapping[str, Iterable[Row]]) -> str:
     """The section on DeepSpeed."""
     rows = [row for found in record.values() for row in found]
-    versions = sorted({row["version"] for row in rows}, key=numbers, reverse=True)
+    versions = {row["version"] for row in rows}
     shown = [one for one in LIMITS if any(limit(row) == one for row in rows)]
     limits = "\n".join(fill(f"- *{one.word}*: {one.text}", 120, subsequent_indent="  ") for one in shown)
-    run = f"Run: {', '.join(versions)}."
-    other = [one for one in runnable("deepspeed") if one not in versions]
-    run += f" Not run: {', '.join(other)}." if other else ALL_RUN
+    run = f"Run: {ranges(versions, KNOWN['deepspeed'])}."
+    other = set(runnable("deepspeed")) - versions
+    run += f" Not run: {ranges(other, KNOWN['deepspeed'])}." if other else ALL_RUN
     return "\n\n".join([(ZERO_HEAD + limits).rstrip(), CPU_HEAD.rstrip(), run, *zero_sections(rows)]) + "\n"
 
 
@@ -319,9 +345,9 @@ def main() -> int:
     if not RECORD.exists():
         print(f"expected recorded results in {RECORD}, found none; run `make test-all` first", file=sys.stderr)
         return 2
-    pairs = "\n" + across(json.loads(ACROSS.read_text())) if ACROSS.exists() else ""
-    stages = "\n" + zero(json.loads(ZERO.read_text())) if ZERO.exists() else ""
-    PAGE.write_text(page(json.loads(RECORD.read_text())) + pairs + stages, encoding="utf-8")
+    pairs = "\n" + across(read(ACROSS)) if ACROSS.exists() else ""
+    stages = "\n" + zero(read(ZERO)) if ZERO.exists() else ""
+    PAGE.write_text(page(read(RECORD)) + pairs + stages, encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0
 

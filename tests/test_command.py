@@ -380,22 +380,34 @@ FULL = [
     ["explain", "audit"],
     ["--help"],
     ["diff", "--help"],
+    ["audit", "--help"],
+    ["to-universal", "--help"],
+    ["--version"],
     ["completion", "bash"],
     ["diff", "--tree", "TREE"],
     ["show", MODULE, "--tree", "TREE"],
 ]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", FULL, ids=" ".join)
-def test_an_output_that_is_full_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+def test_an_output_that_is_full_is_one_line(arguments: list[str], unbuffered: str, tmp_path: Path) -> None:
     make(tmp_path)
+    env = {"PYTHONUNBUFFERED": unbuffered}
     arguments = [str(tmp_path) if argument == "TREE" else argument for argument in arguments]
     with open("/dev/full", "w") as full:
-        done = python("-m", "ckpt_patches", *arguments, tree=tmp_path, check=False, stdout=full.fileno())
+        done = python("-m", "ckpt_patches", *arguments, tree=tmp_path, check=False, env=env, stdout=full.fileno())
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "ckpt-patches: cannot write the output: No space left on device"
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_a_standard_output_that_is_closed_is_no_error() -> None:
+    for arguments in (["list"], ["status"], ["--help"]):
+        command = [sys.executable, "-m", "ckpt_patches", *arguments]
+        done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+        assert "Traceback" not in done.stderr
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:

@@ -1,6 +1,5 @@
 """The compatibility page: a cell is a recorded result, and what was not recorded says so."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,11 +8,14 @@ from pathlib import Path
 import pytest
 
 import compatibility
+import recorded_results
 import upstream
 from ckpt_patches.engine.fix import folder, package_of
 from ckpt_patches.engine.registry import FIXES
+from recorded_results import EN_DASH
 
 pytest_plugins = ["pytester"]
+PATCHED = ("hook", "in place")
 
 
 def result(version: str, delivery: str, outcome: str = "passed", words: str = "", reason: str = "") -> dict[str, str]:
@@ -30,33 +32,51 @@ def result(version: str, delivery: str, outcome: str = "passed", words: str = ""
     }
 
 
-def test_cells() -> None:
+def columns(page: str, fix: str = "zarr_create_synchronizer") -> dict[str, str]:
+    """A fix's row, by the heads of its columns."""
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| [`{fix}`]"))
+    return dict(zip([*compatibility.GROUPS, compatibility.OTHER], row.strip("| ").split(" | ")[1:], strict=True))
+
+
+def test_columns() -> None:
     record = {
         "a": result("0.12.0", "none"),
         "b": result("0.12.0", "hook"),
         "c": result("0.12.0", "in place"),
         "d": result("0.12.0", "in place", "failed", reason="E  AssertionError: lost"),
         "e": result("0.16.1", "hook", words="not present"),
-        "g": result("0.16.0", "hook", words="not present"),
-        "h": result("0.16.0", "in place", words="not present"),
         "f": result("0.14.0", "hook", "skipped", reason="needs a GPU"),
+        **{f"g {v} {how}": result(v, how, words="not present") for v in ("0.17.0", "0.17.1") for how in PATCHED},
+        **{f"h {how}": result("0.19.2", how, words="fixed upstream") for how in PATCHED},
+        **{f"i {v} {how}": result(v, how) for v in ("0.13.0", "0.13.1", "0.15.0") for how in ("none", *PATCHED)},
     }
-    lines = compatibility.page(record).splitlines()
-    assert "| 0.12.0 | bug shown | fixed | **FAILED** |" in lines
-    assert "| 0.16.1 | not run | not present | not run |" in lines
-    assert "| 0.16.0 | - | not present | not present |" in lines
-    assert "| 0.14.0 | not run | skipped | not run |" in lines
-    assert "- 0.14.0, import hook, skipped: needs a GPU" in lines
-    assert "- 0.12.0, in place, failed: E  AssertionError: lost" in lines
+    page = compatibility.page(record)
+    assert columns(page) == {
+        "bug shown, fixed": f"0.13.0{EN_DASH}0.13.1, 0.15.0",
+        "fixed upstream": "0.19.2",
+        "not present": f"0.17.0{EN_DASH}0.17.1",
+        "other": f"0.7.0{EN_DASH}0.11.0, 0.12.1{EN_DASH}0.12.3, 0.15.1{EN_DASH}0.16.0, 0.18.0{EN_DASH}0.19.0: not run; "
+        "0.12.0: bug shown / fixed / **FAILED**; 0.14.0: not run / skipped / not run; "
+        "0.16.1: not run / not present / not run",
+    }
+    lines = page.splitlines()
+    assert "- `zarr_create_synchronizer`, 0.14.0, import hook, skipped: needs a GPU" in lines
+    assert "- `zarr_create_synchronizer`, 0.12.0, in place, failed: E  AssertionError: lost" in lines
     assert "Recorded: 2026-01-02, Python 3.11.7, torch 2.13.0." in lines
 
 
-def test_nothing_recorded_claims_nothing() -> None:
-    page = compatibility.page({})
-    rows = [line for line in page.splitlines() if line.startswith("| 0.")]
-    assert rows
-    noted = {release.version for release in upstream.RELEASES if release.note}
-    assert all(line.count("not run") == 3 for line in rows if line.split()[1] not in noted)
+@pytest.mark.parametrize("fix", FIXES)
+def test_nothing_recorded_claims_nothing(fix: str) -> None:
+    found = columns(compatibility.page({}), fix)
+    assert not any(found[group] for group in compatibility.GROUPS)
+    assert re.fullmatch(rf"0\.[^:]*{EN_DASH}0\.[^:]*: not run", found["other"])
+
+
+def test_releases_that_cannot_be_run_are_named_with_the_reason() -> None:
+    lines = compatibility.page({}).splitlines()
+    for release in upstream.RELEASES:
+        if release.note:
+            assert [line for line in lines if line.endswith(f", not run: {release.note}")]
 
 
 def on_main(fix: str, delivery: str, commit: str = "a" * 40, **more: str) -> dict[str, str]:
@@ -75,17 +95,16 @@ def test_a_main_branch_is_a_commit_and_a_date() -> None:
         "g": on_main("hybrid_offload_reload", "hook", outcome="skipped", reason="needs an H100"),
     }
     page = compatibility.page(record)
-    sections = {text.partition("\n")[0]: text.splitlines() for text in page.split("\n## ")[1:]}
-    ours, other = "main aaaaaaaaaa, 2026-01-01", "main bbbbbbbbbb, 2026-01-01"
-    assert sections["torch_adam_step"].count(f"| {ours} | bug shown | fixed | planned (applies), not run |") == 1
-    assert f"| {other} | not run | not run | fixed |" in sections["torch_adam_step"]
-    planned = "planned (fixed upstream), not run"
-    assert f"| {ours} | {planned} | {planned} | {planned} |" in sections["numpy2_product"]
-    assert f"- {ours}, plan, failed: E  no match" in sections["dp_zero_empty_state"]
-    assert f"| {ours} | not run | skipped | not run |" in sections["hybrid_offload_reload"]
-    assert f"- {ours}, import hook, skipped: needs an H100" in sections["hybrid_offload_reload"]
-    assert f"| {ours} | not run | not run | not run |" in sections["zarr_range_write"]  # no claim, and said
-    assert "main" not in " ".join(sections["zero3_fragment_bounds"])  # of another package
+    ours, other = "main aaaaaaaaaa of 2026-01-01", "main bbbbbbbbbb of 2026-01-01"
+    found = {fix: columns(page, fix)["other"] for fix in FIXES}
+    assert f"; {ours}: bug shown / fixed / planned (applies), not run; " in found["torch_adam_step"]
+    assert f"; {other}: not run / not run / fixed" in found["torch_adam_step"]
+    assert found["numpy2_product"].endswith(f", {other}: not run; {ours}: planned (fixed upstream), not run")
+    assert f"- `dp_zero_empty_state`, {ours}, plan, failed: E  no match" in page.splitlines()
+    assert f"; {ours}: not run / skipped / not run" in found["hybrid_offload_reload"]
+    assert f"- `hybrid_offload_reload`, {ours}, import hook, skipped: needs an H100" in page.splitlines()
+    assert found["zarr_range_write"].endswith(f", {ours}, {other}: not run")  # no claim, and said
+    assert "main" not in found["zero3_fragment_bounds"]  # of another package
 
 
 unless_made = pytest.mark.skipif(upstream.all_releases(), reason="the records are being made")
@@ -93,18 +112,17 @@ unless_made = pytest.mark.skipif(upstream.all_releases(), reason="the records ar
 
 @unless_made
 @pytest.mark.parametrize("fix", FIXES)
-def test_the_table_of_a_fix_is_that_of_the_records(fix: str) -> None:
-    table = compatibility.section(fix, list(compatibility.recorded().values()))
-    assert f"\n{table}\n" in compatibility.PAGE.read_text(), "make compatibility"
+def test_the_row_of_a_fix_is_that_of_the_records(fix: str) -> None:
+    row = compatibility.row(fix, list(compatibility.recorded().values()))
+    assert row in compatibility.PAGE.read_text().splitlines(), "make compatibility"
 
 
 @unless_made
 def test_the_page_has_nothing_else() -> None:
-    """The tables are in the order of the fixes."""
-    head, *tables = re.split(r"(?m)^(?=## )", compatibility.PAGE.read_text())
-    assert head == compatibility.page(compatibility.recorded()).partition("## ")[0], "make compatibility"
-    of_fixes = [table.split()[1] for table in tables]
-    assert of_fixes == [fix for fix in FIXES if fix in of_fixes], "make compatibility"
+    """The rows are in the order of the fixes; of a fix without one another test speaks."""
+    page = compatibility.PAGE.read_text().splitlines()
+    made = compatibility.page(compatibility.recorded()).splitlines()
+    assert page == [line for line in made if line in page or not line.startswith("| [`")], "make compatibility"
 
 
 def claims_of_main(text: str) -> list[str]:
@@ -174,7 +192,8 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     for variable in ("CKPT_PATCHES_TEST_ALL", "CKPT_PATCHES_TEST_REST", *upstream.MAIN_VARIABLES.values()):
         monkeypatch.delenv(variable, raising=False)
     tests = pytester.mkdir("tests")
-    (tests / "conftest.py").write_text((Path(upstream.__file__).parent / "conftest.py").read_text())
+    for name in ("conftest.py", "recorded_results.py"):
+        (tests / name).write_text((Path(upstream.__file__).parent / name).read_text())
     return pytester
 
 
@@ -183,14 +202,13 @@ def test_outcomes_are_recorded_and_merged(project: pytest.Pytester, monkeypatch:
     (project.path / "tests" / "test_one.py").write_text(TESTS)
     project.runpytest_subprocess("--rootdir=.", "tests")
     assert not record.exists()  # not a run over all releases
-    record.parent.mkdir()
     monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
-    record.write_text('{"tests/test_earlier.py::test": {"outcome": "passed"}}')
+    recorded_results.write(record, {"tests/test_earlier.py::test[0.7.0]": [{"version": "0.7.0", "outcome": "passed"}]})
     project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1, skipped=3)
-    found = json.loads(record.read_text())
+    found = {test: row for test, (row,) in recorded_results.read(record).items()}
     outcomes = {test.partition("::")[2]: cell["outcome"] for test, cell in found.items()}
     assert outcomes == {
-        "test": "passed",
+        "test[0.7.0]": "passed",
         "test_fix[0.7.0-none]": "passed",
         "test_fix[0.7.0-hook]": "passed",
         "test_fix[0.7.0-in place]": "failed",
@@ -215,7 +233,7 @@ def test_outcomes_on_a_main_branch_are_recorded_with_its_commit(
     project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1)
     recorded = project.path / "tests" / "recorded"
     assert [path.name for path in recorded.glob("*.json")] == ["main.json"]
-    found = json.loads((recorded / "main.json").read_text())
+    found = {test: row for test, (row,) in recorded_results.read(recorded / "main.json").items()}
     commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
     assert {(cell["commit"], cell["commit_date"]) for cell in found.values()} == {(commit, "2026-01-02")}
     assert {test.partition("::")[2]: cell["outcome"] for test, cell in found.items()} == {

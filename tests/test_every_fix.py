@@ -227,6 +227,8 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_told_what_is_missing(
         wanted = list(source.edits)
         for left_out in wanted:
             source.edits = [edit for edit in wanted if edit is not left_out]
+            if ast.dump(ast.parse(source.edited())) == ast.dump(ast.parse(whole[module])):
+                continue  # a comment
             Path(source.path).write_bytes(source.edited())
             made = plan_tree(str(tmp_path), package, [name])
             result = made.results[0]

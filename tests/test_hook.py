@@ -74,6 +74,7 @@ def test_pdb_shows_the_edited_source(tmp_path: Path) -> None:
     assert "np.product" not in shown
 
 
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="until Python 3.12 the interpreter prints the lines on disk")
 def test_an_exception_that_nobody_catches_shows_the_edited_source(tmp_path: Path) -> None:
     """Which the interpreter prints itself."""
     make(tmp_path)
@@ -307,8 +308,6 @@ def test_off_and_skip(tmp_path: Path) -> None:
         ("CKPT_PATCHES", "stirct", ["off", "warn", "strict"]),
         ("CKPT_PATCHES_SKIP", "numpy2", ["did you mean numpy2_product?"]),
         ("CKPT_PATCHES_FINGERPRINT", "on", ["1", "warn", "0", "off", "going on with 1"]),
-        ("CKPT_PATCHES_LOST_HOST", "on", ["1 or more", "0", "off", "going on without"]),
-        ("CKPT_PATCHES_LOST_HOST", "0.5", ["1 or more", "0", "off", "going on without"]),
     ],
 )
 def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
@@ -323,20 +322,21 @@ def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     assert python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "without"),
-    [
-        ("CKPT_PATCHES_FINGERPRINT", "1", "no resume is proven"),
-        ("CKPT_PATCHES_LOST_HOST", "45", "no lost host is noticed"),
-    ],
-)
-def test_what_is_asked_for_of_a_package_that_is_off_is_said_not_to_be_there(
-    variable: str, value: str, without: str, tmp_path: Path
-) -> None:
+def test_a_removed_switch_is_named_once(tmp_path: Path) -> None:
     make(tmp_path)
-    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", variable: value})
-    assert f"{variable}={value} does nothing with CKPT_PATCHES=off: {without}" in done.stderr
-    quiet = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", variable: "0"})
+    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES_LOST_HOST": "45"})
+    assert done.stdout.strip() == "True"
+    removed = [line for line in done.stderr.splitlines() if "CKPT_PATCHES_LOST_HOST" in line]
+    assert removed == [
+        "ckpt-patches: CKPT_PATCHES_LOST_HOST does nothing: it was removed (CHANGELOG.md, upgrade notes)"
+    ]
+
+
+def test_fingerprints_without_the_hook_are_a_warning(tmp_path: Path) -> None:
+    make(tmp_path)
+    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", "CKPT_PATCHES_FINGERPRINT": "1"})
+    assert "CKPT_PATCHES_FINGERPRINT=1 does nothing with CKPT_PATCHES=off: no resume is proven" in done.stderr
+    quiet = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", "CKPT_PATCHES_FINGERPRINT": "0"})
     assert (done.stdout.strip(), quiet.stderr) == ("False", "")
 
 
@@ -347,17 +347,13 @@ def info_lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if "INFO" in line]
 
 
-def test_one_line_a_process_group_says_what_is_active(tmp_path: Path) -> None:
+def test_one_line_of_rank_zero_says_what_is_active(tmp_path: Path) -> None:
     make(tmp_path)
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"import {MODULE}, subprocess, sys\n"
-        "if len(sys.argv) < 2: subprocess.run([sys.executable, __file__, 'child'], check=True)\n"
-    )
-    (line,) = info_lines(python(str(program), tree=tmp_path).stderr)
+    code = f"import importlib, {MODULE} as m\nimportlib.reload(m)"
+    (line,) = info_lines(python("-c", code, tree=tmp_path).stderr)
     assert "megatron-core 0.14.0" in line
     assert line.endswith(": numpy2_product")
-    assert info_lines(python(str(program), tree=tmp_path, env={"RANK": "1"}).stderr) == []
+    assert info_lines(python("-c", code, tree=tmp_path, env={"RANK": "1"}).stderr) == []
 
 
 def test_a_programs_own_logging_gets_the_line(tmp_path: Path) -> None:

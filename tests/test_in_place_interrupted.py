@@ -4,7 +4,6 @@ import contextlib
 import errno
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -447,44 +446,6 @@ def waited_for(events: list[list[str]]) -> set[str]:
             missing.add(folder)
             assert event != "os.rename" or path not in missing, f"{path} gets another name before the disk has it"
     return missing
-
-
-# What the version before left
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_an_interrupted_change_of_the_version_before_is_undone(
-    name: str, templates: dict[str, Path], tmp_path: Path
-) -> None:
-    """Its journal was a list with absolute paths, beside copies of the texts before."""
-    before, after = templates[name], templates["revert" if name == "apply" else "reverted"]
-    texts = {root: {str(Path(path)): data for path, (data, _) in snapshot(root).items()} for root in (before, after)}
-    state = f"{rewrite.STATE_FOLDER}/{CORE}/state.json"
-    paths = sorted(path for path in texts[before] | texts[after] if path != state)
-    for changed in range(len(paths) + 2):
-        root = copied(before, tmp_path / "tree")
-        write_old_journal(root, [*paths, state], texts[before], texts[after], changed)
-        revert(root)
-        assert everything(root) in [everything(templates["apply"]), everything(templates["reverted"])]
-
-
-def write_old_journal(
-    root: Path, paths: list[str], before: dict[str, bytes], after: dict[str, bytes], changed: int
-) -> None:
-    folder = rewrite.state_folder(root, CORE)
-    folder.mkdir(parents=True, exist_ok=True)
-    entries = []
-    for index, path in enumerate(paths):
-        if path in before:
-            (folder / f"before.{index}").write_bytes(before[path])
-        digests = [hashlib.sha256(texts[path]).hexdigest() if path in texts else None for texts in (before, after)]
-        entries.append({"path": str(root / path), "before": digests[0], "after": digests[1]})
-        if index < changed and path in after:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_bytes(after[path])
-        elif index < changed:
-            (root / path).unlink()
-    (folder / transaction.JOURNAL).write_text(json.dumps(entries))
 
 
 # Journals that cannot be followed

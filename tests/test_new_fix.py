@@ -1,4 +1,4 @@
-"""`ckpt-patches new-fix`: it makes files that fail until somebody has written the fix, in our own style."""
+"""`tests/new_fix.py` creates files that fail until somebody has written the fix, in our own style."""
 
 import os
 import subprocess
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches import cli, new_fix
-from ckpt_patches.engine.registry import FIXES
+import new_fix
 from ckpt_patches.errors import UserError
 from installs import Environment, copy_working_tree, editable, failed_tests
 from upstream import REPOSITORY, trees
@@ -29,12 +28,11 @@ def clone() -> Iterator[Path]:
 
 
 def run(environment: Environment, clone: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return environment.python("-m", *command, cwd=clone, CKPT_PATCHES_TREES=str(trees()))
+    return environment.python(*command, cwd=clone, CKPT_PATCHES_TREES=str(trees()))
 
 
 def scaffold(environment: Environment, clone: Path, package: str) -> subprocess.CompletedProcess[str]:
-    options = ("new-fix", NAME, "--module", MODULES[package], "--upstream", URL)
-    return run(environment, clone, "ckpt_patches", *options)
+    return run(environment, clone, "tests/new_fix.py", NAME, "--module", MODULES[package], "--upstream", URL)
 
 
 @pytest.mark.parametrize("package", MODULES)
@@ -49,16 +47,16 @@ def test_the_files_of_a_fix_are_made_in_our_style_and_its_tests_fail(package: st
     assert set(listed.splitlines()) == made
     assert max(map(len, next_steps.splitlines())) <= 120
     for style in (["check"], ["format", "--check"]):
-        checked = run(environment, clone, "ruff", *style, ".")
+        checked = run(environment, clone, "-m", "ruff", *style, ".")
         assert checked.returncode == 0, checked.stdout
 
-    tests = run(environment, clone, "pytest", "-q", "-p", "no:cacheprovider", f"tests/test_{NAME}.py")
+    tests = run(environment, clone, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/test_{NAME}.py")
     assert tests.returncode == 1
     assert "what users do, and return what is wrong" in tests.stdout
     assert " passed" not in tests.stdout.splitlines()[-1]
 
     again = scaffold(environment, clone, package)
-    assert (again.returncode, again.stderr) == (2, f"ckpt-patches: there is a fix {NAME} already\n")
+    assert (again.returncode, again.stderr) == (2, f"there is a fix {NAME} already\n")
 
 
 # Tests of what holds for each fix, or is made of all, beside those that are quick.
@@ -86,22 +84,14 @@ def test_a_fresh_scaffold_fails_its_own_tests_alone(package: str, clone: Path) -
 
 
 @pytest.mark.parametrize(
-    ("root", "name", "module", "message"),
+    ("name", "module", "message"),
     [
-        (REPOSITORY, "numpy2_product", MODULE, "there is a fix numpy2_product already"),
-        (REPOSITORY, "Lost-Momentum", MODULE, "expected a name in small letters, digits and underscores"),
-        (REPOSITORY, NAME, "torch.optim", "expected a module of megatron.core or deepspeed, found torch.optim"),
-        (REPOSITORY, "hook", MODULE, "expected no file of that name yet, found .*docs/hook.md"),
-        (Path("/usr"), NAME, MODULE, "expected a clone of this repository, found /usr: install it with pip install -e"),
+        ("numpy2_product", MODULE, "there is a fix numpy2_product already"),
+        ("Lost-Momentum", MODULE, "expected a name in small letters, digits and underscores"),
+        (NAME, "torch.optim", "expected a module of megatron.core or deepspeed, found torch.optim"),
+        ("hook", MODULE, "expected no file of that name yet, found .*docs/hook.md"),
     ],
 )
-def test_what_cannot_be_made_is_said(root: Path, name: str, module: str, message: str) -> None:
+def test_what_cannot_be_created_is_an_error(name: str, module: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        new_fix.files(root, name, module, URL)
-
-
-def test_nothing_is_written_where_one_of_the_files_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["new-fix", "hook", "--module", MODULE, "--upstream", URL]) == 2
-    assert "docs/hook.md" in capsys.readouterr().err
-    assert "hook" not in FIXES
-    assert not (REPOSITORY / "tests" / "programs" / "hook.py").exists()
+        new_fix.files(REPOSITORY, name, module, URL)

@@ -12,28 +12,32 @@ from upstream import REPOSITORY
 COMMON = {
     "ckpt_patches",
     "ckpt_patches.errors",
-    "ckpt_patches.group",
-    "ckpt_patches.meeting",
     "ckpt_patches.options",
     "ckpt_patches.pause",
     "ckpt_patches.processes",
     "ckpt_patches.progress",
     "ckpt_patches.ranks",
+    "ckpt_patches.runtime",
     "ckpt_patches.terminal",
     "ckpt_patches.units",
 }
 ROOMS = {
     "ckpt_patches.engine": COMMON,
+    "ckpt_patches.runtime": {"ckpt_patches.errors"},
     "ckpt_patches.formats": COMMON,
     "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine", "ckpt_patches.formats.durable"},
     "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint"},
     "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
-    "ckpt_patches.watch": COMMON,
     "ckpt_patches.demo": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "deepspeed_patches.ds_to_universal": COMMON
-    | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.engine.installed"}
+    | {
+        "ckpt_patches.formats",
+        "ckpt_patches.fingerprint",
+        "ckpt_patches.engine.installed",
+        "ckpt_patches.engine.releases",
+    }
     | {"ckpt_patches.engine.registry"},
     "deepspeed_patches.demos": {"ckpt_patches.demo"},
     "megatron.patches.demos": {"ckpt_patches.demo"},
@@ -47,7 +51,6 @@ ENTRANCES = (
     "ckpt_patches.cli",
     "ckpt_patches.completion",
     "ckpt_patches.explain",
-    "ckpt_patches.new_fix",
     "ckpt_patches.startup",
     "ckpt_patches.status",
 )

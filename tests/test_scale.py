@@ -1,88 +1,50 @@
-"""What grows with ranks, parameters, bytes and chunks grows no faster with the fixes than without."""
+"""What grows with ranks, layers and bytes grows no faster with the fixes than without: docs/scale.md."""
 
-import re
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-import scale_page
-from upstream import run_json, tree
+import growth
+from growth import Size
 
-SWEEPS = [
-    (name, part, varied, sweep)
-    for name, rows in scale_page.recorded().items()
-    for (part, varied), sweep in scale_page.sweeps(rows).items()
+SMALL, LARGE = Size(ranks=2, layers=2, hidden=32, chunks=16), Size(ranks=4, layers=4, hidden=64, chunks=80)
+RUNS = [
+    growth.MEGATRON,
+    pytest.param(growth.ZARR, marks=pytest.mark.slow),
+    pytest.param(growth.FLATTENED, marks=pytest.mark.slow),
+    pytest.param(growth.ZERO, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("name", "part", "varied", "sweep"), SWEEPS, ids=[f"{n}, {p}, {v}" for n, p, v, _ in SWEEPS])
-def test_nothing_grows_faster_than_upstreams(
-    name: str, part: str, varied: str, sweep: list[dict[str, scale_page.Row]]
-) -> None:
-    assert scale_page.faster(sweep) == []
-
-
-ALONE = {
-    (release, *key): sweep
-    for record, sweeps_of in (
-        (scale_page.OF_FIXES, scale_page.sweeps_of_fixes),
-        (scale_page.OF_CASES, scale_page.sweeps_of_cases),
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(run.release))
+def test_nothing_grows_faster_than_upstreams(run: growth.Run, tmp_path: Path) -> None:
+    """Messages, bytes, files, other metadata operations and what is written, of all fixes together."""
+    small, large = (
+        {side: growth.counted(run, size, side, tmp_path / str(size.ranks)) for side in growth.DELIVERIES}
+        for size in (SMALL, LARGE)
     )
-    for release in scale_page.recorded(record)
-    for key, sweep in sweeps_of(release).items()
-}
+    assert large["ours"].keys() == large["upstream"].keys()
+    found = {
+        part: growth.faster(*({side: run[side][part] for side in run} for run in (small, large)))
+        for part in large["ours"]
+    }
+    assert {part: words for part, words in found.items() if words} == {}
 
 
-@pytest.mark.parametrize(("key", "sweep"), ALONE.items(), ids=map(", ".join, ALONE))
-def test_nothing_grows_faster_with_a_fix_alone(key: tuple[str, ...], sweep: list[dict[str, scale_page.Row]]) -> None:
-    """Than upstream's, or than what upstream leaves out."""
-    assert scale_page.faster(sweep, fix=key[1]) == []
+def test_no_rank_makes_the_chunk_files_of_others(tmp_path: Path) -> None:
+    """Twenty arrays of two chunks: those of the second tensor-parallel rank its two data-parallel ranks make."""
+    ours = growth.counted(growth.ZARR, Size(ranks=4, chunks=40), "ours", tmp_path)["save"]
+    assert sum(rank["created"] for rank in ours[2:]) >= 20
 
 
-def counted(side: int, **more: int) -> scale_page.Row:
-    of_ranks = [{**dict.fromkeys(scale_page.MEASURES, side), **more} for _ in range(2)]
-    return scale_page.row("a release", "save", scale_page.Size(ranks=2), "ours", of_ranks)
+def side(ranks: int, count: int, **more: int) -> list[dict[str, int]]:
+    return [{**dict.fromkeys(growth.MEASURES, count), **more} for _ in range(ranks)]
 
 
-@pytest.mark.parametrize("name", scale_page.MEASURES)
+@pytest.mark.parametrize("name", growth.MEASURES)
 def test_growth_that_upstream_does_not_have_is_found(name: str) -> None:
-    small = {"ours": counted(10), "upstream": counted(10)}
-    large = {"ours": counted(10_000, **{name: 20_000}), "upstream": counted(10_000)}
-    assert [found.partition(" of ")[0] for found in scale_page.faster([small, large])] == [name, name]
-    assert scale_page.faster([small, {"ours": counted(10_000), "upstream": counted(10_000)}]) == []
-    assert scale_page.faster([small, {"ours": counted(10), "upstream": counted(10_000)}]) == []
-
-
-def test_the_page_says_what_is_recorded() -> None:
-    page = scale_page.PAGE.read_text(encoding="utf-8")
-    assert scale_page.tables() in page
-    assert scale_page.tables_of_fixes() in page
-    assert f"({scale_page.PICTURE.name})" in page
-    shown = re.findall(r"<!-- (.*?) -->", scale_page.PICTURE.read_text(encoding="utf-8"))
-    assert all(title in shown for *_, title in scale_page.PANELS)
-
-
-@pytest.fixture(scope="module")
-def of_zarr(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Of both sides the counts of four ranks, which save twenty arrays of two chunks."""
-    found = {}
-    for side, delivery in (("upstream", "none"), ("ours", "hook")):
-        on: dict[str, Any] = {"tree": tree("megatron-core", "0.15.3"), "delivery": delivery}
-        out = tmp_path_factory.mktemp(side)
-        found[side] = run_json("counting", "zarr", out, "--ranks", "4", "--chunks", "40", **on)["save"]
-    return found
-
-
-def test_no_rank_makes_the_chunk_files_of_others(of_zarr: dict[str, list[dict[str, Any]]]) -> None:
-    """Those of the second tensor-parallel rank, twenty, its two data-parallel ranks make."""
-    created = [rank["created"] for rank in of_zarr["ours"]]
-    assert sum(created[2:]) >= 20
-    assert sum(created) <= sum(rank["created"] for rank in of_zarr["upstream"])
-
-
-def test_a_save_by_byte_ranges_opens_and_writes_no_more_than_upstreams(
-    of_zarr: dict[str, list[dict[str, Any]]],
-) -> None:
-    for name in ("messages", "opened", "metadata", "written"):
-        ours, upstream = (sum(rank[name] for rank in of_zarr[side]) for side in ("ours", "upstream"))
-        assert ours <= upstream, name
+    small = {"ours": side(2, 10), "upstream": side(2, 10)}
+    large = {"ours": side(2, 10_000, **{name: 20_000}), "upstream": side(2, 10_000)}
+    assert [found.partition(" of ")[0] for found in growth.faster(small, large)] == [name, name]
+    assert growth.faster(small, {"ours": side(2, 10_000), "upstream": side(2, 10_000)}) == []
+    assert growth.faster(small, {"ours": side(2, 10), "upstream": side(2, 10_000)}) == []

@@ -6,6 +6,6 @@ reads each byte once, `blocks` says what is odd about an element, `judge` with `
 what the files' own say, `quantized` whether a weight is of 8 bits, `shifted` with `ways` whether all of it lies in the
 wrong place. `damages` is the closed list of what can be wrong, `audit` puts it together, `report` shows it,
 `plot` draws what `bars` plans, and `page` (written with `markup`) has that and what to do (`advice`).
-`repair` with `unshift` and `copies` repairs a copy, and `repaired` is the list of what was. Of several processes the
-first one orders and judges (`team`), the `others` each read their share (`shares`) and send `replies`.
+`repair` with `unshift` and `copies` repairs a copy, and `repaired` is the list of what was. Of several ranks
+(`ckpt_patches.runtime.distributed`) each reads its share (`shares`), and rank 0 judges.
 """

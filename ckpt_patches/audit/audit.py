@@ -1,12 +1,11 @@
 """Audit a path: find its checkpoints, read them, judge them."""
 
 import hashlib
-import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckpt_patches.audit import (
     blocks,
@@ -28,13 +27,11 @@ from ckpt_patches.audit import (
 from ckpt_patches.audit.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
 from ckpt_patches.audit.shares import shares
-from ckpt_patches.audit.team import Team, UnreadableShareError
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
 from ckpt_patches.formats.universal import is_universal
-from ckpt_patches.group import Group, processors
-from ckpt_patches.meeting import OthersFailed
 from ckpt_patches.progress import Progress
+from ckpt_patches.runtime.distributed import Ranks
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.states import OfZero
@@ -86,39 +83,75 @@ def find(path: Path) -> Iterator[Path]:
         yield from find(folder)
 
 
-def audit(path: Path, workers: int | None = None, team: Team | None = None, of_zero: "OfZero | None" = None) -> Report:
+class UnreadableError(Exception):
+    """A checkpoint cannot be read to its end."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.detail)
+        self.finding = finding
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """A checkpoint of which no element was read."""
+
+    found: Checkpoint
+    shards: list[Shard]
+    unreadable: Finding | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has found in its share of a checkpoint."""
+
+    files: str  # a fingerprint of what is to be read of the whole checkpoint
+    parts: list[scan.Part]  # in order
+    unreadable: Finding | None = None  # why there are no more
+
+
+def audit(path: Path, workers: int | None = None, of_zero: "OfZero | None" = None) -> Report:
     """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
 
     Without a number of workers as many as there are processors; `of_zero` gives the fingerprints of a ZeRO checkpoint.
-    In a team this is for the first process, which has ordered the audit; the others call `tell_share`.
 
     Raises:
         UserError: it is no checkpoint in a format that is known.
-        OthersFailed: another process of the team has failed.
     """
-    team = team or Team()
-    team.next_audit()
+    ranks = Ranks()
+    workers = workers or ranks.workers
+    structure = _structure(path)
+    return _judge(structure, _scan(structure, workers, ranks), workers, of_zero)
+
+
+def audit_together(path: Path, workers: int, ranks: Ranks, of_zero: "OfZero | None" = None) -> Report | None:
+    """As `audit`. Each of several ranks reads its share, and rank 0 judges; None on the others.
+
+    Raises:
+        UserError: it is no checkpoint in a format that is known, or a rank is missing.
+    """
+    if ranks.size == 1:
+        return audit(path, workers, of_zero)
+    own: list[_Structure] = []
+
+    def read() -> Share:
+        own.append(_structure(path))
+        return _share(own[0], workers, ranks)
+
+    found = ranks.gather(f"reading {path}", read)
+    return None if ranks.rank else _judge(own[0], _of_all(found), workers, of_zero)
+
+
+def _structure(path: Path) -> _Structure:
     found = Checkpoint(path, "unknown")
-    findings: list[Finding] = []
-    shift = None
     try:
         reader = reader_of(path)
         if reader is not None:
             found = reader(path)
-            findings = found.findings
-            workers = workers or Group().workers(processors())
-            shift = _judge(found, workers, team)
-            found.findings += recorded.findings(found, path, workers, of_zero)
-    except OthersFailed:
-        raise
-    except UnreadableShareError as error:
-        findings.append(error.finding)
+            found.shards += coverage.others(found)
+            return _Structure(found, all_shards(found))
     except Exception as error:
-        findings.append(_unreadable(path, error))
-    else:
-        if reader is None:
-            raise UserError(f"{path}: not a checkpoint in a format that is known")
-    return Report(found, tuple(findings), shift)
+        return _Structure(found, [], _unreadable(path, error))
+    raise UserError(f"{path}: not a checkpoint in a format that is known")
 
 
 def _unreadable(path: Path, error: Exception) -> Finding:
@@ -133,37 +166,58 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     return Finding(damages.UNREADABLE, str(path), detail=detail)
 
 
-def tell_share(path: Path, workers: int, team: Team) -> None:
-    """Read this process's share of a checkpoint that the first process of the team audits, and tell it what is odd.
+def _scan(structure: _Structure, workers: int, ranks: Ranks) -> Iterator[scan.Part]:
+    """What is odd in this rank's share."""
+    every = list(scan.spans(structure.shards, frozenset(record.path for record in structure.found.records)))
+    share = shares([span.nbytes for span in every], ranks.size)[ranks.rank]
+    own = every[share.start : share.stop]
+    whose = f" (rank {ranks.rank} of {ranks.size})" if ranks.size > 1 else ""
+    with Progress(sum(span.nbytes for span in own), label=f"{structure.found.path.name}{whose}:") as progress:
+        yield from scan.scan(own, workers, progress.show)
+
+
+def _share(structure: _Structure, workers: int, ranks: Ranks) -> Share:
+    """For rank 0: all that is odd, up to where this rank's share cannot be read."""
+    files, parts = fingerprint(structure.shards), list[scan.Part]()
+    try:
+        for part in _scan(structure, workers, ranks):
+            scan.add(part, parts)
+    except Exception as error:
+        return Share(files, parts, _unreadable(structure.found.path, error))
+    return Share(files, parts, structure.unreadable)
+
+
+def _of_all(found: list[Share]) -> Iterator[scan.Part]:
+    """What all ranks have found, in order.
 
     Raises:
-        OthersFailed: the first process has failed.
+        UnreadableError: a rank cannot read its share to its end.
+        UserError: a rank has found other files than rank 0.
     """
-    team.next_audit()
-    files, reason = "", None
-    try:
-        reader = reader_of(path)
-        if reader is None:
-            raise UserError(f"{path}: not a checkpoint in a format that is known")
-        found = reader(path)
-        found.shards += coverage.others(found)
-        own, files = _share(found, all_shards(found), team)
-        team.tell_parts(scan.scan(own, workers, lambda _: team.check()), files)
-    except OthersFailed:
-        raise
-    except Exception as error:
-        finding = _unreadable(path, error)
-        reason = finding.array, finding.detail
-    team.tell_end(files, reason)
+    for rank, own in enumerate(found):
+        if own.unreadable is None and own.files != found[0].files:
+            raise UserError(f"rank {rank} has found other files in it than rank 0: it changes; audit it again")
+        yield from own.parts
+        if own.unreadable is not None:
+            raise UnreadableError(own.unreadable)
 
 
-def _judge(found: Checkpoint, workers: int, team: Team) -> shifted.Shift | None:
-    """Read every element, and add to the findings what is wrong with them; what is known of a shift."""
-    found.shards += coverage.others(found)
-    found.repaired = repaired.read(found).ranges
-    shards = all_shards(found)
+def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int, of_zero: "OfZero | None") -> Report:
+    """By what is odd in its parts."""
+    found, shift = structure.found, None
     pieces: list[checksums.PartRead] = []
-    return judged(found, shards, _odd(found, shards, workers, team, pieces), pieces)
+    try:
+        if structure.unreadable:
+            raise UnreadableError(structure.unreadable)
+        found.repaired = repaired.read(found).ranges
+        odds = scan.by_shard(parts, len(structure.shards), pieces)
+        shift = judged(found, structure.shards, odds, pieces)
+        found.findings += recorded.findings(found, found.path, workers, of_zero)
+    except UnreadableError as error:
+        found.findings.append(error.finding)
+    except Exception as error:
+        found.findings.append(_unreadable(found.path, error))
+    return Report(found, tuple(found.findings), shift)
 
 
 def judged(
@@ -187,37 +241,6 @@ def judged(
 def all_shards(found: Checkpoint) -> list[Shard]:
     """And bytes that no array has; they are read for the checksums."""
     return [*found.shards, *checksums.rest(found.records, found.shards)]
-
-
-def _odd(
-    found: Checkpoint, shards: list[Shard], workers: int, team: Team, pieces: list[checksums.PartRead]
-) -> Iterator[scan.Odd]:
-    """What is odd about every shard; checksums are added to `pieces`. Other processes read their shares meanwhile."""
-    share = _share(found, shards, team)
-    whose = f" (share of process 0 of {team.size})" if team.size > 1 else ""
-    with Progress(sum(span.nbytes for span in share.spans), label=f"{found.path.name}{whose}:") as progress:
-
-        def show(done: int) -> None:
-            progress.show(done)
-            team.check()
-
-        own = scan.scan(share.spans, workers, show)
-        yield from scan.by_shard(itertools.chain(own, team.parts_of_others(share.files)), len(shards), pieces)
-
-
-class _Share(NamedTuple):
-    """What this process reads."""
-
-    spans: list[scan.Span]
-    files: str  # a fingerprint of what all processes read; nothing where there is one
-
-
-def _share(found: Checkpoint, shards: list[Shard], team: Team) -> _Share:
-    every = list(scan.spans(shards, frozenset(record.path for record in found.records)))
-    if team.size == 1:
-        return _Share(every, "")
-    own = shares([span.nbytes for span in every], team.size)[team.rank]
-    return _Share(every[own.start : own.stop], fingerprint(shards))
 
 
 def fingerprint(shards: list[Shard]) -> str:

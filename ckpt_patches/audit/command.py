@@ -3,24 +3,18 @@
 import argparse
 import contextlib
 import json
-import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.options import MANY, add_group, add_workers, described
+from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.options import MANY, add_distributed, add_workers, described
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
-    from ckpt_patches.audit.team import Team
     from ckpt_patches.fingerprint.states import OfZero
-    from ckpt_patches.group import Group
-    from ckpt_patches.meeting import Meeting
+    from ckpt_patches.runtime.distributed import Ranks
 
 Result = TypeVar("Result")
 
@@ -63,94 +57,52 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
 
 def _add_processes_to(command: argparse.ArgumentParser) -> None:
     add_workers(command, many=MANY)
-    add_group(command)
-    where = "beside NEW" if command.prog.endswith("repair") else "beside the first PATH"
-    command.add_argument("--meet", type=Path, metavar="FOLDER", help=f"where these processes meet (default: {where})")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the processes of a group do together."""
-
-    name: str
-    paths: "list[Path]"
-    first: "Callable[[argparse.Namespace, Team, int], int]"  # what the first one does; the exit status
+    add_distributed(command)
 
 
 def _repair(options: argparse.Namespace) -> int:
-    paths = [options.path, options.output, *([options.older] if options.older else [])]
-    return _together(options, Work("a repair", paths, _repair_first), options.output)
+    for path in (options.path, options.older):
+        if path is not None:
+            _require_folder(path)
+    return _together(options, "a repair", _repair_together)
 
 
 def _audit(options: argparse.Namespace) -> int:
     for path in options.paths:
-        if not path.is_dir():
-            raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
-    return _together(options, Work("an audit", options.paths, _audit_first), options.paths[0])
+        _require_folder(path)
+    return _together(options, "an audit", _audit_together)
 
 
-def _together(options: argparse.Namespace, work: Work, beside: Path) -> int:
-    """Work with the other processes of a launcher, if there are any; the exit status, which is the first one's."""
-    from ckpt_patches.group import Group
-    from ckpt_patches.meeting import Meeting, OthersFailed
+def _require_folder(path: Path) -> None:
+    """Before torch is imported, and waited for other ranks."""
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
 
-    group = Group.of(os.environ, options.group)
-    if group.note and group.rank == 0:
-        print(f"ckpt-patches: {group.note}", file=sys.stderr)
-    meeting = Meeting(group, _meeting_folder(options.meet or Path(os.path.realpath(beside)).parent, group.run))
+
+def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.Namespace, Ranks, int], int]") -> int:
+    """Work with the other ranks, if there are any; the exit status, which is rank 0's."""
+    from ckpt_patches.runtime.distributed import joined
+
     try:
-        with _met(meeting):
-            return _work(options, work, group, meeting)
-    except OthersFailed as error:
-        if group.rank == 0 or not error.told:
-            raise
-        return 2  # the first one says why
-
-
-@contextlib.contextmanager
-def _met(meeting: "Meeting") -> "Iterator[None]":
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(meeting)
-        except OSError as error:
-            raise UserError(
-                f"{error.filename}: the processes of the group cannot meet there: {error.strerror}; name a folder "
-                "that all of them see and may write to with --meet"
-            ) from None
-        yield
-
-
-def _meeting_folder(where: Path, run: str) -> Path:
-    """One that all processes of a run know, and those of another do not take."""
-    return where / f".ckpt-patches-group-{zlib.crc32(run.encode('utf-8', 'surrogateescape')):08x}"
-
-
-def _work(options: argparse.Namespace, work: "Work", group: "Group", meeting: "Meeting") -> int:
-    try:
-        from ckpt_patches.audit.others import obey
-        from ckpt_patches.audit.team import Team
+        from ckpt_patches.audit import repair  # noqa: F401 - and all that it needs
     except ModuleNotFoundError as error:
         name = error.name
-        raise UserError(f"{work.name} needs {name}, which is not installed: pip install {name}") from None
-    from ckpt_patches.group import processors
-
-    team = Team(group, meeting)
-    workers = options.workers if options.workers is not None else group.workers(processors())
-    called_with = [work.name, *map(str, work.paths)]
-    if group.rank:
-        return _reading(lambda: obey(team, workers, called_with))
-    team.order(begin=called_with)
-    status = work.first(options, team, workers)
-    sys.stdout.flush()  # a launcher may end this process when the others have ended
-    team.end(status)
-    return status
+        raise UserError(f"{what} needs {name}, which is not installed: pip install {name}") from None
+    with joined(options.distributed, lambda text: print(f"ckpt-patches: {text}", file=sys.stderr)) as ranks:
+        return work(options, ranks, options.workers or ranks.workers)
 
 
-def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> int:
+def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
     from ckpt_patches.audit.repair import repair
     from ckpt_patches.audit.repaired import NAME
 
-    result = _reading(partial(repair, options.path, options.output, options.older, workers, team, options.of_zero))
+    def called_with() -> list[str]:
+        return ["repair", *map(str, (options.path, options.output, options.older))]
+
+    ranks.agree("the arguments", called_with, by=list)
+    result = _reading(lambda: repair(options.path, options.output, options.older, workers, ranks, options.of_zero))
+    if result is None:
+        return 0
     for one in result.done:
         print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
     for own in result.copies:
@@ -163,23 +115,37 @@ def _repair_first(options: argparse.Namespace, team: "Team", workers: int) -> in
     return 0
 
 
-def _audit_first(options: argparse.Namespace, team: "Team", workers: int) -> int:
+def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
     from ckpt_patches.audit import report
-    from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE, audit, find
+    from ckpt_patches.audit.audit import audit_together, find
 
-    _require_pictures(options)
-    reports = []
-    found = _reading(lambda: [found for path in options.paths for found in _found(path, list(find(path)))])
-    team.order(audit=list(map(str, found)))
-    for checkpoint in found:
-        reports.append(audit(checkpoint, workers, team, options.of_zero))
+    def found() -> list[Path]:
+        if ranks.rank == 0:
+            _require_pictures(options)
+        return [found for path in options.paths for found in _found(path, list(find(path)))]
+
+    reports: list[Report] = []
+    for checkpoint in ranks.agree("looking for checkpoints", lambda: _reading(found), by=list):
+        judged = audit_together(checkpoint, workers, ranks, options.of_zero)
+        if judged is None:
+            continue
+        reports.append(judged)
         if options.json_lines:
-            print(json.dumps(report.line_as_json(reports[-1])), flush=True)
+            print(json.dumps(report.line_as_json(judged)), flush=True)
         elif not options.json:
-            print(report.as_text(reports[-1], notes=options.notes), flush=True)
+            print(report.as_text(judged, notes=options.notes), flush=True)
+    return ranks.share("the report", lambda: _end(options, reports))
+
+
+def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
+    """What comes after the last checkpoint; the exit status."""
+    from ckpt_patches.audit import report
+    from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE
+
     if options.json:
         print(json.dumps(report.as_json(reports), indent=1))
     _reading(lambda: _write_pictures(options, reports))
+    sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
     verdicts = {found.verdict for found in reports}
     if DAMAGED in verdicts:
         return EXIT_STATUS[DAMAGED]
@@ -231,4 +197,4 @@ def _reading(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except (OSError, WorkerDefect) as error:
-        raise UserError(str(error)) from None
+        raise UserError(one_line(error)) from None

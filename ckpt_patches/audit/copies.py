@@ -1,4 +1,4 @@
-"""A copy of a checkpoint, by one process or several, and the checkpoint's elements in it, which a repair writes.
+"""A copy of a checkpoint, by one rank or several, and the checkpoint's elements in it, which a repair writes.
 
 Nothing is written outside of it, whatever the metadata says.
 """
@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +70,8 @@ def _ranges(file: Path, name: str) -> Iterator[Range]:
         yield Range(name, begin, min(begin + AT_A_TIME, found.st_size))
 
 
-def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path, check: Callable[[], object]) -> None:
-    """Copy bytes into files that are there; `check` is called before each range.
+def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path) -> None:
+    """Copy bytes into files that are there.
 
     Raises:
         OSError: a file cannot be read or written, or is shorter than its range.
@@ -80,7 +80,6 @@ def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path, check: Callable
         source, target = path / name, path_within(copy, name)
         with open(source, "rb", buffering=0) as reading, open(target, "r+b", buffering=0) as writing:
             for found in own:
-                check()
                 _copy(reading.fileno(), writing.fileno(), found, str(source))
 
 

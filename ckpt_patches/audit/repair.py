@@ -8,6 +8,7 @@ square would make huge steps.
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt_patches.audit import blocks, checksums, damages, repaired, unshift
-from ckpt_patches.audit.audit import WHOLE, Report, audit
+from ckpt_patches.audit.audit import WHOLE, Report, audit_together
 from ckpt_patches.audit.blocks import as_float32
 from ckpt_patches.audit.checkpoint import (
     EXP_AVG,
@@ -29,19 +30,19 @@ from ckpt_patches.audit.checkpoint import (
     Shard,
     Stream,
 )
-from ckpt_patches.audit.copies import begin_copy, copied, copy_ranges, end_copy, in_copy, write_elements
+from ckpt_patches.audit.copies import Range, begin_copy, copied, copy_ranges, end_copy, in_copy, sync, write_elements
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.holes import stretches
 from ckpt_patches.audit.scan import BLOCK, BlockReader, read_elements, runs_of
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.audit.shifted import Shift
-from ckpt_patches.audit.team import Team
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.durable import new_folder
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
+from ckpt_patches.runtime.distributed import Ranks
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.states import OfZero
@@ -203,55 +204,86 @@ def repair(
     output: Path,
     older_path: Path | None,
     workers: int,
-    team: Team | None = None,
+    ranks: Ranks | None = None,
     of_zero: "OfZero | None" = None,
-) -> Result:
+) -> Result | None:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
-    No element changes but those that are damaged, and a first moment whose square is reset. In a team this is for the
-    first process: all scan and copy, and this one repairs, and gives the copy its name.
+    No element changes but those that are damaged, and a first moment whose square is reset. Several ranks all call
+    this, and share the reading and the copying; rank 0 repairs, and gives the copy its name. The result is on rank 0.
 
     Raises:
         UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
-        OthersFailed: another process of the team has failed; the copy is not there.
     """
-    team = team or Team()
+    ranks = ranks or Ranks()
+    ranks.first("looking at the output", lambda: _check_new(output))
+    report = audit_together(path, workers, ranks, of_zero)
+    ranks.first("the audit", lambda: _check_damaged(report))
+    older = audit_together(older_path, workers, ranks, of_zero) if older_path else None
+    made = ranks.first("planning", lambda: _planned(report, older))
+    with ExitStack() as stack:
+
+        def begin() -> tuple[Path, list[list[Range]]]:
+            temporary = stack.enter_context(new_folder(output))
+            ranges = begin_copy(path, temporary, but=f"*{LOCKS}")
+            divided = shares([found.cost for found in ranges], ranks.size)
+            return temporary, [ranges[share.start : share.stop] for share in divided]
+
+        def copy() -> None:
+            copy_ranges(divided[ranks.rank], path, temporary)
+            if ranks.rank:  # nobody else can write out this host's page cache; rank 0's is when the copy gets its name
+                sync(divided[ranks.rank], temporary)
+
+        def change() -> list[Done]:
+            assert made
+            assert report
+            end_copy(path, temporary)
+            return _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
+
+        def finish() -> None:
+            _check_whole(path, result)
+            stack.close()  # the copy gets its name
+
+        temporary, divided = ranks.share("beginning the copy", begin)
+        ranks.gather("copying", copy)
+        done = ranks.first("repairing the copy", change)
+        result = audit_together(temporary, workers, ranks, of_zero)
+        ranks.first("finishing the copy", finish)
+    if made is None or done is None:
+        return None
+    moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
+    return Result(tuple(done), made.copies, moved)
+
+
+# Of rank 0, which alone has the reports
+
+
+def _check_new(output: Path) -> None:
     if output.exists():
         raise UserError(f"{output}: expected a name for a new folder, found that it exists")
-    report = _audit(path, workers, team, of_zero)
-    if report.verdict == WHOLE:
-        raise UserError(f"{path} is whole: nothing to repair")
-    older = _audit(older_path, workers, team, of_zero) if older_path else None
+
+
+def _check_damaged(report: Report | None) -> None:
+    if report and report.verdict == WHOLE:
+        raise UserError(f"{report.checkpoint.path} is whole: nothing to repair")
+
+
+def _planned(report: Report | None, older: Report | None) -> Plan:
+    assert report
     if older:
         unshift.check_older(older.checkpoint.path, older.shift)
     made = plan(report, older)
     if made.refused:
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
+        path = report.checkpoint.path
         raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
-    with new_folder(output) as temporary:
-        _copy(path, temporary, team)
-        done = _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
-        result = _audit(temporary, workers, team, of_zero)
-        if result.verdict != WHOLE:
-            found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
-            raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
-    moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
-    return Result(tuple(done), made.copies, moved)
+    return made
 
 
-def _audit(path: Path, workers: int, team: Team, of_zero: "OfZero | None") -> Report:
-    team.order(audit=[str(path)])
-    return audit(path, workers, team, of_zero)
-
-
-def _copy(path: Path, copy: Path, team: Team) -> None:
-    """Copy a checkpoint without its locks; every process of the team copies its share."""
-    ranges = begin_copy(path, copy, but=f"*{LOCKS}")
-    divided = [ranges[own.start : own.stop] for own in shares([found.cost for found in ranges], team.size)]
-    team.order(copy=[str(path), str(copy)], shares=divided)
-    copy_ranges(divided[0], path, copy, team.check)
-    team.wait_for_others()
-    end_copy(path, copy)
+def _check_whole(path: Path, result: Report | None) -> None:
+    if result and result.verdict != WHOLE:
+        found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
+        raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
 
 
 def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:

@@ -82,6 +82,14 @@ class Part(NamedTuple):
     pieces: list[PartRead]
 
 
+def add(part: Part, to: list[Part]) -> None:
+    """Add a part; a further one of the last one's shard is joined with it."""
+    if to and to[-1].shard == part.shard:
+        last = to.pop()
+        part = Part(part.shard, together([last.odd, part.odd]), last.pieces + part.pieces)
+    to.append(part)
+
+
 def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Iterator[Odd]:
     """What is odd about each of so many shards in turn, so that no more than one shard's runs are in memory.
 

@@ -1,4 +1,4 @@
-"""Divide work between the processes of a group."""
+"""Divide work between the ranks of a command."""
 
 import itertools
 from collections.abc import Sequence

@@ -99,10 +99,6 @@ OVERLAYS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "fingerprint_deepspeed": ("deepspeed.runtime.engine",),
     },
-    "lost_host": {
-        "lost_host_megatron": ("megatron.core.dist_checkpointing.serialization",),
-        "lost_host_deepspeed": ("deepspeed.runtime.engine",),
-    },
 }
 EVERYTHING = {**FIXES, **{name: modules for parts in OVERLAYS.values() for name, modules in parts.items()}}
 

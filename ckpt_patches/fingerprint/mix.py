@@ -20,8 +20,6 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.fingerprint import compiled
-
 ROW = 1 << 11  # elements
 BLOCK = 64  # rows that are mixed together: what fits into a core's own memory
 MODULUS = 1 << 64
@@ -123,15 +121,16 @@ def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
     with the odd one's other factor, low + (2^32 + 1) high: each word is multiplied once.
     """
     factors = _factors_of_rows(np.arange(first, first + len(bits)))
-    of_rows = compiled.sums_of_rows(bits, _words())
-    if of_rows is None:
-        of_rows = sums_of_rows(bits)
     ones = _sums_of_columns()[ROW] * int(factors.sum(dtype=np.uint64))
-    return int((of_rows * factors).sum(dtype=np.uint64)) + ones
+    return int((sums_of_rows(bits) * factors).sum(dtype=np.uint64)) + ones
 
 
 def sums_of_rows(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """What the words of each row come to, by NumPy alone: at most half as fast as what `compiled` does."""
+    """What the words of each row come to, modulo 2^64.
+
+    Args:
+        bits: of 32-bit floats, [rows, ROW], without gaps; they may begin anywhere in memory.
+    """
     mixed = np.empty((min(BLOCK, len(bits)), ROW // 2), np.uint64)
     of_rows = np.empty(len(bits), np.uint64)
     for begin in range(0, len(bits), BLOCK):

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -32,6 +33,16 @@ class File(Protocol):
 
 
 Output = TypeVar("Output", bound=File)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one process, with its workers, did for a folder."""
+
+    bytes: int
+    files: int
+    files_before: int  # of an interrupted run
+    workers: int
 
 
 class UnfinishedFolder:
@@ -148,12 +159,6 @@ def _holds_any(folder: Path) -> bool:
         return False
     except NotADirectoryError:
         return True
-
-
-def meeting_folder(folder: Path) -> Path:
-    """Where the processes of a group meet that write an output folder together."""
-    final = Path(os.path.realpath(folder))
-    return final.with_name(f"{final.name}.group")
 
 
 @contextmanager

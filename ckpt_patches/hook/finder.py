@@ -37,7 +37,7 @@ def patched_spec(
     elif hasattr(loader, "exec_module"):
         _put(spec, CheckedLoader(loader, finder.switches, fullname), finder)
     else:
-        finder.uneasy = True  # of before Python 3.4
+        finder.uneasy = True  # what it loads is looked at later
     return spec
 
 
@@ -78,8 +78,6 @@ def _spec_behind(
     try:
         for other in _behind(finder):
             find_spec = getattr(other, "find_spec", None)
-            if find_spec is None and sys.version_info < (3, 12):
-                return None  # of before Python 3.4: the import system asks it in its own way, and then those behind it
             spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec is not None else None
             if spec is not None:
                 return spec

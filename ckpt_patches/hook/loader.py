@@ -6,7 +6,7 @@ from _frozen_importlib_external import SourceFileLoader
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
-    from types import CodeType, ModuleType, TracebackType
+    from types import CodeType, ModuleType
     from typing import Any
 
     from ckpt_patches import Switches
@@ -99,20 +99,10 @@ class PatchedLoader(SourceFileLoader):
         lines = (self.get_source(self.name) or "").splitlines(keepends=True)
         # Without a time of change it is not compared with the file.
         linecache.cache[self.path] = (len(file.patched), None, lines, self.path)
-        # Up to Python 3.12 the interpreter itself prints what nobody caught, with the lines of the file on disk.
-        if sys.version_info < (3, 13) and sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _print_exception
         if file.path == self.path:
             return file.code
         code: CodeType = compile(file.patched, self.path, "exec", dont_inherit=True)
         return code
-
-
-def _print_exception(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
-    import traceback
-
-    if sys.stderr is not None:
-        traceback.print_exception(kind, error, trace)
 
 
 class CheckedLoader:

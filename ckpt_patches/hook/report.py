@@ -10,16 +10,14 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
 from ckpt_patches.engine.registry import EVERYTHING, OVERLAYS, TARGETS
 from ckpt_patches.errors import StrictModeError
-from ckpt_patches.ranks import RANK_VARIABLES, is_rank_zero
+from ckpt_patches.ranks import is_rank_zero
 
 if TYPE_CHECKING:
     from ckpt_patches import Switches
 
 logger = logging.getLogger("ckpt_patches")
-# Processes that rank 0 starts (data loader workers, converters) inherit it, and do not repeat the line.
-ANNOUNCED = "CKPT_PATCHES_ANNOUNCED"
-# What this process has warned of.
-_warned: set[str] = set()
+# What this process has logged.
+_logged: set[str] = set()
 
 
 def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None:
@@ -65,19 +63,11 @@ def mismatch(plan: TreePlan, result: FixResult) -> str:
 
 
 def _announce(plan: TreePlan) -> None:
-    """Log what is active, and mark it as logged for the processes that this one starts.
-
-    The mark holds the rank's variables as well: what a launcher has logged, its rank 0 logs again.
-    """
-    if not is_rank_zero(os.environ) or not _enabled(logging.INFO):
-        return
+    """Log what is active in a tree, once a process, and not in the workers of a data loader."""
     upstream = _upstream(plan)
-    ranks = ",".join(f"{name}={os.environ[name]}" for name in RANK_VARIABLES if name in os.environ)
-    mark = f"{upstream} {ranks}".replace(";", ",").strip()
-    announced = os.environ.get(ANNOUNCED, "").split(";")
-    if mark in announced:
+    if upstream in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
         return
-    os.environ[ANNOUNCED] = ";".join([*filter(None, announced), mark])
+    _logged.add(upstream)
     none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
     active = ", ".join(plan.named(Outcome.APPLIES)) or none
     _say(logging.INFO, f"training-checkpoint-patches {__version__} on {upstream}: {active}")
@@ -85,12 +75,18 @@ def _announce(plan: TreePlan) -> None:
 
 def _warn(message: str, at_exit: bool) -> None:
     """One warning, on rank 0 alone, once a process."""
-    if is_rank_zero(os.environ) and message not in _warned:
-        _warned.add(message)
+    if is_rank_zero(os.environ) and message not in _logged:
+        _logged.add(message)
         if at_exit:
             _print(logging.WARNING, message)
         else:
             _say(logging.WARNING, message)
+
+
+def _is_worker() -> bool:
+    """Whether this is a daemon of `multiprocessing`, as a data loader starts; a rank that it starts is none."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and bool(process.current_process().daemon)
 
 
 def _upstream(plan: TreePlan) -> str:

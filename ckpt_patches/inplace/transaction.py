@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -224,9 +223,8 @@ def _finish(folder: Path, steps: Sequence[_Step]) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what belongs to no journal; `before.*` is of journals of version 1."""
-    for left in [*folder.glob("before.*"), _temporary(folder / JOURNAL)]:
-        _remove(left)
+    """Remove what belongs to no journal."""
+    _remove(_temporary(folder / JOURNAL))
 
 
 # The journal
@@ -248,7 +246,7 @@ def _read_journal(root: Path, folder: Path) -> list[_Step] | None:
     path = folder / JOURNAL
     try:
         data = json.loads(path.read_bytes())
-        steps = _steps_1(root, folder, data) if isinstance(data, list) else _steps(root, data)
+        steps = _steps(root, data)
         if not steps:
             raise ValueError("no entries")
         return steps
@@ -268,18 +266,6 @@ def _steps(root: Path, data: Any) -> list[_Step]:
         _Step(path, entry["before"], entry["after"], _kept(path))
         for path, entry in zip(paths, data["entries"], strict=True)
     ]
-
-
-def _steps_1(root: Path, folder: Path, entries: Any) -> list[_Step]:
-    """Of version 1: a list with absolute paths. It kept copies, without their modes, beside the journal."""
-    steps = []
-    for index, entry in enumerate(entries):
-        path = root / in_tree(Path(entry["path"]).relative_to(root).as_posix())
-        kept = folder / f"before.{index}"
-        if kept.exists() and path.exists():
-            os.chmod(kept, stat.S_IMODE(path.stat().st_mode))
-        steps.append(_Step(path, entry["before"], entry["after"], kept))
-    return steps
 
 
 def in_tree(path: str) -> str:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.options import MANY, add_group, add_no_sync, add_trust, add_workers, described
+from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.options import MANY, add_distributed, add_no_sync, add_trust, add_workers, described
 from ckpt_patches.units import in_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000",
             "torchrun --nproc-per-node 4 -m ckpt_patches migrate OLD --output NEW",
-            "srun -N 8 --ntasks-per-node 1 ckpt-patches migrate OLD --output NEW",
             after=AFTER,
         ),
     )
@@ -52,7 +51,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     add_trust(migrate)
     add_workers(migrate, many=MANY)
     add_no_sync(migrate)
-    add_group(migrate)
+    add_distributed(migrate)
     migrate.set_defaults(run=run)
 
 
@@ -65,26 +64,29 @@ def _step(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Migrate, or show what would be done; the exit status."""
     try:
-        from ckpt_patches.migrate import migrate
+        from ckpt_patches.migrate import migrate, old_checkpoint
     except ModuleNotFoundError as error:
         raise UserError(f"migrate needs {error.name}, which is not installed: pip install {error.name}") from None
-    from ckpt_patches.meeting import OthersFailed
     from ckpt_patches.processes import WorkerDefect
+    from ckpt_patches.runtime.distributed import joined
 
     try:
         if options.dry_run:
             _, planned = migrate.prepare(options.path, options.step, trust=options.trust_checkpoint)
-            _print(_plan_as_json(planned) if options.json else _plan_as_text(planned))
-            return 0
-        summary = migrate.migrate(options.path, options.output, _chosen(options), warn=_say)
+            found = _plan_as_json(planned) if options.json else _plan_as_text(planned)
+        else:
+            old_checkpoint.check(options.path)  # before torch is imported, and waited for other ranks
+            with joined(options.distributed, _say) as ranks:
+                summary = migrate.migrate(options.path, options.output, _chosen(options), ranks=ranks, warn=_say)
+            if ranks.rank:
+                return 0
+            found = _summary_as_json(summary) if options.json else _summary_as_text(summary)
     except migrate.DamagedError as error:
         _say(str(error))
         return 1
-    except OthersFailed:
-        raise
     except (OSError, WorkerDefect) as error:
-        raise UserError(str(error)) from None
-    _print(_summary_as_json(summary) if options.json else _summary_as_text(summary))
+        raise UserError(one_line(error)) from None
+    print(found)
     return 0
 
 
@@ -97,17 +99,11 @@ def _chosen(options: argparse.Namespace) -> "Options":
         damaged_as_is=options.damaged_as_is,
         trust=options.trust_checkpoint,
         sync=options.sync,
-        group=options.group,
     )
 
 
 def _say(message: str) -> None:
     print(f"ckpt-patches: {message}", file=sys.stderr)
-
-
-def _print(text: str) -> None:
-    # In one piece: torchrun runs Python unbuffered, and print would write the end of the line by itself.
-    sys.stdout.write(f"{text}\n")
 
 
 def _plan_as_text(planned: "Plan") -> str:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,13 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
 from ckpt_patches.formats.torch_file import storages_in
 from ckpt_patches.formats.torch_writer import torch_file as written_file
-from ckpt_patches.formats.unfinished import UnfinishedFolder, meeting_folder, write_at_once
-from ckpt_patches.group import Group, processors
-from ckpt_patches.meeting import Meeting
+from ckpt_patches.formats.unfinished import UnfinishedFolder, Written, write_at_once
 from ckpt_patches.migrate import carried, keys, move, old_checkpoint
-from ckpt_patches.migrate.migration_plan import OutputFile, Plan, needs_nothing, plan, source_type
+from ckpt_patches.migrate.migration_plan import Plan, needs_nothing, plan, source_type
 from ckpt_patches.migrate.old_checkpoint import Source
 from ckpt_patches.pause import without_garbage_collection
 from ckpt_patches.progress import Progress
+from ckpt_patches.runtime.distributed import Ranks
 
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -54,23 +53,22 @@ class Options:
     damaged_as_is: bool = False  # migrate although elements are damaged
     trust: bool = False  # let classes pass that are not listed; nothing of them is run
     sync: bool = True  # have every file on the disk before it gets its name
-    group: str = ""  # '3/16': as process 3 of 16; 'none': alone; otherwise as the launcher says
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was done."""
+    """What was done; on rank 0 by all ranks, on each other by that one."""
 
     output: str
     source_type: str
     target_type: str
-    bytes: int  # written, by this process
-    files: int  # written, by this process
+    bytes: int  # written
+    files: int  # written
     files_before: int  # already there, of an interrupted run
     seconds: float  # in all
     plan_seconds: float  # of it until the first byte was moved
     workers: int
-    verdict: str  # of the audit; empty of all processes but the first
+    verdict: str  # of the audit; empty on all ranks but rank 0
     findings: tuple[Finding, ...]
 
 
@@ -103,52 +101,57 @@ def _nothing_to_do(found: Source) -> UserError:
 
 
 def migrate(
-    path: Path, output: Path, options: Options | None = None, *, warn: Callable[[str], object] = print
+    path: Path,
+    output: Path,
+    options: Options | None = None,
+    *,
+    ranks: Ranks | None = None,
+    warn: Callable[[str], object] = print,
 ) -> Summary:
-    """Write a checkpoint that megatron-core 0.16 and later load. Under torchrun, srun or mpirun each does its share.
+    """Write a checkpoint that megatron-core 0.16 and later load. Each of several `ranks` calls this.
 
     Raises:
         DamagedError: elements are damaged; all is written but the name, and `damaged_as_is` gives it.
-        UserError: it cannot be migrated, the output exists, the disk is full. What was written stays, and the same call
-            goes on from there.
+        UserError: it cannot be migrated, the output exists, the disk is full, a rank is missing. What was written
+            stays, and the same call goes on from there.
     """
     begin = time.monotonic()
     options = options or Options()
-    group = Group.of(os.environ, options.group)
-    if group.note and group.rank == 0:
-        warn(group.note)
-    workers = options.workers or group.workers(processors())
-    with Meeting(group, meeting_folder(output)) as meeting:
+    ranks = ranks or Ranks()
+    workers = options.workers or ranks.workers
+
+    def prepared() -> tuple[Source, Plan, UnfinishedFolder]:
         found, planned = prepare(path, options.step, trust=options.trust)
         folder = UnfinishedFolder(output, _fingerprint(found, planned, options), MARK, "migration")
         folder.check()
         folder.check_space(folder.missing(planned.files))
-        meeting.check()
-        for warning in planned.warnings if group.rank == 0 else ():
-            warn(warning)
-        own = move.shares(planned.files, group.size)[group.rank]
-        left = folder.missing(own)
-        folder.begin()
+        return found, planned, folder
+
+    found, planned, folder = ranks.agree("planning", prepared, by=lambda made: made[2].fingerprint)
+    for warning in planned.warnings if ranks.rank == 0 else ():
+        warn(warning)
+    with ExitStack() as stack:
+
+        def take() -> None:
+            folder.begin()
+            stack.enter_context(folder.held())
+
+        ranks.first("making the output folder", take)
         planning = time.monotonic() - begin
-        findings: tuple[Finding, ...] = ()
-        with folder.held() if group.rank == 0 else nullcontext():
-            _move(planned, folder, options, left, workers, meeting)
-            if group.rank == 0:
-                meeting.wait_for_shares()
-                findings = _finish(found, planned, folder, options, workers)
-        meeting.finish()
+        written = ranks.gather("writing", lambda: _write_share(planned, folder, options, workers, ranks))
+        findings = ranks.first("finishing the output folder", lambda: _finish(found, planned, folder, options, workers))
     return Summary(
         output=str(folder.final),
         source_type=planned.source_type,
         target_type=planned.target_type,
-        bytes=sum(file.nbytes for file in left),
-        files=len(left),
-        files_before=len(own) - len(left),
+        bytes=sum(own.bytes for own in written),
+        files=sum(own.files for own in written),
+        files_before=sum(own.files_before for own in written),
         seconds=time.monotonic() - begin,
         plan_seconds=planning,
-        workers=workers,
-        verdict=Report(found.found, findings).verdict if group.rank == 0 else "",
-        findings=findings,
+        workers=sum(own.workers for own in written),
+        verdict=Report(found.found, findings).verdict if findings is not None else "",
+        findings=findings or (),
     )
 
 
@@ -160,24 +163,16 @@ def _fingerprint(found: Source, planned: Plan, options: Options) -> str:
     return hashlib.sha256(data.encode()).hexdigest()
 
 
-def _move(
-    planned: Plan,
-    folder: UnfinishedFolder,
-    options: Options,
-    left: list[OutputFile],
-    workers: int,
-    meeting: Meeting,
-) -> None:
+def _write_share(planned: Plan, folder: UnfinishedFolder, options: Options, workers: int, ranks: Ranks) -> Written:
+    """Write those files of this rank's share that are not there."""
+    own = move.shares(planned.files, ranks.size)[ranks.rank]
+    left = folder.missing(own)
     job = move.Job(folder.working, planned.shards, options.sync)
     numbers = [number for file in left for number in file.shards]
     with Progress(sum(planned.shards[number].nbytes for number in numbers)) as progress:
-
-        def show(nbytes: int) -> None:
-            progress.show(nbytes)
-            meeting.check()
-
         if left:
-            move.write_all(left, job, workers, show, Progress.INTERVAL)
+            move.write_all(left, job, workers, progress.show, Progress.INTERVAL)
+    return Written(sum(file.nbytes for file in left), len(left), len(own) - len(left), workers)
 
 
 def _finish(

@@ -14,15 +14,14 @@ from pathlib import Path
 from ckpt_patches.audit import scan
 from ckpt_patches.audit.checkpoint import Extent, Shard
 from ckpt_patches.audit.checksums import PartRead
-from ckpt_patches.audit.replies import Reply, decoded, encoded
 from ckpt_patches.audit.scan import Part
-from ckpt_patches.audit.team import add
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checksum import combined, crc32
 from ckpt_patches.formats.durable import make_folder
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.unfinished import TEMPORARY, reported, write_at_once
 from ckpt_patches.migrate.entry_layout import Torch
+from ckpt_patches.migrate.judged_parts import decoded, encoded
 from ckpt_patches.migrate.migration_plan import OutputFile
 from ckpt_patches.processes import in_shares, largest_first
 
@@ -95,7 +94,7 @@ class Written:
             with reported(path):
                 if self.job.sync:
                     os.fsync(self.descriptor)
-                write_at_once(self.job.folder / JUDGED / self.file.name, encoded(Reply(0, "", self.found)))
+                write_at_once(self.job.folder / JUDGED / self.file.name, encoded(self.found))
                 os.replace(self.temporary, path)
         except BaseException:
             self.temporary.unlink(missing_ok=True)
@@ -130,7 +129,7 @@ def _fill(descriptor: int, file: OutputFile, job: Job, moved: Callable[[int], No
     with Tee(descriptor, _targets(file), job.sync) as tee:
         for number in file.shards:
             for span in scan.spans_of(number, job.shards[number], checked=True):
-                add(Part(number, *scan.look(span, tee)), found)
+                scan.add(Part(number, *scan.look(span, tee)), found)
                 moved(span.nbytes)
     read = _Read(descriptor, (piece for part in found for piece in part.pieces))
     begin = 0
@@ -241,6 +240,6 @@ def judged_parts(folder: Path, files: Sequence[OutputFile], count: int) -> Itera
         file = file_of[number]
         if file.name != name:
             name = file.name
-            parts = {part.shard: part for part in decoded((folder / JUDGED / name).read_bytes()).parts}
+            parts = {part.shard: part for part in decoded((folder / JUDGED / name).read_bytes())}
         if number in parts:  # one without elements has none
             yield parts[number]

@@ -62,20 +62,30 @@ class Source:
     files: tuple[tuple[str, int, int], ...]  # all, by name: bytes, time of the last change in ns
 
 
+def check(path: Path) -> str:
+    """The format of one of Megatron's distributed checkpoints.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: expected the folder of a checkpoint (iter_0001000), found none")
+    backend = megatron.backend(path)
+    if backend is None or backend not in megatron.BACKENDS:
+        raise UserError(
+            f"{path}: expected one of Megatron's distributed checkpoints, in zarr or torch_dist, found "
+            f"{'one in ' + backend if backend else 'none'}: name the folder with metadata.json, like iter_0001000"
+        )
+    return backend
+
+
 def read(path: Path, *, trust: bool = False) -> Source:
     """The structure of a checkpoint; no element is read.
 
     Raises:
         UserError: it is no distributed checkpoint of Megatron, is damaged, or names classes that are not listed.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: expected the folder of a checkpoint (iter_0001000), found none")
-    backend = megatron.backend(path)
-    if backend not in megatron.BACKENDS:
-        raise UserError(
-            f"{path}: expected one of Megatron's distributed checkpoints, in zarr or torch_dist, found "
-            f"{'one in ' + backend if backend else 'none'}: name the folder with metadata.json, like iter_0001000"
-        )
+    backend = check(path)
     files = _files(path)
     found, arrays, objects, held = _READERS[backend](path, trust)
     for finding in found.findings:

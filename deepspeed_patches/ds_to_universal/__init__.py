@@ -2,11 +2,11 @@
 
     python -m deepspeed_patches.ds_to_universal --input-folder IN/global_step10 --output-folder IN/universal
 
-The way of a conversion, by modules: `command`, `convert`; `traits` with `syntax`, `known_converters` (what DeepSpeed's
-converter does); `read_headers` with `folder` (the files' headers, as `headers`); `conversion_plan` with `fragments`,
+The way of a conversion, by modules: `command`, `convert`; `traits` (what DeepSpeed's converter
+does); `read_headers` with `folder` (the files' headers, as `headers`); `conversion_plan` with `fragments`,
 `merge`, `rules`, `layout` (pure: which bytes go where, as `output_files`); `output_folder` (the unfinished folder, and
 how it becomes the finished one); `workers`, `write` with `source_files`, `new_file`, `file_systems`, `arithmetic` (the
-bytes). Several machines: `ckpt_patches.group` and `ckpt_patches.meeting`.
+bytes). Several ranks: `ckpt_patches.runtime.distributed`.
 """
 
 from deepspeed_patches.ds_to_universal.convert import Options, Summary, convert

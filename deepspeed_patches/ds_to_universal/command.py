@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.options import add_group, add_no_sync, add_trust, add_workers, described, spelled
+from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.options import Parser, add_distributed, add_no_sync, add_trust, add_workers, described, spelled
 from ckpt_patches.processes import WorkerDefect
+from ckpt_patches.runtime.distributed import OtherRankError, joined
 from ckpt_patches.units import in_bytes
 from deepspeed_patches.ds_to_universal.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
 from deepspeed_patches.ds_to_universal.file_systems import LOCAL
+from deepspeed_patches.ds_to_universal.folder import look
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
 EPILOG = (
@@ -40,9 +43,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
         if getattr(options, name):
             say(f"--{name.replace('_', '-')} has no meaning any more: {reason}")
     try:
-        summary = convert(options.input_folder, options.output_folder, _chosen(options), begin=begin, warn=say)
+        look(Path(options.input_folder))  # before torch is imported, and waited for other ranks
+        with joined(options.distributed, say) as ranks:
+            summary = convert(
+                options.input_folder, options.output_folder, _chosen(options), ranks=ranks, begin=begin, warn=say
+            )
+    except OtherRankError:
+        return 2
     except (UserError, OSError) as error:
-        say(str(error))
+        say(one_line(error))
         return 2
     except WorkerDefect as error:
         say(str(error))
@@ -50,8 +59,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
         return 130
-    # In one piece: torchrun runs Python unbuffered, and print would write the end of the line by itself.
-    sys.stdout.write(f"{json.dumps({'schema': SCHEMA, **asdict(summary)}) if options.json else text(summary)}\n")
+    if ranks.rank == 0:
+        print(json.dumps({"schema": SCHEMA, **asdict(summary)}) if options.json else text(summary))
     return 0
 
 
@@ -59,7 +68,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     """Of its options."""
     command = program if " " in program else "python -m deepspeed_patches.ds_to_universal"
     example = f"{command} --input-folder step10 --output-folder universal"
-    made = argparse.ArgumentParser(program, **described(DESCRIPTION, example, after=EPILOG))
+    made = Parser(program, **described(DESCRIPTION, example, after=EPILOG))
     _add_arguments(made)
     return made
 
@@ -98,7 +107,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"write past the page cache (default: on {' and '.join(LOCAL)}, but not with --no-sync)",
     )
     add_no_sync(parser)
-    add_group(parser)
+    add_distributed(parser)
     parser.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
 
 
@@ -112,7 +121,6 @@ def _chosen(options: argparse.Namespace) -> Options:
         trust_checkpoint=options.trust_checkpoint,
         direct=options.direct,
         sync=options.sync,
-        group=options.group,
     )
 
 

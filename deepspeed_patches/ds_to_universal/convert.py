@@ -3,21 +3,20 @@
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
-from ckpt_patches.formats.unfinished import meeting_folder
-from ckpt_patches.group import Group
-from ckpt_patches.meeting import Meeting
+from ckpt_patches.formats.unfinished import Written
 from ckpt_patches.progress import Progress
+from ckpt_patches.runtime.distributed import Ranks
 from deepspeed_patches.ds_to_universal import read_headers, traits
 from deepspeed_patches.ds_to_universal.conversion_plan import plan
 from deepspeed_patches.ds_to_universal.file_systems import Direct, writes_directly
-from deepspeed_patches.ds_to_universal.output_files import Output, Plan
+from deepspeed_patches.ds_to_universal.output_files import Plan
 from deepspeed_patches.ds_to_universal.output_folder import OutputFolder, fingerprint
 from deepspeed_patches.ds_to_universal.source_files import Access
 from deepspeed_patches.ds_to_universal.workers import shares, worker_count, write_all
@@ -38,20 +37,19 @@ class Options:
     strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
     inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
     trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
-    group: str = ""  # '3/16': convert as process 3 of 16; 'none': alone; otherwise as the launcher says
     direct: Direct = "auto"  # write past the page cache: on local file systems, everywhere, nowhere
     sync: bool = True  # have every file on the disk before it gets its name: for power failures
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was done."""
+    """What was done; on rank 0 by all ranks, on each other by that one."""
 
     output_folder: str
-    bytes: int  # written, by this process
-    files: int  # written, by this process
+    bytes: int  # written
+    files: int  # written
     files_before: int  # already there, of an interrupted run
-    links: int  # further names of files, which the first process gives them
+    links: int  # further names of files
     seconds: float  # in all
     plan_seconds: float  # of it until the first byte was moved
     rate: float  # bytes a second while bytes were moved
@@ -63,52 +61,55 @@ def convert(
     output_folder: str | Path,
     options: Options | None = None,
     *,
+    ranks: Ranks | None = None,
     begin: float | None = None,
     warn: Callable[[str], object] = print,
 ) -> Summary:
     """Convert a ZeRO checkpoint folder (`OUT/global_step10`) to a universal one, with `latest_universal` beside it.
 
-    Under torchrun, srun or mpirun every process does its share. `begin` is when the program began, on
-    time.monotonic's clock.
+    Each of several `ranks` calls this, and writes its share. `begin` is when the program began, on time.monotonic's
+    clock.
 
     Raises:
         UserError: the checkpoint is damaged or of a kind that is not converted here, the output folder exists, the disk
-            is full. What was written stays, and the same call goes on from there.
+            is full, a rank is missing. What was written stays, and the same call goes on from there.
     """
     begin = time.monotonic() if begin is None else begin
     options = options or Options()
-    group = Group.of(os.environ, options.group)
-    if group.note:
-        warn(group.note)
-    with Meeting(group, meeting_folder(Path(output_folder))) as meeting:
-        plan_of_all, folder = prepare(Path(input_folder), Path(output_folder), options)
-        meeting.check()
-        if group.rank == 0:
-            for warning in plan_of_all.warnings:
-                warn(warning)
-        own = shares(plan_of_all.outputs, group.size)[group.rank]
-        left = folder.missing(own)
-        folder.begin()
+    ranks = ranks or Ranks()
+    plan_of_all, folder = ranks.agree(
+        "planning",
+        lambda: prepare(Path(input_folder), Path(output_folder), options),
+        by=lambda made: made[1].fingerprint,
+    )
+    for warning in plan_of_all.warnings if ranks.rank == 0 else ():
+        warn(warning)
+    with ExitStack() as stack:
+
+        def take() -> None:
+            folder.begin()
+            stack.enter_context(folder.held())
+
+        def finish() -> None:
+            check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
+            folder.finish(plan_of_all, check, sync=options.sync)
+
+        ranks.first("making the output folder", take)
         planning = time.monotonic() - begin
-        with folder.held() if group.rank == 0 else nullcontext():
-            workers = _move(plan_of_all, folder, options, left, meeting)
-            if group.rank == 0:
-                meeting.wait_for_shares()
-                check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
-                folder.finish(plan_of_all, check, sync=options.sync)
-        meeting.finish()
+        written = ranks.gather("writing", lambda: _write_share(plan_of_all, folder, options, ranks))
+        ranks.first("finishing the output folder", finish)
     seconds = time.monotonic() - begin
-    nbytes = sum(output.nbytes for output in left)
+    nbytes = sum(own.bytes for own in written)
     return Summary(
         output_folder=str(folder.final),
         bytes=nbytes,
-        files=len(left),
-        files_before=len(own) - len(left),
-        links=len(plan_of_all.links) if group.rank == 0 else 0,
+        files=sum(own.files for own in written),
+        files_before=sum(own.files_before for own in written),
+        links=len(plan_of_all.links) if ranks.rank == 0 else 0,
         seconds=seconds,
         plan_seconds=planning,
         rate=nbytes / max(seconds - planning, 1e-9),
-        workers=workers,
+        workers=sum(own.workers for own in written),
     )
 
 
@@ -169,19 +170,17 @@ def planned(input_folder: Path, known: traits.Traits, options: Options) -> Plan:
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
 
 
-def _move(planned: Plan, folder: OutputFolder, options: Options, left: list[Output], meeting: Meeting) -> int:
-    """Move the bytes; how many workers did it."""
+def _write_share(planned: Plan, folder: OutputFolder, options: Options, ranks: Ranks) -> Written:
+    """Write those files of this rank's share that are not there."""
+    own = shares(planned.outputs, ranks.size)[ranks.rank]
+    left = folder.missing(own)
     paths = [file.path for file in planned.files]
     direct = writes_directly(folder.working, options.direct, sync=options.sync)
     job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync, direct)
     # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
     most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
     count = worker_count(left, most)
-    with Progress(sum(output.nbytes for output in left)) as progress:
-
-        def show(nbytes: int) -> None:
-            progress.show(nbytes)
-            meeting.check()
-
-        write_all(left, job, count, show, Progress.INTERVAL)
-    return count
+    nbytes = sum(output.nbytes for output in left)
+    with Progress(nbytes) as progress:
+        write_all(left, job, count, progress.show, Progress.INTERVAL)
+    return Written(nbytes, len(left), len(own) - len(left), count)

@@ -1,19 +1,20 @@
 """What the converter of the installed DeepSpeed does that others do not; read from its text, nothing is imported."""
 
+import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.engine.installed import locate
+from ckpt_patches.engine.installed import locate, version_in
 from ckpt_patches.engine.registry import DEEPSPEED
-from deepspeed_patches.ds_to_universal import known_converters, syntax
-from deepspeed_patches.ds_to_universal.syntax import Facts
+from ckpt_patches.engine.releases import RECORDED
 
 CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Told by the converter's syntax and not by its version, so that forks and back-ports are what they are."""
+    """Read from the converter's syntax tree and not from its version: forks and back-ports are what they are."""
 
     zero3: bool = True
     steps: bool = True  # zero/<parameter>/step.pt
@@ -29,57 +30,36 @@ class Traits:
     vocab_tensor: bool = True  # a vocabulary without its padding, and all patterns have to be used
 
 
-SINCE = {
-    "vocab_tensor": "0.12.3",
-    "two_sub_params": "0.12.4",
-    "steps": "0.14.1",
-    "sub_params": "0.14.1",
-    "zero3": "0.14.5",
-    "zero3_tensor_parallel": "0.19.4",
-    "parallel_dimensions": "0.19.5",
-    "shard_widths": "0.19.6",
-    "affine_maps": "0.19.7",
-    "module_weights": "0.19.8",
-    "autoep": "0.19.8",
-}
+@dataclass(frozen=True)
+class Facts:
+    """What a module uses, whatever its quotes, line breaks and comments are."""
+
+    functions: frozenset[str]  # that it defines, methods included
+    used: frozenset[str]  # names and attributes; one that is imported only is not
+    strings: frozenset[str]  # constants, and constant parts of f-strings
 
 
 def installed() -> tuple[Traits, str]:
-    """Of the installed DeepSpeed, without one of the latest; and a warning, where it is none that is known."""
+    """Of the installed DeepSpeed, all where there is none; and a warning, where its release was not tested."""
     root = locate(DEEPSPEED)
     if root is None or not (root / CONVERTER).is_file():
         return Traits(), ""
-    return of_file(root / CONVERTER)
+    return in_tree(root)
 
 
-def of_file(path: Path) -> tuple[Traits, str]:
-    """What a converter does; and a warning, where it is none that is known."""
-    data = path.read_bytes()
-    release = known_converters.release_of(syntax.shortened(data))
-    if release:  # to parse it would take longer than to read the headers of a hundred ranks
-        return of_release(release), ""
-    unknown = f"{path} is none of the converters of DeepSpeed {known_converters.FIRST} to {known_converters.LAST}"
+def in_tree(root: Path) -> tuple[Traits, str]:
+    """What the converter of a DeepSpeed does; and a warning, where its release was not tested."""
+    release, last = version_in(root, DEEPSPEED), RECORDED[DEEPSPEED][-1]
+    untested = f"DeepSpeed {release} ({root}) was not tested, the last that was is {last}"
     try:
-        facts = syntax.read(data)
+        traits = of_syntax(facts((root / CONVERTER).read_bytes()))
     except (SyntaxError, ValueError) as error:
-        return (
-            Traits(),
-            f"{unknown}, and no module for this Python ({error}): the output is as of {known_converters.LAST}",
-        )
-    if known_converters.release_of(facts.digest):
-        return of_syntax(facts), ""
-    traits = of_syntax(facts)
+        return Traits(), f"{untested}; its converter does not parse ({error}): the output is for {last}"
+    if release in RECORDED[DEEPSPEED]:
+        return traits, ""
     lacking = ", ".join(sorted(name for name, has in vars(traits).items() if not has))
-    but = f", but for: {lacking}" if lacking else ""
-    return traits, (
-        f"{unknown}; by its syntax it does what that of {known_converters.LAST} does{but}, and so does the output; "
-        "compare one conversion with its own before you rely on it"
-    )
-
-
-def of_release(release: str) -> Traits:
-    """What the converter of a release does."""
-    return Traits(**{name: _numbers(release) >= _numbers(since) for name, since in SINCE.items()})
+    but = f" but for {lacking}, as its own converter" if lacking else ""
+    return traits, f"{untested}: the output is as for {last}{but}; compare one with its own before you rely on it"
 
 
 def of_syntax(module: Facts) -> Traits:
@@ -99,5 +79,32 @@ def of_syntax(module: Facts) -> Traits:
     )
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
+def facts(text: bytes) -> Facts:
+    """Parse a module.
+
+    Raises:
+        SyntaxError, ValueError: it is no module for this Python.
+    """
+    tree = ast.parse(text)
+    nodes = list(_nodes(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return Facts(
+        functions=frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef)),
+        used=frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}),
+        strings=frozenset(value for value in constants if isinstance(value, str)),
+    )
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that do something: no docstrings."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if not _is_docstring(node):
+            yield node
+            left += ast.iter_child_nodes(node)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

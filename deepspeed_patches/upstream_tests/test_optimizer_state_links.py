@@ -55,7 +55,7 @@ def _make_engine(optimizer):
 
 def _step(engine):
     engine.backward(engine(INPUT.bfloat16().to(engine.device)))
-    with torch.no_grad():  # some releases gather the parameters into views, outside of it
+    with torch.no_grad():  # the engine may gather the parameters into views, outside of it
         engine.step()
 
 

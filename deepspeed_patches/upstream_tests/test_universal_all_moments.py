@@ -52,7 +52,7 @@ def _train(engine, steps):
     for _ in range(steps):
         samples = torch.ones(1, 4, dtype=torch.bfloat16, device=engine.device)
         engine.backward(engine(samples).float().pow(2).mean())
-        with torch.no_grad():  # some releases gather the parameters into views, outside of it
+        with torch.no_grad():  # the engine may gather the parameters into views, outside of it
             engine.step()
 
 

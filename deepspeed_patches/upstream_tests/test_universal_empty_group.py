@@ -58,7 +58,7 @@ def _save_universal_checkpoint(folder):
     for _ in range(2):
         samples = torch.ones(1, 4, dtype=torch.bfloat16, device=engine.device)
         engine.backward(engine(samples).float().pow(2).mean())
-        with torch.no_grad():  # some releases gather the parameters into views, outside of it
+        with torch.no_grad():  # the engine may gather the parameters into views, outside of it
             engine.step()
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 2}
     engine.save_checkpoint(str(folder), tag="saved", client_state=info)

@@ -61,7 +61,7 @@ def _save_universal_checkpoint(folder, mark="global_", rates=(0.25, 0.25), missi
     engine = _make_engine(universal=False)
     samples = torch.ones(4, 4, dtype=torch.bfloat16, device=engine.device)
     engine.backward(engine(samples).float().mean())
-    with torch.no_grad():  # some releases gather the parameters into views, outside of it
+    with torch.no_grad():  # the engine may gather the parameters into views, outside of it
         engine.step()
     engine.save_checkpoint(str(folder), tag=TAG)
     if dist.get_rank() == 0:

@@ -53,7 +53,7 @@ def _make_engine(settings, universal=False, grad_accum_dtype=None):
     engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
     samples = torch.ones(1, 4, dtype=torch.bfloat16, device=engine.device)
     engine.backward(engine(samples).float().pow(2).mean())
-    with torch.no_grad():  # some releases gather the parameters into views, outside of it
+    with torch.no_grad():  # the engine may gather the parameters into views, outside of it
         engine.step()
     return engine
 

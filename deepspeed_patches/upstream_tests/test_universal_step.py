@@ -55,7 +55,7 @@ def _train(engine, *values):
         samples = torch.full((1, 4), value, dtype=torch.float16, device=engine.device)
         loss = engine(samples).float().pow(2).mean()
         engine.backward(loss)
-        with torch.no_grad():  # some releases gather the parameters into views, outside of it
+        with torch.no_grad():  # the engine may gather the parameters into views, outside of it
             engine.step()
         losses.append(loss.item())
     return losses

@@ -43,9 +43,10 @@ SAVED_SHARD = "tensors = self._saved_optimizer_state(model_param, sharded_model_
 SAVED_STATE = """self._saved_optimizer_state(
     model_param, main_param, self.optimizer.state.get(main_param, {})
 )"""
+# A step that was lost is an error, as in upstream's own code: of one state a KeyError, of all the assertion behind it.
 STEPS = """list(
-    set([s["step"].item() for s in inner_state_dict["state"].values() if "step" in s])
-) or [0.0]"""
+    set([s["step"].item() for s in inner_state_dict["state"].values() if s])
+) or ([] if getattr(self, "step_taken", False) else [0.0])"""
 STEP_TAKEN = "self.step_taken = True"
 STEP_LOADED = "self.step_taken = steps[0] > 0"
 

@@ -37,7 +37,7 @@ def _param_group_traits(group: "dict[str, Any]") -> "tuple[Any, ...]":
     """What a param group is told by: its kind, whether its rate is its own, and its rates.
 
     NeMo writes `pre_` in front of the multipliers' names. That a rate is a group's own is in
-    `is_decoupled_lr` up to 0.15, and in `default_config` since.
+    `is_decoupled_lr`, or in `default_config`.
     """
     kind = (
         group.get("wd_mult", group.get("pre_wd_mult", 1.0)),
@@ -57,6 +57,7 @@ def _param_group_text(group: "dict[str, Any]") -> str:
     found += [f"{name} {rate}" for name, rate in zip(names, rates, strict=True) if rate is not None]
     found += ["experts"] if of_experts else []
     found += ["a rate of its own"] if own_rate else []
+    found += [f"optimizer {group['optimizer']}"] if "optimizer" in group else []
     return ", ".join(found)
 
 
@@ -87,7 +88,7 @@ def _pair_param_groups(
     """Index of the saved param group whose settings each of this run's groups takes.
 
     Neither the order of the groups nor their number is the same on all pipeline stages and in all
-    releases. They are paired by what they are, one of the same kind with one, none twice.
+    versions. They are paired by what they are, one of the same kind with one, none twice.
 
     Args:
         current_groups (list[dict]): the param groups of this run's optimizer.
@@ -104,7 +105,8 @@ def _pair_param_groups(
         for index, group in enumerate(groups):
             if index not in taken:
                 traits = _param_group_traits(group)
-                found.setdefault(common(*traits), []).append((index, traits))
+                key = common(*traits), group.get("optimizer") if optimizers_are_known else None
+                found.setdefault(key, []).append((index, traits))
         return found
 
     steps = (
@@ -114,6 +116,8 @@ def _pair_param_groups(
         # A checkpoint may not say whose a rate is.
         (lambda kind, own_rate, rates: (kind, rates), zip),
     )
+    both = (*current_groups, *saved_groups)
+    optimizers_are_known = all("optimizer" in group for group in both)
     pairs: dict[int, int] = {}
     for common, pair in steps:
         saved = by(common, saved_groups, pairs.values())
@@ -195,6 +199,10 @@ Raises:
     ValueError: a current group has no counterpart, or more than one.
 """'''
 KEYS = "param_group_identifier_keys"
+OVERRIDE_KEYS = "_param_group_override_keys"
+COMMENT = """# Per-group keys that the param groups of the common state are sorted by, so that two saves of one
+# run agree; a load pairs groups with ``saved_param_groups_in_order``. The fields of
+# ``ParamGroupOverride`` are read from its annotations; ``_get_param_groups`` sets the others."""
 INNER = "inner_state_dict = self.optimizer.state_dict()"
 IN_ORDER = f"""state_dict_param_groups = {CALL}(
     inner_state_dict["param_groups"],
@@ -244,6 +252,8 @@ def pair_groups(source: Source) -> None:
             )
     for inserted in FUNCTIONS:
         source.insert_function_before(source.class_named("MegatronOptimizer"), inserted)
+    if source.has_function(OVERRIDE_KEYS):
+        source.replace_comment_above(source.function(OVERRIDE_KEYS), "MegatronOptimizer", COMMENT)
 
 
 @fix.edit(DISTRIB_OPTIMIZER)

@@ -2,10 +2,7 @@
 
     counting.py zarr OUT --ranks 4 --chunks 16        flattened shards, of which each tensor-parallel rank has a chunk
     counting.py megatron OUT --ranks 4 --formats torch,fully_reshardable [--layers 2] [--hidden 64]
-                    [--steps 0] [--background] [--offload 0.5] [--schedule override|checkpoint]
-    counting.py reload OUT --ranks 4 --offload 0.5    the optimizer of a run of which the weights alone were loaded
-    counting.py zero OUT --ranks 4 --stages 0,1,3 [--layers 2] [--hidden 64]
-                    [--experts 4 [--expert-parallel 2]]
+    counting.py zero OUT --ranks 4 --stages 1,3 [--layers 2] [--hidden 64]
     counting.py tool OUT MODULE ARGUMENT...           a command, of files in OUT
 
 What is done is done twice: the first time modules are imported and connections opened, the second time is counted.
@@ -13,7 +10,6 @@ What is done is done twice: the first time modules are imported and connections 
 
 import argparse
 import functools
-import inspect
 import itertools
 import json
 import runpy
@@ -38,7 +34,7 @@ CLIENT_STATE = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
-    for start in (zarr, megatron, reload, zero):
+    for start in (zarr, megatron, zero):
         command = commands.add_parser(start.__name__)
         command.set_defaults(start=start)
         command.add_argument("out", type=Path)
@@ -48,12 +44,6 @@ def main() -> None:
         command.add_argument("--stages", type=lambda text: text.split(","), default=[])
         command.add_argument("--layers", type=int, default=2)
         command.add_argument("--hidden", type=int, default=64)
-        command.add_argument("--background", action="store_true", help="save asynchronously, and wait for the end")
-        command.add_argument("--steps", type=int, default=1, help="before the first save")
-        command.add_argument("--offload", type=float, help="the fraction of the parameters that the CPU steps")
-        command.add_argument("--schedule", help="whose learning rate holds after a load")
-        command.add_argument("--experts", type=int, default=0, help="behind a layer")
-        command.add_argument("--expert-parallel", type=int, default=2, help="ranks")
     command = commands.add_parser("tool")
     command.set_defaults(start=tool)
     command.add_argument("out", type=Path)
@@ -115,77 +105,19 @@ def megatron(options: argparse.Namespace) -> None:
 def save_and_load(rank: int, options: argparse.Namespace) -> None:
     from ckpt_patches.demo import megatron_training as mt
 
-    build = builder(options)
-    model, optimizer = build()
-    scheduler = schedule(optimizer, options, lr=1e-3)
-    for iteration in range(options.steps):
-        mt.step(model, optimizer, iteration)
+    mt.use_inner_optimizer("fused")
+    stack = functools.partial(stack_of_layers, layers=options.layers, hidden=options.hidden)
+    model, optimizer = mt.build(make_model=stack)
+    mt.step(model, optimizer, 0)
     found: dict[str, Counter[str]] = {}
     for name, time in itertools.product(options.formats, ("first", "second")):
         folder = options.out / time / name
-        if options.background:
-            with counted(folder) as found[f"{name}, save in the background"]:
-                save_in_background(name, model, optimizer, folder)
-            continue
         with counted(folder) as found[f"{name}, save"]:
             mt.save(name, model, optimizer, folder)
-        model, optimizer = build()
-        resumed_with = schedule(optimizer, options, lr=5e-4)
+        model, optimizer = mt.build(make_model=stack)
         with counted(folder) as found[f"{name}, load"]:
             mt.load(name, model, optimizer, folder)
-            if scheduler:
-                resumed_with.load_state_dict(scheduler.state_dict())
     report(found, options.ranks)
-
-
-def builder(options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
-    """What makes a model and its optimizer."""
-    from ckpt_patches.demo import megatron_training as mt
-
-    mt.use_inner_optimizer("fused")
-    stack = functools.partial(stack_of_layers, layers=options.layers, hidden=options.hidden)
-    return functools.partial(mt.build, make_model=stack, offload_fraction=options.offload)
-
-
-def schedule(optimizer: Any, options: argparse.Namespace, lr: float) -> Any:
-    """A scheduler; none where none is asked for."""
-    import param_groups
-
-    if options.schedule:
-        return param_groups.schedule(optimizer, {"lr": lr, "min_lr": lr / 10}, {"keep": options.schedule})
-    return None
-
-
-def reload(options: argparse.Namespace) -> None:
-    from ckpt_patches.demo import megatron_training as mt
-
-    mt.spawn(reload_weights, options.ranks, options)
-
-
-def reload_weights(rank: int, options: argparse.Namespace) -> None:
-    _, optimizer = builder(options)()
-    found: Found = {}
-    for _ in range(2):
-        with counted(options.out) as found["reload"]:
-            optimizer.reload_model_params()
-    report(found, options.ranks)
-
-
-def save_in_background(name: str, model: Any, optimizer: Any, folder: Path) -> None:
-    """What this process does for it; its writer is another one."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    from ckpt_patches.demo import megatron_training as mt
-
-    mt.make_folder(folder)
-    state = mt.sharded_state_dict(name, model, optimizer, is_loading=False)
-    chosen: dict[str, Any] = {"async_sharded_save": True}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 another package's
-        chosen["async_strategy"] = "mcore"
-    calls = AsyncCallsQueue()
-    calls.schedule_async_request(dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **chosen))
-    calls.maybe_finalize_async_calls(blocking=True)
 
 
 def stack_of_layers(config: Any, dtype: torch.dtype, native_fp32: bool, *, layers: int, hidden: int) -> Any:
@@ -215,16 +147,11 @@ def zero(options: argparse.Namespace) -> None:
     for work in (save_zero, load_zero):
         options.work = work
         deepspeed_training.on_ranks(options)
-        for stage in convertible(options.stages) if work is save_zero else ():
+        for stage in options.stages if work is save_zero else ():
             folders = ["--input_folder", options.out / stage / TAG, "--output_folder", options.out / stage / UNIVERSAL]
-            more = ["--inject_missing_state"] if options.experts else []
-            subprocess.run([sys.executable, "-m", "deepspeed_patches.ds_to_universal", *folders, *more], check=True)
+            subprocess.run([sys.executable, "-m", "deepspeed_patches.ds_to_universal", *folders], check=True)
     files = [options.out / f"{work.__name__}.json" for work in (save_zero, load_zero)]
     print("\n" + json.dumps({part: rows for file in files for part, rows in json.loads(file.read_text()).items()}))
-
-
-def convertible(stages: list[str]) -> list[str]:
-    return [stage for stage in stages if stage != "0"]
 
 
 def save_zero(rank: int, options: argparse.Namespace) -> None:
@@ -233,21 +160,16 @@ def save_zero(rank: int, options: argparse.Namespace) -> None:
         run = zero_run(options, stage, universal=False)
         for folder in (options.out / "first" / stage, options.out / stage):
             with counted(folder) as found[f"stage {stage}, save"]:
-                # With experts a save adds by itself what the converter asks for, and takes no other.
-                run.save_checkpoint(str(folder), tag=TAG, client_state={} if options.experts else CLIENT_STATE)
+                run.save_checkpoint(str(folder), tag=TAG, client_state=CLIENT_STATE)
     report(found, options.ranks, (options.out / "save_zero.json").write_text)
 
 
 def load_zero(rank: int, options: argparse.Namespace) -> None:
-    from ckpt_patches.demo.deepspeed_training import OneTensorParallelRank
-
     found = {}
     for stage in options.stages:
-        for tag in (TAG, UNIVERSAL) if convertible([stage]) else (TAG,):
+        for tag in (TAG, UNIVERSAL):
             run = zero_run(options, stage, universal=tag == UNIVERSAL)
             name = f"stage {stage}, {'universal ' if tag == UNIVERSAL else ''}load"
-            if tag == UNIVERSAL and stage != "3":  # up to 0.14.0 DeepSpeed cannot do without Megatron
-                run.optimizer.mpu = OneTensorParallelRank
             for _ in range(2):
                 with counted(options.out / stage) as found[name]:
                     run.load_checkpoint(str(options.out / stage), tag=str((options.out / stage / tag).resolve()))
@@ -255,51 +177,12 @@ def load_zero(rank: int, options: argparse.Namespace) -> None:
 
 
 def zero_run(options: argparse.Namespace, stage: str, *, universal: bool) -> Any:
-    """One that has taken a step, of two param groups in which every layer has a part.
-
-    Up to 0.17 no universal checkpoint of stage 3 has more than one.
-    """
+    """One that has taken a step, of two param groups in which every layer has a part."""
     import deepspeed
 
-    if options.experts:
-        return run_of_experts(options, stage, universal=universal)
     layers = [torch.nn.Linear(16, options.hidden)]
     layers += [torch.nn.Linear(options.hidden, options.hidden) for _ in range(options.layers - 1)]
-    model = torch.nn.Sequential(*layers)
     groups = [{"params": [layer.weight for layer in layers]}, {"params": [layer.bias for layer in layers]}]
-    if stage == "3" and deepspeed.__version__ < "0.18":
-        groups = [{"params": list(model.parameters())}]
-    return stepped(model, groups, stage, universal=universal)
-
-
-def run_of_experts(options: argparse.Namespace, stage: str, *, universal: bool) -> Any:
-    """A layer, and experts of several."""
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = torch.nn.Linear(16, options.hidden)
-            expert = torch.nn.Sequential(
-                *(torch.nn.Linear(options.hidden, options.hidden) for _ in range(options.layers))
-            )
-            self.experts = MoE(
-                options.hidden, expert, num_experts=options.experts, ep_size=options.expert_parallel, min_capacity=0
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.experts(self.first(x))[0]
-            return found
-
-    model = Model()
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
-    return stepped(model, groups, stage, universal=universal)
-
-
-def stepped(model: torch.nn.Module, groups: list[dict[str, Any]], stage: str, *, universal: bool) -> Any:
-    import deepspeed
-
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -307,7 +190,8 @@ def stepped(model: torch.nn.Module, groups: list[dict[str, Any]], stage: str, *,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": int(stage), "reduce_bucket_size": 1 << 20},
     }
-    run = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    run = deepspeed.initialize(model=torch.nn.Sequential(*layers), optimizer=optimizer, config=config)[0]
     run.backward(run(torch.ones(4, 16, dtype=torch.bfloat16)).float().pow(2).mean())
     run.step()
     return run

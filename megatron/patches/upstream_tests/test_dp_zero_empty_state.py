@@ -132,7 +132,28 @@ def test_state_that_is_lost_as_a_whole_is_an_error(optimizer):
         _gathered(optimizer)
 
 
-def test_state_dict_before_first_step_of_torch_adam(optimizer, monkeypatch):
-    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False, raising=False)
-    (group,) = optimizer.state_dict()["optimizer"]["param_groups"]
+@pytest.fixture
+def torch_adam(optimizer, monkeypatch):
+    """An optimizer that keeps its step in the states alone."""
+    if not hasattr(distrib_optimizer, "HAVE_APEX_OR_TE"):
+        pytest.skip("The distributed optimizer needs Apex or Transformer Engine.")
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
+    return optimizer
+
+
+def test_state_dict_before_first_step_of_torch_adam(torch_adam):
+    (group,) = torch_adam.state_dict()["optimizer"]["param_groups"]
     assert group.get("step", 0) == 0
+
+
+def test_lost_step_of_torch_adam_is_an_error(torch_adam):
+    _step(torch_adam, [0, 1])
+    del torch_adam.optimizer.state[torch_adam.optimizer.param_groups[0]["params"][1]]["step"]
+    with pytest.raises(KeyError, match="step"):
+        torch_adam.state_dict()
+
+
+def test_states_of_torch_adam_that_are_lost_after_a_step_are_an_error(torch_adam):
+    torch_adam.step_taken = True
+    with pytest.raises(AssertionError):
+        torch_adam.state_dict()

@@ -33,7 +33,7 @@ def _flattened_shard(start, stop):
 
 
 def _function(name):
-    """Releases have these helpers in different modules."""
+    """A helper, in whichever of these modules it is."""
     modules = ("exchange_utils", "strategies.fully_parallel", "validation", "serialization")
     for module_name in modules:
         try:

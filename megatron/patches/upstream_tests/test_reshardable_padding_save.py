@@ -37,10 +37,7 @@ def optimizer_of_rank(rank, monkeypatch):
     optimizer.gbuf_ranges = [{DTYPE: [{"param_map": {}}]}]
     saved = [{**states, "gbuf_local_start": 0, "gbuf_local_end": UNPADDED}] if rank == 0 else []
     state = {"per_bucket_numel": None, "per_bucket_numel_unpadded": None, 0: {DTYPE: [saved]}}
-    for name, value in (
-        ("get_rank", rank),
-        ("get_world_size", RANKS),
-    ):  # asked of the group in later releases
+    for name, value in (("get_rank", rank), ("get_world_size", RANKS)):
         monkeypatch.setattr(torch.distributed, name, lambda group=None, value=value: value)
     for name in ("fs_bucket_space", "dp_reshardable"):
         monkeypatch.setattr(optimizer, f"get_parameter_state_{name}", lambda: state, raising=False)

@@ -62,6 +62,13 @@ def test_a_new_learning_rate():
     assert load(optimizer, *saved) == ["main", "embedding", "bias"]
 
 
+def test_groups_of_different_optimizers():
+    adam, muon = ({**MAIN, "optimizer": name, "name": name} for name in ("adam", "muon"))
+    optimizer = make_optimizer(adam, muon)
+
+    assert load(optimizer, muon, adam) == ["adam", "muon"]
+
+
 def test_a_group_without_a_saved_one_is_told():
     optimizer = make_optimizer(MAIN, EMBEDDING)
 

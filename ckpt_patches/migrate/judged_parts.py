@@ -1,12 +1,9 @@
-"""What a process of a group tells the first one about its share of a checkpoint, as bytes.
-
-They come from a file that others may be able to write, so nothing in them is run: a length, JSON, arrays of numbers.
-"""
+"""What was odd in a file of the output, as bytes: a length, JSON, arrays of numbers. Nothing of it is run."""
 
 import json
 import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,29 +15,10 @@ LENGTH = struct.Struct("<Q")
 COLUMNS = ("<i8", "<i8", "<u2")  # of odd runs: begin, end, code
 
 
-class Reply(NamedTuple):
-    """Some of what was found in a share."""
-
-    audit: int  # the number of the audit that it is of
-    files: str  # a fingerprint of what is to be read of the whole checkpoint
-    parts: list[Part]  # in order
-    is_last: bool = False
-    reason: tuple[str, str] | None = None  # why the share cannot be read to its end: of which file or array, and what
-
-
-def encoded(reply: Reply) -> bytes:
-    header = {
-        "audit": reply.audit,
-        "files": reply.files,
-        "parts": [_described(part) for part in reply.parts],
-        "is_last": reply.is_last,
-        "reason": reply.reason,
-    }
-    data = json.dumps(header).encode()
+def encoded(parts: Sequence[Part]) -> bytes:
+    data = json.dumps([_described(part) for part in parts]).encode()
     columns = [
-        column.astype(dtype).tobytes()
-        for part in reply.parts
-        for column, dtype in zip(part.odd.runs, COLUMNS, strict=True)
+        column.astype(dtype).tobytes() for part in parts for column, dtype in zip(part.odd.runs, COLUMNS, strict=True)
     ]
     return b"".join([LENGTH.pack(len(data)), data, *columns])
 
@@ -55,7 +33,7 @@ def _described(part: Part) -> dict[str, Any]:
     }
 
 
-def decoded(data: bytes) -> Reply:
+def decoded(data: bytes) -> list[Part]:
     """What `encoded` was given.
 
     Raises:
@@ -63,16 +41,16 @@ def decoded(data: bytes) -> Reply:
     """
     try:
         end = LENGTH.size + LENGTH.unpack_from(data)[0]
-        header = json.loads(data[LENGTH.size : end])
         arrays = _Arrays(data, end)
-        parts = [_part(described, arrays) for described in header["parts"]]
-        reason = tuple(map(str, header["reason"])) if header["reason"] else None
-        assert reason is None or len(reason) == 2
+        parts = [_part(described, arrays) for described in json.loads(data[LENGTH.size : end])]
         if arrays.at != len(data):
             raise ValueError(f"{len(data) - arrays.at} bytes too many")
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise UserError(f"what a process of the group sent is no reply: {type(error).__name__}: {error}") from None
-    return Reply(int(header["audit"]), str(header["files"]), parts, bool(header["is_last"]), reason)
+        raise UserError(
+            f"expected what a migration has found odd, found something else: {type(error).__name__}: {error}; remove "
+            "the unfinished folder, and run the same command again"
+        ) from None
+    return parts
 
 
 class _Arrays:

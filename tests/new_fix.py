@@ -1,16 +1,19 @@
-"""`ckpt-patches new-fix`: the files of a fix that is to be written, in a clone of this repository.
+"""Create the files of a new fix from the templates in docs/new_fix/; CONTRIBUTING.md describes what goes into them.
 
-They are made from the templates in docs/new_fix/; CONTRIBUTING.md says what goes into them.
+python tests/new_fix.py lost_momentum --module deepspeed.runtime.engine --upstream https://github.com/…/issues/1
 """
 
-import os
+import argparse
 import re
+import sys
 from pathlib import Path
 from string import Template
 
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.durable import replace_durably
+from upstream import REPOSITORY
 
 TEMPLATES = "docs/new_fix"
 REGISTRY = "ckpt_patches/engine/registry.py"
@@ -44,10 +47,10 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     """By path, the text of each file that is made or changed.
 
     Raises:
-        UserError: this is no clone, the name is taken or is none, or no upstream package has such a module.
+        UserError: the name is taken or is none, or no upstream package has such a module.
     """
     package = _package_of(module)
-    _check(root, name)
+    _check(name)
     folder = folder_of(module)
     values = {
         "name": name,
@@ -81,11 +84,6 @@ def folder_of(module: str) -> str:
     return FOLDERS[_package_of(module)][-1]
 
 
-def repository() -> Path:
-    """The clone that this runs in; of an install that is none, the folder with the packages."""
-    return Path(os.path.realpath(__file__)).parent.parent
-
-
 def _package_of(module: str) -> str:
     for package in FOLDERS:
         if module.startswith(f"{package}."):
@@ -93,9 +91,7 @@ def _package_of(module: str) -> str:
     raise UserError(f"expected a module of {' or '.join(FOLDERS)}, found {module}")
 
 
-def _check(root: Path, name: str) -> None:
-    if not (root / TEMPLATES).is_dir():
-        raise UserError(f"expected a clone of this repository, found {root}: install it with pip install -e . in one")
+def _check(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"expected a name in small letters, digits and underscores, found {name!r}")
     if name in EVERYTHING:
@@ -118,3 +114,25 @@ def _with_entry(changes: str, name: str) -> str:
     if after.startswith(kind):
         return f"{before}{heading}{kind}{entry}{after.removeprefix(kind)}"
     return f"{before}{heading}{kind}{entry}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Create the files of a new fix. CONTRIBUTING.md describes the steps.")
+    parser.add_argument("name", metavar="NAME", help="for the bug, such as universal_step")
+    parser.add_argument("--module", required=True, help="which the fix edits, as megatron.core.optimizer.optimizer")
+    parser.add_argument("--upstream", required=True, metavar="URL", help="of the report, or of the code with the bug")
+    options = parser.parse_args()
+    try:
+        found = files(REPOSITORY, options.name, options.module, options.upstream)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path, text in found.items():
+        replace_durably(path, text.encode())
+        print(path.relative_to(REPOSITORY))
+    print(NEXT.format(name=options.name, folder=folder_of(options.module), changes=CHANGES))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

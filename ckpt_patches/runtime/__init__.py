@@ -1,0 +1,1 @@
+"""What the tools run on: several hosts, as a launcher starts their ranks."""

@@ -1,0 +1,321 @@
+"""Several ranks of one command, under torchrun and with --distributed: they do what one process does, and end alike."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_patches.demo.ranks import free_port
+from ckpt_patches.errors import UserError
+from ckpt_patches.runtime import distributed
+from ckpt_patches.runtime.distributed import Ranks, note, place
+from test_audit_many import arrays
+from test_audit_many import written as by_hand
+from test_audit_repair import contents
+from test_migrate_interrupted import write as write_old
+from universal import environment, parallel
+
+LIMIT = 300  # seconds
+POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+SMALL = "migration_plan.FILE = copies.AT_A_TIME = scan.SPAN = scan.BLOCK = 1000"  # so that there are many pieces
+SHORT = "distributed.STEP = distributed.START = timedelta(seconds=4)"
+HOST = os.uname().nodename
+
+
+# Which ranks there are
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted", "expected"),
+    [
+        ({}, None, (0, 1)),
+        (POD, None, (0, 1)),
+        (SRUN, None, (0, 1)),
+        ({**POD, **TORCHRUN}, None, (3, 8)),
+        ({**POD, **TORCHRUN}, False, (0, 1)),
+        (POD, True, (3, 8)),
+        ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, True, (0, 1)),
+    ],
+)
+def test_the_place_of_a_process(variables: dict[str, str], wanted: bool | None, expected: tuple[int, int]) -> None:
+    assert place(wanted, variables) == expected
+
+
+@pytest.mark.parametrize("wrong", [{}, {"RANK": "x"}, {"RANK": "8"}, {"RANK": "-1"}, {"MASTER_PORT": ""}])
+def test_variables_that_are_missing_or_wrong(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"):
+        place(True, {**POD, **wrong} if wrong else SRUN)
+
+
+def test_one_that_works_alone_says_so_where_it_looks_otherwise() -> None:
+    assert note(None, POD) == (
+        "RANK=3 and WORLD_SIZE=8 are set, but not by torchrun: this process does all of the work; --distributed makes "
+        "it one of 8 ranks that share it"
+    )
+    assert note(None, SRUN).startswith("SLURM_PROCID=1 and SLURM_STEP_NUM_TASKS=4 are set")
+    assert {note(None, {}), note(False, POD), note(None, {**POD, "WORLD_SIZE": "1"})} == {""}
+
+
+def test_the_processors_of_a_host_are_divided_among_its_ranks() -> None:
+    places = [("a", {0, 1, 2, 3}), ("a", {0, 1, 2, 3}), ("b", {0, 1}), ("b", {2, 3, 4})]  # those of b are bound
+    assert [distributed._with_processors(rank, places).workers for rank in range(4)] == [2, 2, 2, 2]
+    assert Ranks(processors=96).workers == 16
+
+
+# Commands
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command of the tools, and the folder that it writes."""
+
+    command: str
+    options: tuple[str | Path, ...]
+    output: Path
+
+    def program(self, change: str = "", at_end: str = "") -> str:
+        return f"""
+import os, sys, time
+from datetime import timedelta
+from ckpt_patches import cli
+from ckpt_patches.audit import audit, copies, scan
+from ckpt_patches.formats import ranged, unfinished
+from ckpt_patches.migrate import migration_plan, move
+from ckpt_patches.runtime import distributed
+from deepspeed_patches.ds_to_universal import command, workers
+{SMALL}
+{change}
+status = {"command" if self.command == "convert" else "cli"}.main(sys.argv[1:])
+{at_end}
+sys.exit(status)
+"""
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*([] if self.command == "convert" else [self.command]), *map(str, self.options)]
+
+    def alone(self, at_end: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-c", self.program(at_end=at_end), *self.arguments]
+        env = environment(**variables)
+        return subprocess.run(program, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+    def torchrun(self, size: int, folder: Path) -> subprocess.CompletedProcess[str]:
+        script = folder / "program.py"
+        script.write_text(self.program())
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(free_port())]
+        program = [sys.executable, *launcher, str(script), *self.arguments]
+        return subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+
+    def by_hand(self, *changes: str, largest_file: int = -1, lost: int = -1) -> list[tuple[int, str, str]]:
+        """A rank for each change, with --distributed, the last one with a disk of this size: status, output, errors.
+
+        Of those that have not ended by themselves when all others have, `lost` is one.
+        """
+        shared = {"WORLD_SIZE": str(len(changes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        running = []
+        for rank, change in enumerate(changes):
+            is_limited = largest_file >= 0 and rank == len(changes) - 1
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", self.program(change), *self.arguments, "--distributed"],
+                    env=environment(**shared, RANK=str(rank)),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    preexec_fn=partial(limit_files, largest_file) if is_limited else None,
+                )
+            )
+        try:
+            said = {rank: own.communicate(timeout=LIMIT) for rank, own in enumerate(running) if rank != lost}
+        finally:
+            for process in running:
+                process.kill()
+        if lost >= 0:
+            said[lost] = running[lost].communicate(timeout=LIMIT)
+        return [(process.returncode, *said[rank]) for rank, process in enumerate(running)]
+
+
+def limit_files(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+def work(command: str, tmp_path: Path, to: str) -> Work:
+    output = tmp_path / to / command
+    output.parent.mkdir(exist_ok=True)
+    if command == "convert":
+        folders = ("--input-folder", parallel("megatron")["megatron"], "--output-folder", output)
+        return Work(command, (*folders, "--workers", "1", "--json"), output)
+    source = tmp_path / ("old" if command == "migrate" else "damaged")
+    if not source.exists():
+        write_old(source) if command == "migrate" else write_damaged(source)
+    out: tuple[str | Path, ...] = ("--json",) if command == "audit" else ("--output", output)
+    out += ("--json",) if command == "migrate" else ()
+    return Work(command, (source, *out, "--workers", "1"), output)
+
+
+def write_damaged(path: Path) -> None:
+    states = arrays(400, 64)
+    states["fp32_param"].reshape(-1)[5::7000] = np.nan
+    by_hand(path, states, arrays(400, 64)["fp32_param"])
+
+
+BESIDE = {"convert": ["convert", "latest_universal"], "migrate": ["migrate"], "audit": [], "repair": ["repair"]}
+COMMANDS = [name if name == "audit" else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE]
+
+
+def check_same(own: Work, single: Work) -> None:
+    """The outputs, and nothing beside them."""
+    if own.command != "audit":
+        assert contents(own.output) == contents(single.output)
+    assert sorted(path.name for path in own.output.parent.iterdir() if path.suffix != ".py") == BESIDE[own.command]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ranks_of_torchrun_do_what_one_process_does(command: str, tmp_path: Path) -> None:
+    single, own = work(command, tmp_path, "alone"), work(command, tmp_path, "together")
+    status = 1 if command == "audit" else 0  # the checkpoint is damaged
+    alone, together = single.alone(), own.torchrun(3, own.output.parent)
+    assert (alone.returncode, together.returncode) == (status, status), (alone.stderr, together.stderr)
+    check_same(own, single)
+    if command in ("audit", "repair"):
+        assert together.stdout == alone.stdout.replace(str(single.output), str(own.output))
+    else:
+        found, expected = json.loads(together.stdout), json.loads(alone.stdout)
+        assert {key: found[key] for key in ("bytes", "files")} == {key: expected[key] for key in ("bytes", "files")}
+
+
+@pytest.mark.parametrize("command", BESIDE)
+def test_one_process_needs_no_torch_and_waits_for_nobody(command: str, tmp_path: Path) -> None:
+    """In a pod, whose variables name ranks that do not run."""
+    done = work(command, tmp_path, "alone").alone("status = 9 if 'torch' in sys.modules else status", **POD)
+    assert done.returncode == (1 if command == "audit" else 0), done.stderr
+    lines = [line for line in done.stderr.splitlines() if "--distributed" in line]
+    assert len(lines) == 1
+    assert "RANK=3 and WORLD_SIZE=8 are set, but not by torchrun" in lines[0]
+
+
+def test_a_wrong_path_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "no_folder"
+    begin = time.monotonic()
+    done = Work("audit", (path,), path).torchrun(2, tmp_path)
+    seconds = time.monotonic() - begin
+    print(f"a wrong path under torchrun: {seconds:.1f} s, torchrun and its imports included")
+    assert done.returncode == 1  # torchrun's
+    assert f"ckpt-patches: {path}: expected a checkpoint or a folder of checkpoints, found no folder\n" in done.stderr
+    assert seconds < 60  # on a busy machine; nobody has waited for ten minutes
+
+
+# A rank that fails
+
+
+def once(message: str, found: Sequence[tuple[int, str, str]]) -> None:
+    """All failed, and one said why."""
+    assert all(status not in (0, 1) for status, _, _ in found), found
+    assert sum(errors.count(message) for _, _, errors in found) == 1, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["convert", "migrate", "repair"])
+def test_a_full_disk_of_one_rank_ends_all_and_the_same_command_goes_on(command: str, tmp_path: Path) -> None:
+    single, own = work(command, tmp_path, "alone"), work(command, tmp_path, "together")
+    alone = single.alone()
+    assert alone.returncode == 0, alone.stderr
+    found = own.by_hand("", "", largest_file=5000 if command == "repair" else 300)
+    once("File too large", found)
+    assert f"rank 1 of 2 on {HOST}: " in found[0][2]
+    assert not own.output.exists()
+    assert not (own.output.parent / "latest_universal").exists()
+
+    again = own.by_hand("", "")
+    assert [status for status, _, _ in again] == [0, 0], again
+    check_same(own, single)
+    if command == "convert":
+        (summary,) = [json.loads(out) for _, out, _ in again if out]
+        assert summary["files_before"] > 0
+        assert summary["files"] + summary["files_before"] == json.loads(alone.stdout)["files"]
+
+
+AFTER_ONE_FILE = """
+write, main = workers.Writer.write, os.getpid()
+def last(self, output):
+    write(self, output)
+    self.finish()
+    os.kill(main, {signal})
+workers.Writer.write = last
+"""
+
+
+@pytest.mark.parametrize(
+    ("signal", "lost"),
+    [(9, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, 0), (19, 1), (19, 0)))],
+)
+def test_a_lost_rank_is_named_and_the_same_command_goes_on(signal: int, lost: int, tmp_path: Path) -> None:
+    single, own = work("convert", tmp_path, "alone"), work("convert", tmp_path, "together")
+    changes = [SHORT, SHORT]
+    changes[lost] += AFTER_ONE_FILE.format(signal=signal)
+    found = own.by_hand(*changes, lost=lost)
+    assert found[lost][0] == -9
+    status, out, errors = found[1 - lost]
+    assert (status, out) == (2, "")
+    named = f"rank 1 of 2 on {HOST}" if lost else "rank 0, or one that it names,"
+    assert f"ds_to_universal: {named} is missing at the end of writing" in errors
+    assert not own.output.exists()
+    assert single.alone().returncode == 0
+    assert [status for status, _, _ in own.by_hand("", "")] == [0, 0]
+    check_same(own, single)
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_starts(tmp_path: Path) -> None:
+    own = work("audit", tmp_path, "together")
+    (status, out, errors), _ = own.by_hand(SHORT, "sys.exit()")
+    assert (status, out) == (2, "")
+    assert "rank 0 of 2 cannot join the others at 127.0.0.1:" in errors
+
+
+UNREADABLE = """
+def fail(self, path, offset, into): raise OSError(5, "a broken disk", "a disk")
+ranged.RangedFiles.read = fail
+"""
+FEWER = "all_shards = audit.all_shards\naudit.all_shards = lambda found: all_shards(found)[:0]"
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        pytest.param(UNREADABLE, "a broken disk", id="unreadable"),
+        pytest.param(FEWER, "rank 1 has found other files in it than rank 0", id="other", marks=pytest.mark.slow),
+    ],
+)
+def test_a_share_that_cannot_be_read_is_a_finding(change: str, detail: str, tmp_path: Path) -> None:
+    first, other = work("audit", tmp_path, "together").by_hand("", change)
+    assert (first[0], other[:2]) == (3, (3, "")), (first, other)
+    (checkpoint,) = json.loads(first[1])["checkpoints"]
+    (unreadable,) = [own["detail"] for own in checkpoint["findings"] if own["name"] == "unreadable"]
+    assert unreadable.startswith(detail)
+
+
+@pytest.mark.slow
+def test_a_defect_of_one_rank_is_reported_by_rank_0(tmp_path: Path) -> None:
+    found = work("audit", tmp_path, "together").by_hand("", "audit.find = lambda path: 1 / 0")
+    once("ZeroDivisionError", found)
+    assert "a defect, please report it" in found[0][2]
+
+
+@pytest.mark.slow
+def test_ranks_that_were_called_differently_do_nothing(tmp_path: Path) -> None:
+    own = work("audit", tmp_path, "together")
+    write_damaged(tmp_path / "other")
+    found = own.by_hand("", f"sys.argv[2] = {str(tmp_path / 'other')!r}")
+    once(f"rank 1 of 2 on {HOST} differs from rank 0 at looking for checkpoints", found)
