@@ -120,15 +120,16 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise UserError(
-                f"{self._lost(str(error))} is missing at the end of {step}: it was killed, or hung for {STEP}; see what it printed, and "
-                "run the same command again"
+                f"{self._lost(str(error))} is missing at the end of {step}: it was killed, or hung for {STEP}; see what "
+                "it printed, and run the same command again"
             ) from None
 
     def _lost(self, error: str) -> str:
-        """The rank that `error` of a collective is about. Rank 0 learns it from the barrier, or from its connections."""
-        late = re.search(r"Rank (\d+) failed to pass", error)
-        lost = int(late[1]) if late else next(filter(_is_closed, range(1, self.size)), 0) if self.rank == 0 else 0
-        return self._named(lost) if lost else "rank 0, or one that it names,"
+        """The rank that an error of a collective is about: rank 0 sees it at the barrier, or by a closed connection."""
+        if late := re.search(r"Rank (\d+) failed to pass", error):
+            return self._named(int(late[1]))
+        closed = [rank for rank in range(1, self.size) if _is_closed(rank)] if self.rank == 0 else []
+        return self._named(closed[0]) if closed else "rank 0, or one that it names,"
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} of {self.size} on {self.hosts[rank]}"
