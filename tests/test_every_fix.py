@@ -32,7 +32,9 @@ NEWEST = pytest.mark.parametrize(
 def test_the_registry_and_the_fix_name_the_same_modules(name: str) -> None:
     fix = fixes.load(name)
     assert fix.name == name
-    assert {edit.module for edit in fix.edits} | ({fix.concerns} - {""}) == set(FIXES[name])
+    # A package's own file is no module that an import names: the hook does not look it up.
+    concerned = {fix.concerns} if fix.concerns and not fix.concerns.endswith(".__init__") else set()
+    assert {edit.module for edit in fix.edits} | concerned == set(FIXES[name])
     assert {TARGETS[module] for module in FIXES[name]} == {fix.package}
     assert all(module.startswith(PREFIXES) for module in FIXES[name])  # what the import hook looks at first
 
@@ -178,7 +180,7 @@ IN_PARTS = {
     "fully_reshardable_shift": "0.19.2",
     "async_save_staging": "0.12.0 0.19.2",
     "sharding_type_default": "0.19.2",
-    "resume_param_groups": "0.7.0 0.14.0 0.19.2",
+    "resume_param_groups": "0.7.0 0.16.1 0.19.2",
     "override_learning_rate": "0.14.0 0.19.2",
     "hybrid_offload_reload": "0.14.0 0.19.2",
     "hybrid_offload_resume": "0.14.0 0.19.2",
