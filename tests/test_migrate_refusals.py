@@ -1,7 +1,9 @@
 """What is not migrated is refused in one line, before anything is written; and what is written is what was read."""
 
+import errno
 import io
 import json
+import os
 import pickle
 import re
 import struct
@@ -191,6 +193,56 @@ def test_what_is_not_covered_is_refused(
     change, expected = NOT_COVERED[case]
     old, _ = checkpoint(tmp_path / "old", change)
     assert expected in refused(capsys, old, tmp_path, *options)
+
+
+def removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.unlink()
+
+
+def folder_in_its_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def not_opened(number: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Opening this one file fails, as on a bad disk or without the permission."""
+
+    def fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened = os.open
+
+        def failing(file: Any, *arguments: Any, **options: Any) -> int:
+            if str(file) == str(path):
+                raise OSError(number, os.strerror(number), str(file))
+            return opened(file, *arguments, **options)
+
+        monkeypatch.setattr(os, "open", failing)
+
+    return fail
+
+
+UNREADABLE = {
+    "No such file or directory": removed,
+    "Is a directory": folder_in_its_place,
+    "Permission denied": not_opened(errno.EACCES),
+    "Input/output error": not_opened(errno.EIO),
+}
+
+
+@pytest.mark.parametrize("reason", UNREADABLE)
+@pytest.mark.parametrize("options", [(), ("--damaged-as-is",), ("--dry-run",)], ids=["", "as it is", "dry run"])
+def test_a_file_that_cannot_be_read_is_named_with_the_error_of_the_system(
+    reason: str,
+    options: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    UNREADABLE[reason](old / "__1_0.distcp", monkeypatch)
+    line = refused(capsys, old, tmp_path, *options)
+    assert re.fullmatch(
+        rf"ckpt-patches: \S+: its chunk at \[[\d, ]+\] cannot be read: {old}/__1_0.distcp: {reason}", line
+    )
 
 
 def test_other_steps_in_other_groups_are_refused_without_a_step(

@@ -1,14 +1,18 @@
 """What zarr holds, by hand: whole arrays in chunks, objects in files of their own, and folders of locks beside them."""
 
+import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckpt_patches.audit.audit import audit
+from ckpt_patches.audit.damages import UNREADABLE
 from ckpt_patches.formats import torch_dist
 from old_checkpoints import settings
 from test_migrate_refusals import loaded_by_torch, migrate, refused
@@ -114,6 +118,20 @@ def test_an_array_that_is_not_all_there_is_refused(
     old, _ = checkpoint(tmp_path / "old")
     break_it(old / "optimizer.state.exp_avg.layers.weight" / "0.0.1")
     assert expected in refused(capsys, old, tmp_path)
+
+
+def test_a_chunk_that_the_system_cannot_look_up_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    chunk, looked_up = old / "optimizer.state.exp_avg.layers.weight" / "0.0.1", os.stat
+
+    def failing(file: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(file) == str(chunk):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return looked_up(file, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    (finding,) = audit(old).findings
+    assert (finding.kind, finding.array, finding.detail) == (UNREADABLE, str(chunk), "Input/output error")
 
 
 def test_buckets_lose_the_padding_at_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
     stream = Stream(array.name, array.dtype, (Extent(str(file), 0, array.chunk_bytes),))
     try:
         nbytes = file.stat().st_size
-    except OSError:
+    except FileNotFoundError:
         found.findings.append(_whole_chunk(damages.MISSING_CHUNK, array, label, ""))
         return stream, False
     if nbytes != array.chunk_bytes:

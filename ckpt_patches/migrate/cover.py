@@ -36,7 +36,8 @@ def parts(array: Array, *, join: bool = False) -> list[Part]:
     """
     for at, chunk in array.chunks.items():
         if chunk.extent is None:
-            raise CoverError(f"{array.name}: its chunk at {list(at)} is not there, or not all of it")
+            problem = f"cannot be read: {chunk.reason}" if chunk.reason else "is not there, or not all of it"
+            raise CoverError(f"{array.name}: its chunk at {list(at)} {problem}")
         if chunk.extent.nbytes != nbytes(array.dtype, math.prod(chunk.shape)):
             raise CoverError(f"{array.name}: its chunk at {list(at)} has {chunk.extent.nbytes} bytes")
     if array.whole is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.audit import megatron, torch_dist, zarr
 from ckpt_patches.audit.checkpoint import Checkpoint, Extent
-from ckpt_patches.audit.damages import BAD_METADATA
+from ckpt_patches.audit.damages import BAD_FILE, BAD_METADATA, NOT_READ
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.ranged import RangedFiles
@@ -26,6 +26,7 @@ class Chunk:
 
     shape: Shape
     extent: Extent | None  # none: it is not there, or not all of it
+    reason: str = ""  # why it cannot be read, with the file
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,17 @@ Read = tuple[Checkpoint, dict[str, Array], tuple[Object, ...], Any]
 
 def _of_torch_dist(path: Path, trust: bool) -> Read:
     found, chunked, index = torch_dist.read_chunked(path)
+    reasons = {(own.array, own.shard): own.detail for own in found.findings if own.kind in (BAD_FILE, NOT_READ)}
     arrays = {
         name: Array(
             name,
             own.tensor.dtype,
             own.tensor.size,
             own.tensor.whole,
-            {at: Chunk(shape, own.extents.get(at)) for at, shape in own.tensor.chunks.items()},
+            {
+                at: Chunk(shape, own.extents.get(at), reasons.get((name, str(at)), ""))
+                for at, shape in own.tensor.chunks.items()
+            },
         )
         for name, own in chunked.items()
     }
@@ -142,7 +147,7 @@ def _zarr_chunk(array: ZarrArray, label: str) -> Extent | None:
     file = array.path / label
     try:
         is_whole = file.stat().st_size >= array.chunk_bytes
-    except OSError:
+    except FileNotFoundError:
         return None
     return Extent(str(file), 0, array.chunk_bytes) if is_whole else None
 
