@@ -1,0 +1,106 @@
+"""Find the fixes: each is a file in a folder of fixes, and names the upstream modules that it edits.
+
+The files are parsed, not imported. A wheel holds the result as `index.py`, so that no process of a job parses them;
+`setup.py` runs this file on its own, before anything of the project can be imported.
+"""
+
+import ast
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# Fixes: by name, the modules that they edit or look at, all of one upstream package.
+Modules = dict[str, tuple[str, ...]]
+STATED = ("concerns", "depends_on", "switch")  # arguments of a Fix that are looked at
+
+
+def find_fixes(folders: Iterable[str]) -> tuple[Modules, dict[str, Modules]]:
+    """The fixes in the order in which they are applied, and by switch what else is edited where that is set.
+
+    A fix comes after those that it depends on; otherwise folders are taken in turn, and names in alphabetical order.
+    """
+    fixes: Modules = {}
+    switched: dict[str, Modules] = {}
+    for folder in folders:
+        read = {
+            file.removesuffix(".py"): _read(os.path.join(folder, file))
+            for file in sorted(os.listdir(folder))
+            if file.endswith(".py")
+        }
+        found = {name: definition for name, definition in read.items() if definition}
+
+        def add(name: str, found: dict[str, _Definition] = found) -> None:
+            for other in found[name].depends_on:
+                add(other)
+            fixes[name] = found[name].modules
+
+        for name, definition in found.items():
+            if definition.switch:
+                switched.setdefault(definition.switch, {})[name] = definition.modules
+            elif name not in fixes:
+                add(name)
+    return fixes, switched
+
+
+def index_text(folders: Iterable[str]) -> str:
+    """`index.py` of a wheel."""
+    fixes, switched = find_fixes(folders)
+    return f'"""Made by setup.py from the files of the fixes."""\n\nFIXES = {fixes!r}\nSWITCHED = {switched!r}\n'
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """What the file of a fix states, as literals or by names of its own constants."""
+
+    modules: tuple[str, ...]
+    depends_on: tuple[str, ...]
+    switch: str
+
+
+def _read(path: str) -> _Definition | None:
+    """None for a file that defines no `fix`."""
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read(), path)
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if "fix" not in constants:
+        return None
+    call = constants["fix"]
+    if not isinstance(call, ast.Call):
+        raise ValueError(f"{path}: expected `fix = Fix(...)`")
+    stated = {keyword.arg: _strings(keyword.value, constants) for keyword in call.keywords if keyword.arg in STATED}
+    edited = [module for argument in _edit_arguments(tree) for module in _strings(argument, constants)]
+    return _Definition(
+        modules=tuple(dict.fromkeys((*edited, *stated.get("concerns", ())))),
+        depends_on=stated.get("depends_on", ()),
+        switch="".join(stated.get("switch", ())),
+    )
+
+
+def _edit_arguments(tree: ast.Module) -> list[ast.expr]:
+    """The modules in `@fix.edit(...)`, in their order."""
+    decorators = [each for node in tree.body if isinstance(node, ast.FunctionDef) for each in node.decorator_list]
+    return [
+        argument
+        for each in decorators
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == "edit"
+        for argument in each.args
+    ]
+
+
+def _strings(node: ast.expr, constants: Mapping[str, ast.expr]) -> tuple[str, ...]:
+    """A string, or a tuple of strings."""
+    if isinstance(node, ast.Starred):
+        return _strings(node.value, constants)
+    if isinstance(node, ast.Name):
+        return _strings(constants[node.id], constants)
+    if isinstance(node, ast.Tuple):
+        return tuple(string for each in node.elts for string in _strings(each, constants))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return (node.value,)
+    raise ValueError(f"expected a string, a tuple of strings or a constant's name, found {ast.unparse(node)}")
