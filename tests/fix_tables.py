@@ -2,20 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable
-from itertools import zip_longest
 from pathlib import Path
 
-from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix import load, sentence
 from ckpt_patches.engine.fix_table import HEADS, groups
-from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.plan import fixes_for
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats.durable import replace_durably
 from upstream import REPOSITORY
 
 BEGIN, END = "<!-- fixes: begin -->", "<!-- fixes: end -->"
-TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed"}
-assert TITLES.keys() == DISTRIBUTIONS.keys()
 
 
 def bugs() -> str:
@@ -28,9 +23,8 @@ def bugs() -> str:
 
 
 def index() -> str:
-    """A link to each page, by upstream package: for docs/README.md."""
-    links = [[f"[{name}]({name}.md)" for name in sorted(fixes_for(package))] for package in TITLES]
-    return _table(tuple(TITLES.values()), zip_longest(*links, fillvalue=""))
+    """A link to each page, and what the fix does: for docs/README.md."""
+    return _table(("Fix", "Change"), [(f"[{name}]({name}.md)", sentence(name)) for name in FIXES])
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
