@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.engine.fix import package_of
+from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
@@ -21,8 +21,8 @@ from upstream import tree
 
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:
-    """A tree with nothing in it but the files that a fix edits, writable."""
-    for module in FIXES[fix]:
+    """A tree with nothing in it but the files that a fix edits, and the one that says whether it is for the release."""
+    for module in {*FIXES[fix], load(fix).concerns or FIXES[fix][0]}:
         source, target = module_path(str(tree), module), module_path(str(to), module)
         if os.path.exists(source):
             os.makedirs(os.path.dirname(target), exist_ok=True)

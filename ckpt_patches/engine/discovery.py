@@ -75,8 +75,10 @@ def _read(path: str) -> _Definition | None:
         raise ValueError(f"{path}: expected `fix = Fix(...)`")
     stated = {keyword.arg: _strings(keyword.value, constants) for keyword in call.keywords if keyword.arg in STATED}
     edited = [module for argument in _edit_arguments(tree) for module in _strings(argument, constants)]
+    # A package's own file is no module that an import names.
+    concerned = [module for module in stated.get("concerns", ()) if not module.endswith(".__init__")]
     return _Definition(
-        modules=tuple(dict.fromkeys((*edited, *stated.get("concerns", ())))),
+        modules=tuple(dict.fromkeys((*edited, *concerned))),
         depends_on=stated.get("depends_on", ()),
         switch="".join(stated.get("switch", ())),
     )

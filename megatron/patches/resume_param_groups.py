@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
     logger = getLogger(__name__)
 
+PARAM_GROUPS = "megatron.core.optimizer.__init__"
+
+
+def groups_may_look_alike(source: Source) -> bool:
+    """0.14.0 to 0.15.3 assert that nothing but the keys tells groups apart, and pair them by these keys."""
+    return not source.has(
+        "assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
+    )
+
+
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/4705",),
@@ -26,6 +36,8 @@ fix = Fix(
     stacks="pipeline stages; `--decoupled-lr` or muP; from 0.19.0 a new `--lr`",
     silent=True,
     stages=("groups",),
+    concerns=PARAM_GROUPS,
+    where=groups_may_look_alike,
     test="tests/unit_tests/dist_checkpointing/test_resume_param_groups.py",
 )
 
