@@ -2,19 +2,23 @@
 
 The files are parsed, not imported. A wheel holds the result as `index.py`, so that no process of a job parses them;
 `setup.py` runs this file on its own, before anything of the project can be imported.
+
+In a checkout it runs with the lock of the import system held: it imports nothing that is not a part of the interpreter.
 """
 
-import ast
+import _ast
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 # Fixes: by name, the modules that they edit or look at, all of one upstream package.
 Modules = dict[str, tuple[str, ...]]
 STATED = ("concerns", "depends_on", "switch")  # arguments of a Fix that are looked at
 
 
-def find_fixes(folders: Iterable[str]) -> tuple[Modules, dict[str, Modules]]:
+def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules]]:
     """The fixes in the order in which they are applied, and by switch what else is edited where that is set.
 
     A fix comes after those that it depends on; otherwise folders are taken in turn, and names in alphabetical order.
@@ -42,36 +46,37 @@ def find_fixes(folders: Iterable[str]) -> tuple[Modules, dict[str, Modules]]:
     return fixes, switched
 
 
-def index_text(folders: Iterable[str]) -> str:
+def index_text(folders: "Iterable[str]") -> str:
     """`index.py` of a wheel."""
     fixes, switched = find_fixes(folders)
     return f'"""Made by setup.py from the files of the fixes."""\n\nFIXES = {fixes!r}\nSWITCHED = {switched!r}\n'
 
 
-@dataclass(frozen=True)
 class _Definition:
     """What the file of a fix states, as literals or by names of its own constants."""
 
-    modules: tuple[str, ...]
-    depends_on: tuple[str, ...]
-    switch: str
+    def __init__(self, modules: tuple[str, ...], depends_on: tuple[str, ...], switch: str) -> None:
+        self.modules = modules
+        self.depends_on = depends_on
+        self.switch = switch
 
 
 def _read(path: str) -> _Definition | None:
     """None for a file that defines no `fix`."""
     with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read(), path)
+        tree = compile(file.read(), path, "exec", _ast.PyCF_ONLY_AST)
+    assert isinstance(tree, _ast.Module)
     constants = {
         target.id: node.value
         for node in tree.body
-        if isinstance(node, ast.Assign)
+        if isinstance(node, _ast.Assign)
         for target in node.targets
-        if isinstance(target, ast.Name)
+        if isinstance(target, _ast.Name)
     }
     if "fix" not in constants:
         return None
     call = constants["fix"]
-    if not isinstance(call, ast.Call):
+    if not isinstance(call, _ast.Call):
         raise ValueError(f"{path}: expected `fix = Fix(...)`")
     stated = {keyword.arg: _strings(keyword.value, constants) for keyword in call.keywords if keyword.arg in STATED}
     edited = [module for argument in _edit_arguments(tree) for module in _strings(argument, constants)]
@@ -84,25 +89,26 @@ def _read(path: str) -> _Definition | None:
     )
 
 
-def _edit_arguments(tree: ast.Module) -> list[ast.expr]:
+def _edit_arguments(tree: "_ast.Module") -> list[_ast.expr]:
     """The modules in `@fix.edit(...)`, in their order."""
-    decorators = [each for node in tree.body if isinstance(node, ast.FunctionDef) for each in node.decorator_list]
+    decorators = [each for node in tree.body if isinstance(node, _ast.FunctionDef) for each in node.decorator_list]
     return [
         argument
         for each in decorators
-        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == "edit"
+        if isinstance(each, _ast.Call) and isinstance(each.func, _ast.Attribute) and each.func.attr == "edit"
         for argument in each.args
     ]
 
 
-def _strings(node: ast.expr, constants: Mapping[str, ast.expr]) -> tuple[str, ...]:
+def _strings(node: _ast.expr, constants: "Mapping[str, _ast.expr]") -> tuple[str, ...]:
     """A string, or a tuple of strings."""
-    if isinstance(node, ast.Starred):
+    if isinstance(node, _ast.Starred):
         return _strings(node.value, constants)
-    if isinstance(node, ast.Name):
+    if isinstance(node, _ast.Name):
         return _strings(constants[node.id], constants)
-    if isinstance(node, ast.Tuple):
+    if isinstance(node, _ast.Tuple):
         return tuple(string for each in node.elts for string in _strings(each, constants))
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+    if isinstance(node, _ast.Constant) and isinstance(node.value, str):
         return (node.value,)
-    raise ValueError(f"expected a string, a tuple of strings or a constant's name, found {ast.unparse(node)}")
+    found = type(node).__name__
+    raise ValueError(f"line {node.lineno}: expected a string, a tuple of strings or a constant's name, found {found}")
