@@ -15,6 +15,7 @@ from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
+from ckpt_patches.errors import UserError
 from ckpt_patches.pause import without_garbage_collection
 
 
@@ -62,6 +63,12 @@ class TreePlan:
 
     def named(self, outcome: Outcome) -> list[str]:
         return [result.name for result in self.results if result.outcome is outcome]
+
+    def check_readable(self) -> None:
+        """For a tree that a user names. Raises a UserError where a file of it could not be read."""
+        for result in self.results:
+            if result.unreadable:
+                raise UserError(result.reason)
 
 
 def module_path(root: str, module: str) -> str:
