@@ -23,7 +23,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/5681",
     ),
     symptom="other experts are loaded on more ranks, or `FileNotFoundError`",
-    releases=(("0.14.4", "0.19.8"),),
+    releases=(("0.14.1", "0.19.8"),),
     stacks="universal load, ZeRO 1 and 2, `deepspeed.moe`",
     silent=True,
     stages=("universal load",),

@@ -22,10 +22,12 @@ PARAM_GROUPS = "megatron.core.optimizer.__init__"
 
 
 def groups_may_look_alike(source: Source) -> bool:
-    """0.14.0 to 0.15.3 assert that nothing but the keys tells groups apart, and pair them by these keys."""
-    return not source.has(
+    """In 0.14.0 to 0.15.3 all ranks have the same groups, and the keys by which they are paired tell all apart."""
+    keys_tell_all_apart = (
         "assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
     )
+    same_on_all_ranks = "torch.distributed.all_gather_object(gathered_params_key, params_key)"
+    return not (source.has(keys_tell_all_apart) and source.has(same_on_all_ranks))
 
 
 fix = Fix(

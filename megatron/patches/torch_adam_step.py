@@ -44,9 +44,13 @@ SKIP_STEP = """if key == "step":
 
 def check_concerned(source: Source) -> None:
     """Raises NotConcerned where upstream's optimizer does not work without Apex or Transformer Engine at all."""
-    if "HAVE_APEX_OR_TE" not in source.text(
-        source.function("DistributedOptimizer.load_state_dict")
-    ):
+    init, load = (
+        source.function(f"DistributedOptimizer.{name}") for name in ("__init__", "load_state_dict")
+    )
+    refuses = any(
+        source.text(node.test) == "HAVE_APEX_OR_TE" for node in source.all_of(ast.Assert, init)
+    )
+    if refuses or "HAVE_APEX_OR_TE" not in source.text(load):
         raise NotConcerned
 
 
