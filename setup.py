@@ -7,6 +7,7 @@ import base64
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import zipfile
@@ -26,9 +27,12 @@ PACKAGES = {
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
 }
+# The index of the fixes, which a checkout makes anew in each process.
+DISCOVERY = "ckpt_patches/engine/discovery.py"
+INDEX = Path("ckpt_patches", "engine", "index.py")
 # The pages of docs/ in the checkout, for `ckpt-patches explain`.
 PAGES = Path("ckpt_patches", "pages")
-NOT_INSTALLED = ("README", "compatibility", "upstream_suites")
+NOT_INSTALLED = ("README", "architecture", "compatibility", "upstream_suites")
 # In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
 EDITABLE = ".editable"
 
@@ -42,9 +46,16 @@ class BuildPy(build_py):
         for source, target in self._added().items():
             Path(target).parent.mkdir(exist_ok=True)
             self.copy_file(source, target, preserve_mode=False)
+        if not self.editable_mode:
+            folders = (PACKAGES["megatron_patches"], PACKAGES["deepspeed_patches"])
+            self._index().write_text(runpy.run_path(DISCOVERY)["index_text"](folders), encoding="utf-8")
+
+    def _index(self) -> Path:
+        return Path(self.build_lib, INDEX)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), *self._added().values()]
+        made = [] if self.editable_mode else [str(self._index())]
+        return [*super().get_outputs(include_bytecode), *self._added().values(), *made]
 
     def get_source_files(self) -> list[str]:
         return [*super().get_source_files(), PTH, *map(str, _pages())]

@@ -323,7 +323,8 @@ def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
     if options.tree is None:
         return list(FIXES), []
     plans = [plan_tree(s.root, s.package, s.names) for s in select([], options.tree)]
-    _raise_unreadable(plans)
+    for plan in plans:
+        plan.check_readable()
     unmatched = [result for plan in plans for result in plan.results if result.outcome is Outcome.NO_MATCH]
     return [name for plan in plans for name in plan.named(Outcome.APPLIES)], unmatched
 
@@ -383,7 +384,8 @@ def _diff(options: argparse.Namespace) -> int:
     if options.split is not None:
         return _split(options)
     plans = [plan_tree(s.root, s.package, s.names, for_upstream=True) for s in select(options.fixes, options.tree)]
-    _raise_unreadable(plans)
+    for plan in plans:
+        plan.check_readable()
     for plan in plans:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
     sys.stdout.flush()
@@ -426,6 +428,8 @@ def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
     """Write a series into a folder. `git am DIR/*.patch` takes all that is there, so no other patch may be."""
     from ckpt_patches.formats.durable import make_folder, replace_durably
 
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"expected a folder for the patches, found a file: {folder}")
     if others := sorted({path.name for path in folder.glob("*.patch")} - files.keys()):
         raise UserError(f"expected no patches of another series in {folder}, found {others[0]}; remove it")
     make_folder(folder)
@@ -448,7 +452,7 @@ def _show(options: argparse.Namespace) -> int:
     (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
     switches = Switches(os.environ)
     plan = plan_tree(tree.root, package, fixes_for(package, switches.skip, switches.overlays))
-    _raise_unreadable([plan])
+    plan.check_readable()
     file = plan.files.get(options.module)
     path = Path(module_path(tree.root, options.module))
     if file is None and not path.exists():
@@ -491,13 +495,6 @@ def _revert(options: argparse.Namespace) -> int:
         for name in selection.names:
             print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
     return 0
-
-
-def _raise_unreadable(plans: Sequence[TreePlan]) -> None:
-    for plan in plans:
-        for result in plan.results:
-            if result.unreadable:
-                raise UserError(result.reason)
 
 
 def _tell(results: Sequence[FixResult]) -> int:

@@ -93,7 +93,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         required: distributions whose absence is an error.
 
     Raises:
-        UserError: there is no megatron/core/ or deepspeed/ in `tree`.
+        UserError: there is no megatron/core/ or deepspeed/ in `tree`, or a file of it cannot be read.
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
@@ -179,7 +179,10 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
         skipped = plan_or_kept(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
         results = {result.name: result for result in (*plan.results, *skipped.results)}
     else:
-        results = {result.name: result for result in plan_or_kept(str(root), package, fixes_for(package)).results}
+        whole = plan_or_kept(str(root), package, fixes_for(package))
+        if tree is not None:
+            whole.check_readable()
+        results = {result.name: result for result in whole.results}
     return [_fix(results[name], package, in_place, switches) for name in fixes_for(package)]
 
 

@@ -27,6 +27,7 @@ fix = Fix(
     releases=(("0.17.6", "0.19.8"),),
     stacks="bf16 without ZeRO; from 0.18.6 only with pipeline parallelism",
     silent=True,
+    stages=("model states", "ordinary load"),
     test="tests/unit/checkpoint/test_bf16_stage0_state.py",
 )
 

@@ -18,6 +18,7 @@ fix = Fix(
     releases=(("0.12.0", "0.19.8"),),
     stacks="ZeRO 1 and 2",
     silent=False,
+    stages=("latest",),
     test="tests/unit/checkpoint/test_latest_after_all_ranks.py",
 )
 

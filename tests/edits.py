@@ -1,5 +1,6 @@
 """What a fix changes in a tree: for tests of the edits themselves, on copies of a few files."""
 
+import ast
 import dataclasses
 import difflib
 import itertools
@@ -147,3 +148,11 @@ def text(tree: Path, module: str) -> str:
 
 def has(tree: Path, module: str) -> bool:
     return Path(module_path(str(tree), module)).exists()
+
+
+def is_same_code(text: bytes, other: bytes) -> bool:
+    """Whether two sources differ in comments and layout at the most; one of them may be broken."""
+    try:
+        return ast.dump(ast.parse(text)) == ast.dump(ast.parse(other))
+    except SyntaxError:
+        return False

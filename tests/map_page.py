@@ -11,7 +11,8 @@ from html import escape
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
 from ckpt_patches.formats.durable import replace_durably
 from upstream import REPOSITORY
 
@@ -245,41 +246,8 @@ STAGES = {
     ),
 }
 
-# A fix, and the stages in which its bug shows. A new fix is one row.
-SITS = {
-    "zarr_create_synchronizer": ("zarr",),
-    "zarr_range_write": ("zarr",),
-    "dp_zero_empty_state": ("state",),
-    "torch_adam_step": ("state", "optimizer"),
-    "reshardable_padding_flag": ("optimizer",),
-    "reshardable_padding_save": ("state",),
-    "fully_reshardable_shift": ("gather",),
-    "async_save_staging": ("async",),
-    "sharding_type_default": ("format",),
-    "resume_param_groups": ("groups",),
-    "override_learning_rate": ("scheduler",),
-    "hybrid_offload_reload": ("offload",),
-    "hybrid_offload_resume": ("offload",),
-    "dp_zero_lean_gather": ("gather", "optimizer"),
-    "numpy2_product": ("share", "check"),
-    "universal_tensor_paddings": ("extract",),
-    "zero3_fragment_bounds": ("extract",),
-    "zero3_universal_rank": ("universal load",),
-    "zero3_universal_groups": ("settings",),
-    "zero3_universal_save": ("model states",),
-    "torch_load_weights_only": ("extract", "ordinary load", "universal load"),
-    "universal_fragment_rebind": ("links",),
-    "optimizer_state_links": ("links",),
-    "universal_empty_group": ("universal load",),
-    "universal_experts": ("universal load",),
-    "universal_all_moments": ("universal load",),
-    "universal_step": ("settings",),
-    "universal_group_settings": ("extract", "settings"),
-    "rank_order": ("extract", "merge"),
-    "bf16_stage0_state": ("model states", "ordinary load"),
-    "bf16_wrapper_name": ("wrapper",),
-    "latest_after_all_ranks": ("latest",),
-}
+# A fix, and the stages in which its bug shows.
+SITS = {name: load(name).stages for name in FIXES}
 
 # What goes from one stage to another.
 ARROWS = (

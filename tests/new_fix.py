@@ -16,7 +16,6 @@ from ckpt_patches.formats.durable import replace_durably
 from upstream import REPOSITORY
 
 TEMPLATES = "docs/new_fix"
-REGISTRY = "ckpt_patches/engine/registry.py"
 CHANGES = "CHANGELOG.md"
 TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed"}
 UPSTREAM_TESTS = {CORE: "tests/unit_tests/dist_checkpointing", DEEPSPEED: "tests/unit/checkpoint"}
@@ -24,7 +23,6 @@ LICENSES = {
     CORE: "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.",
     DEEPSPEED: "# Copyright (c) DeepSpeed Team.\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team",
 }
-END_OF_FIXES = "}\n\n# What is no fix"  # in the registry
 UNRELEASED = "## [Unreleased]\n"
 NEXT = """
 Next, in this order:
@@ -36,8 +34,7 @@ Next, in this order:
      which fails before and passes after
   4. tests/test_{name}.py: the releases with the bug, and what is particular to this fix
   5. docs/{name}.md with its upstream message, and the line in {changes}
-  6. `python tests/readme_table.py`, a row in docs/README.md,
-     SITS in tests/map_page.py, and `make pictures`
+  6. `python tests/fix_tables.py` and `make pictures`: the tables and the map
   7. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && make compatibility: every release
 `make quick` fails until 1 and 6 are done, `make test` until all are. CONTRIBUTING.md has each of them in full.
 """
@@ -73,8 +70,7 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     found = {root / path: _filled(root, template, values) for template, path in made.items()}
     if there := [str(path) for path in found if path.exists()]:
         raise UserError(f"expected no file of that name yet, found {', '.join(there)}")
-    registry, changes = root / REGISTRY, root / CHANGES
-    found[registry] = _with_row(registry.read_text(encoding="utf-8"), name, module)
+    changes = root / CHANGES
     found[changes] = _with_entry(changes.read_text(encoding="utf-8"), name)
     return found
 
@@ -101,11 +97,6 @@ def _check(name: str) -> None:
 def _filled(root: Path, template: str, values: dict[str, str]) -> str:
     path = root / TEMPLATES / f"{template}.template"
     return Template(path.read_text(encoding="utf-8")).substitute(values)
-
-
-def _with_row(registry: str, name: str, module: str) -> str:
-    before, end, after = registry.partition(END_OF_FIXES)
-    return f'{before}    "{name}": ("{module}",),\n{end}{after}'
 
 
 def _with_entry(changes: str, name: str) -> str:

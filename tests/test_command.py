@@ -453,3 +453,16 @@ def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(caps
     said = capsys.readouterr().out
     assert re.findall(r"--[a-z]+_\w+", said) == []
     assert "--workers N, --num-extract-workers N" in said
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("list",), ("diff",), ("diff", "--split", "patches")])
+def test_an_unreadable_file_of_a_tree_is_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    make(tmp_path, UPSTREAM.encode() + b"# \xff\n")
+    assert "expected UTF-8" in one_line(command(*arguments, "--tree", str(tmp_path)))
+
+
+def test_a_file_in_place_of_the_folder_for_patches(tmp_path: Path) -> None:
+    make(tmp_path / "tree")
+    (tmp_path / "file").touch()
+    done = command("diff", "--split", str(tmp_path / "file"), "--tree", str(tmp_path / "tree"))
+    assert f"expected a folder for the patches, found a file: {tmp_path / 'file'}" in one_line(done)

@@ -10,8 +10,8 @@ import pytest
 import compatibility
 import recorded_results
 import upstream
-from ckpt_patches.engine.fix import folder, package_of
-from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.engine.fix import package_of
+from ckpt_patches.engine.registry import FIXES, folder
 from recorded_results import EN_DASH
 
 pytest_plugins = ["pytester"]

@@ -90,8 +90,11 @@ def test_a_lost_state_is_an_error(lose: str, inner: str, tmp_path: Path) -> None
     only = ("torch", "dp_reshardable", "fully_reshardable")
     found = save_and_resume(NEWEST, "hook", tmp_path, "--steps", "2", "--lose", lose, "--inner", inner, only=only)
     lost = "exp_avg_sq" if lose == "moment" else "exp_avg, exp_avg_sq"
+    moments, step = f"save: KeyError: '{lost}: lost from the optimizer state", "save: AssertionError: "
     for name in only:
-        assert found[name]["error"].startswith(f"save: KeyError: '{lost}: lost from the optimizer state"), name
+        # torch's Adam keeps the step in each state: where it is saved first, upstream's own assertion misses it.
+        is_step_first = (lose, inner) == ("all", "torch") and name != "torch"
+        assert found[name]["error"].startswith(step if is_step_first else moments), name
 
 
 def test_a_complete_state_is_saved(tmp_path: Path) -> None:

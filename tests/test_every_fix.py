@@ -17,7 +17,7 @@ from ckpt_patches.engine import kept, plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.kept import plan_or_kept
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, TARGETS
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, SWITCHED, TARGETS, folder
 from ckpt_patches.engine.source import function_text
 from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, in_place, main_branch, newest_affected, releases, tree
@@ -28,23 +28,24 @@ NEWEST = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_registry_and_the_fix_name_the_same_modules(name: str) -> None:
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_the_index_has_what_the_fix_states(name: str) -> None:
+    """It is made from the text of the files; these are the loaded definitions."""
     fix = fixes.load(name)
     assert fix.name == name
     # A package's own file is no module that an import names: the hook does not look it up.
-    concerned = {fix.concerns} if fix.concerns and not fix.concerns.endswith(".__init__") else set()
-    assert {edit.module for edit in fix.edits} | concerned == set(FIXES[name])
-    assert {TARGETS[module] for module in FIXES[name]} == {fix.package}
-    assert all(module.startswith(PREFIXES) for module in FIXES[name])  # what the import hook looks at first
+    concerned = [module for module in [fix.concerns] if module and not module.endswith(".__init__")]
+    assert EVERYTHING[name] == tuple(dict.fromkeys([*(edit.module for edit in fix.edits), *concerned]))
+    assert {TARGETS[module] for module in EVERYTHING[name]} == {fix.package}
+    assert all(module.startswith(PREFIXES) for module in EVERYTHING[name])  # what the import hook looks at first
+    assert name in (SWITCHED[fix.switch] if fix.switch else FIXES)
+    assert all(NAMES.index(other) < NAMES.index(name) for other in fix.depends_on)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_has_its_file_page_tests_and_change_log_line(name: str) -> None:
     fix = fixes.load(name)
-    folder = Path(fixes.folder(fix.package))
-    assert (folder / f"{name}.py").exists()
-    assert (folder / "upstream_tests" / Path(fix.test).name).exists()
+    assert (Path(folder(fix.package)) / "upstream_tests" / Path(fix.test).name).exists()
     assert (REPOSITORY / "docs" / f"{name}.md").exists()
     assert (REPOSITORY / "tests" / f"test_{name}.py").exists()
     assert f"`{name}`" in (REPOSITORY / "CHANGELOG.md").read_text()
@@ -53,17 +54,12 @@ def test_a_fix_has_its_file_page_tests_and_change_log_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
-    text = (Path(fixes.folder(fixes.package_of(name))) / f"{name}.py").read_text()
+    text = (Path(folder(fixes.package_of(name))) / f"{name}.py").read_text()
     sentence, blank, link = (ast.get_docstring(ast.parse(text)) or "").splitlines()
     assert sentence.endswith(".")
     assert blank == ""
     assert link.startswith("https://github.com/")
     assert link in fixes.load(name).upstream
-
-
-def test_every_file_of_a_fix_is_in_the_registry() -> None:
-    files = {path.stem for package in (CORE, DEEPSPEED) for path in Path(fixes.folder(package)).glob("*.py")}
-    assert files - {"__init__"} == set(EVERYTHING)
 
 
 @pytest.mark.parametrize("version", releases("megatron-core"))
@@ -143,7 +139,7 @@ def apply_twice(root: Path, package: str, copy: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
     """What gets inserted is found by its indentation; here by the parser."""
-    module = importlib.import_module(f"{Path(fixes.folder(fixes.package_of(name))).name}.{name}")
+    module = importlib.import_module(f"{Path(folder(fixes.package_of(name))).name}.{name}")
     text = Path(str(module.__file__)).read_text()
     lines = text.splitlines()
     module_node = ast.parse(text)
@@ -163,7 +159,7 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
     """Loading it in a training process costs next to nothing, and `status` imports no torch."""
-    tree = ast.parse((Path(fixes.folder(fixes.package_of(name))) / f"{name}.py").read_text())
+    tree = ast.parse((Path(folder(fixes.package_of(name))) / f"{name}.py").read_text())
     modules = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}
@@ -229,8 +225,8 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_told_what_is_missing(
         wanted = list(source.edits)
         for left_out in wanted:
             source.edits = [edit for edit in wanted if edit is not left_out]
-            if ast.dump(ast.parse(source.edited())) == ast.dump(ast.parse(whole[module])):
-                continue  # a comment
+            if edits.is_same_code(source.edited(), whole[module]):
+                continue  # it is of a comment
             Path(source.path).write_bytes(source.edited())
             made = plan_tree(str(tmp_path), package, [name])
             result = made.results[0]

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-import re
+from pathlib import Path
 
 import pytest
 
 import compatibility
+import fix_tables
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
 from ckpt_patches.engine.fix import Fix
@@ -125,29 +126,29 @@ def test_list_of_a_tree_has_the_fixes_that_apply_to_it() -> None:
     assert "expected megatron/core/ or deepspeed/" in one_line(command("list", "--tree", str(REPOSITORY / "docs")))
 
 
-# README.md
+# README.md and docs/README.md
 
 
-README = (REPOSITORY / "README.md").read_text()
+PAGES = [pytest.param(path, id=str(path.relative_to(REPOSITORY))) for path in fix_tables.PAGES]
 
 
-def by_fix(page: str) -> dict[str, str]:
-    """The lines of a page that are rows of fixes."""
-    rows = ((re.search(r"\[`(\w+)`\]\(docs/\w+\.md\) \|$", line), line) for line in page.splitlines())
-    return {found[1]: line for found, line in rows if found}
-
-
+@pytest.mark.parametrize("path", PAGES)
 @pytest.mark.parametrize("name", FIXES)
-def test_the_row_of_a_fix_in_the_readme_is_current(name: str) -> None:
-    assert by_fix(README).get(name) == by_fix(fix_table.render(README))[name], "python tests/readme_table.py"
+def test_the_row_of_a_fix_is_current(path: Path, name: str) -> None:
+    rows = [line for line in fix_tables.PAGES[path]().splitlines() if f"{name}.md)" in line]
+    assert len(rows) == 1
+    assert rows[0] in path.read_text().splitlines(), "python tests/fix_tables.py"
 
 
-def test_the_table_in_the_readme_has_nothing_else() -> None:
-    new = {line for name, line in by_fix(fix_table.render(README)).items() if name not in by_fix(README)}
-    assert [line for line in fix_table.render(README).splitlines() if line not in new] == README.splitlines()
-    assert fix_table.render(README.replace("shifted into their neighbors", "stale")) == fix_table.render(README)
+@pytest.mark.parametrize("path", PAGES)
+def test_the_table_of_a_page_is_in_order_and_has_nothing_else(path: Path) -> None:
+    page = path.read_text()
+    shown = page.partition(f"{fix_tables.BEGIN}\n")[2].partition(fix_tables.END)[0].splitlines()
+    current = fix_tables.PAGES[path]().splitlines()
+    assert shown == [line for line in current if line in shown]
+    assert fix_tables.render(fix_tables.render(page, "stale"), "\n".join(shown)) == page
 
 
 def test_a_page_without_the_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="found 0 pairs"):
-        fix_table.render("# A page\n")
+        fix_tables.render("# A page\n", "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches import __version__, cli, explain
-from ckpt_patches.engine.registry import FIXES, OVERLAYS
+from ckpt_patches.engine.registry import FIXES, SWITCHED
 from deepspeed_patches.ds_to_universal import command as converter
 from small_tree import command, make, on_terminal, one_line, python
 from upstream import REPOSITORY
@@ -84,7 +84,7 @@ def for_users(page: Path) -> str:
     return page.read_text().partition("\n## Upstream message\n")[0]
 
 
-@pytest.mark.parametrize("name", [*FIXES, *OVERLAYS, "audit", "hook", "migrate", "ds_to_universal", "json", "resume"])
+@pytest.mark.parametrize("name", [*FIXES, *SWITCHED, "audit", "hook", "migrate", "ds_to_universal", "json", "resume"])
 def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     text = explain.text(name)
@@ -116,7 +116,7 @@ def test_no_message_names_a_page_of_docs() -> None:
     folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches")
     found = []
     for path in (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):
-        if "upstream_tests" in path.parts or path.name == "fix_table.py":  # for README.md
+        if "upstream_tests" in path.parts:
             continue
         code = re.sub(r'(?s)""".*?"""|^\s*#.*?$', "", path.read_text(), flags=re.MULTILINE)
         found += [f"{path}: {line}" for line in code.splitlines() if re.search(r"docs/[\w{}]+\.md", line)]

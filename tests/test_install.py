@@ -13,7 +13,7 @@ import pytest
 
 import installs
 import upstream
-from ckpt_patches.engine.registry import FIXES, OVERLAYS
+from ckpt_patches.engine.registry import FIXES, SWITCHED
 from installs import SHOW_HOOK, Environment, copy_working_tree, without_roots_rights
 
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
@@ -171,13 +171,24 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
     for name, source in sources.items():
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
         folder = upstream.REPOSITORY / source
-        assert shipped == {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
+        in_checkout = {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
+        assert shipped - in_checkout == ({"ckpt_patches/engine/index.py"} if name == "ckpt_patches" else set())
+        assert in_checkout <= shipped
+
+
+def test_the_index_of_a_wheel_is_that_of_the_checkout(installed: Environment) -> None:
+    """And no process of an install parses the fixes to find them."""
+    program = (
+        "import sys; from ckpt_patches.engine import registry; "
+        "print([*registry.FIXES.items()], registry.SWITCHED, 'ckpt_patches.engine.discovery' in sys.modules)"
+    )
+    assert installed.python("-c", program).stdout == f"{[*FIXES.items()]} {SWITCHED} False\n"
 
 
 def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:
     """What a patch for upstream says is on them."""
     pages = {page.stem for page in (installed.site_packages / "ckpt_patches" / "pages").iterdir()}
-    assert pages >= {*FIXES, *OVERLAYS, "audit", "ds_to_universal", "hook", "json", "migrate", "resume"}
+    assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate", "resume"}
     explained = installed.python("-m", "ckpt_patches", "explain", "json", COLUMNS="")
     assert explained.stdout.startswith("# JSON output")
 
@@ -248,12 +259,12 @@ def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environm
 def test_editable_install_runs_the_files_of_the_checkout(environment: Environment, source: Path) -> None:
     environment.install("-e", str(source))
     fixes = source / "megatron" / "patches"
-    (fixes / "numpy2_product.py").write_text((fixes / "numpy2_product.py").read_text() + "\nfix = 'edited'\n")
+    (fixes / "numpy2_product.py").write_text((fixes / "numpy2_product.py").read_text() + "\ntext = 'edited'\n")
     (fixes / "new.py").write_text("text = 'new'\n")
-    program = "from megatron_patches import new, numpy2_product; print(numpy2_product.fix, new.text)"
+    program = "from megatron_patches import new, numpy2_product; print(numpy2_product.text, new.text)"
     assert environment.python("-c", program).stdout == "edited new\n"
     status = environment.python(
-        "-c", "from ckpt_patches.engine.fix import folder; print(folder('megatron.core'))"
+        "-c", "from ckpt_patches.engine.registry import folder; print(folder('megatron.core'))"
     ).stdout
     assert Path(status.strip()).samefile(fixes)
 

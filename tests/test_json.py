@@ -52,7 +52,8 @@ def test_status(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "list", "--json", "--for", "megatron-core==0.14.0")
     check("list --json", found)
-    assert found["fixes"][0]["releases"] == [["0.7.0", "0.14.0"]]
+    by_name = {fix["name"]: fix for fix in found["fixes"]}
+    assert by_name["zarr_create_synchronizer"]["releases"] == [["0.7.0", "0.14.0"]]
 
 
 def test_audit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def test_a_file_that_was_not_there_is_looked_at(
 def test_plans_of_other_code_of_ours_are_not_taken(tmp_path: Path, caches: Path) -> None:
     """An update of this package, of the same size and time as before."""
     ours, root = tmp_path / "ours", tmp_path / "tree"
-    for name in ("ckpt_patches", "megatron/patches"):
+    for name in ("ckpt_patches", "megatron/patches", "deepspeed_patches"):
         shutil.copytree(REPOSITORY / name, ours / name, ignore=shutil.ignore_patterns("__pycache__"))
     make(root)
     code = f"import sys; sys.path.insert(0, {str(ours)!r}); import ckpt_patches.engine.kept as k\n"

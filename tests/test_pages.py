@@ -130,9 +130,3 @@ def test_output_is_compared() -> None:
     assert not matches("a … c", "a b d")
     assert not matches("a", "a\nb")
     assert [c.output for c in commands("```console run\n$ one\n$ two\nout\n```\n")] == ["", "out"]
-
-
-def test_readme_is_one_screen_and_a_table() -> None:
-    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 120
-    assert "ckpt-patches status" in "\n".join(lines[:40])

@@ -108,3 +108,11 @@ def test_no_two_modules_need_each_other_to_be_loaded() -> None:
     while ready := {name for name, needs in graph.items() if name not in done and needs <= done | {name}}:
         done |= ready
     assert graph.keys() - done == set()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("room", [room for room in ROOMS if not room.endswith(".demos")])
+def test_every_room_is_on_the_page_of_the_architecture(room: str) -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    table = page.partition("| Room | Content |")[2]
+    assert f"`{room.replace('.', '/')}`" in table or f"`{room.rpartition('.')[2]}`" in table

@@ -390,27 +390,6 @@ def run_pytest(*files: Path, rootdir: Path, options: Sequence[str] = (), **keywo
     return run(program, *files, *PLAIN, "--rootdir", rootdir, *options, check=False, **keywords).stdout
 
 
-def check_upstream_test(
-    file: Path, version: str, rootdir: Path, before: str, after: str, env: Mapping[str, str] | None = None
-) -> None:
-    """Check how many tests of a file for upstream's suite fail without the fixes, and pass with them.
-
-    `before` and `after` are in pytest's words ("2 failed, 1 passed"); `env` is for the run without the fixes. Those of
-    DeepSpeed import `unit.common`, which is in its repository and in no release: programs/unit is in its place.
-    """
-    is_deepspeed = file.parent.parent.name == "deepspeed_patches"
-    root = tree("deepspeed" if is_deepspeed else "megatron-core", version)
-    on: dict[str, Any] = {
-        "tree": root,
-        "rootdir": rootdir,
-        "imports": zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
-    }
-    on |= {"options": ("-p", "unit.common")} if is_deepspeed else {}
-    for expected, keywords in ((before, {"env": env}), (after, {"delivery": "hook"})):
-        found = run_pytest(file, **on, **keywords)
-        assert expected in found, f"expected {expected!r} of {file.name} on {version}, found:\n{_tail(found)}"
-
-
 def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) -> dict[str, str]:
     """The environment of a program under test; a copy, free to change."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

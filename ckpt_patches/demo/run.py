@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.engine.fix import folder
-from ckpt_patches.engine.registry import FOLDERS
+from ckpt_patches.engine.registry import FOLDERS, folder
 from ckpt_patches.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant

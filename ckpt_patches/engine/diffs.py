@@ -5,8 +5,9 @@ import os
 import re
 from pathlib import Path
 
-from ckpt_patches.engine.fix import folder, load
+from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan
+from ckpt_patches.engine.registry import folder
 
 
 def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_patches.engine.registry import EVERYTHING, FOLDERS, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, TARGETS, folder
 from ckpt_patches.engine.source import Source
 
 EditFunction = Callable[[Source], None]
@@ -42,7 +42,9 @@ class Fix:
     releases: tuple[tuple[str, str], ...] = ()  # inclusive ranges with the bug; documentation, never the gate
     stacks: str = ""  # the format, optimizer or setting that the bug needs
     silent: bool = False  # in at least one case the state is wrong without an error
+    stages: tuple[str, ...] = ()  # of a save, a conversion or a load, where the bug sits: tests/map_page.py
     concerns: str = ""  # module without which the fix is not for this release
+    switch: str = ""  # not a fix: active only where CKPT_PATCHES_<SWITCH> asks for it
     where: Callable[[Source], bool] | None = None  # of that module's source: whether it is
     edits: list[Edit] = field(default_factory=list)
 
@@ -74,14 +76,6 @@ class Fix:
             return function
 
         return register
-
-
-def folder(package: str) -> str:
-    """The folder with an upstream package's fixes."""
-    package_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    beside = os.path.dirname(package_folder)
-    folders = [os.path.join(beside, name) for name in FOLDERS[package]]
-    return next(filter(os.path.isdir, folders), folders[0])
 
 
 def package_of(name: str) -> str:

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from types import CodeType
 
-from ckpt_patches.engine.fix import folder as folder_of_fixes
 from ckpt_patches.engine.plan import FilePlan, FixResult, Outcome, TreePlan, module_path, plan_tree, text_digest
+from ckpt_patches.engine.registry import folder as folder_of_fixes
 from ckpt_patches.ranks import is_rank_zero
 
 # More trees than a machine uses; the oldest go.

@@ -13,8 +13,9 @@ from types import CodeType
 
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.names import new_unbound_names
-from ckpt_patches.engine.registry import FIXES, OVERLAYS, TARGETS
+from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
+from ckpt_patches.errors import UserError
 from ckpt_patches.pause import without_garbage_collection
 
 
@@ -63,6 +64,12 @@ class TreePlan:
     def named(self, outcome: Outcome) -> list[str]:
         return [result.name for result in self.results if result.outcome is outcome]
 
+    def check_readable(self) -> None:
+        """For a tree that a user names. Raises a UserError where a file of it could not be read."""
+        for result in self.results:
+            if result.unreadable:
+                raise UserError(result.reason)
+
 
 def module_path(root: str, module: str) -> str:
     """Path of a module's source in a tree."""
@@ -84,7 +91,7 @@ def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = 
     """Names of the fixes to an upstream package, in their order, and behind them of what these overlays lay over it."""
     wanted = dict(FIXES)
     for overlay in overlays:
-        wanted.update(OVERLAYS[overlay])
+        wanted.update(SWITCHED[overlay])
     return [name for name, modules in wanted.items() if TARGETS[modules[0]] == package and name not in skip]
 
 

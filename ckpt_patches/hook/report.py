@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_patches import __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
-from ckpt_patches.engine.registry import EVERYTHING, OVERLAYS, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, SWITCHED, TARGETS
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.ranks import is_rank_zero
 
@@ -54,7 +54,7 @@ def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches
 
 def mismatch(plan: TreePlan, result: FixResult) -> str:
     """The message for a fix that does not run."""
-    page = next((page for page, parts in OVERLAYS.items() if result.name in parts), result.name)
+    page = next((page for page, parts in SWITCHED.items() if result.name in parts), result.name)
     return (
         f"the fix {result.name} is NOT active on {_upstream(plan)}: {result.reason}. The bug may be there: see "
         f"`ckpt-patches explain {page}`; report a release that it does not match, or set "

@@ -120,8 +120,8 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise UserError(
-                f"{self._lost(str(error))} is missing at the end of {step}: it was killed, or hung for {STEP}; see what "
-                "it printed, and run the same command again"
+                f"{self._lost(str(error))} is missing at the end of {step}: it was killed, or hung for {STEP}; see "
+                "what it printed, and run the same command again"
             ) from None
 
     def _lost(self, error: str) -> str:

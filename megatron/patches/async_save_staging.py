@@ -30,6 +30,7 @@ fix = Fix(
     releases=(("0.12.0", "0.19.2"),),
     stacks="asynchronous saves; from 0.17.0 `--async-strategy mcore`",
     silent=True,
+    stages=("async",),
     test="tests/unit_tests/dist_checkpointing/test_async_save_staging.py",
 )
 

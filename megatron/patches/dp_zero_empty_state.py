@@ -26,6 +26,7 @@ fix = Fix(
     releases=(("0.7.0", "0.19.2"),),
     stacks="distributed optimizer, every format",
     silent=False,
+    stages=("state",),
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_empty_state.py",
 )
 

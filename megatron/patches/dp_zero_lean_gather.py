@@ -24,6 +24,7 @@ fix = Fix(
     releases=(("0.7.0", "0.19.2"),),
     stacks="torch and fully_reshardable formats, distributed optimizer",
     silent=False,
+    stages=("gather", "optimizer"),
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_lean_gather.py",
 )
 

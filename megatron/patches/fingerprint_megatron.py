@@ -6,7 +6,7 @@ No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.source import AlreadyThere, Source
 
-fix = Fix(__name__, upstream=(), test="")
+fix = Fix(__name__, upstream=(), test="", switch="fingerprint")
 
 MODULE = "run_megatron"
 IMPORT = f"from ckpt_patches.fingerprint import {MODULE}"

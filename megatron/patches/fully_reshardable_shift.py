@@ -16,6 +16,7 @@ fix = Fix(
     releases=(("0.15.0", "0.19.2"),),
     stacks="fully_reshardable format, several buckets",
     silent=True,
+    stages=("gather",),
     test="tests/unit_tests/dist_checkpointing/test_fully_reshardable_shift.py",
 )
 

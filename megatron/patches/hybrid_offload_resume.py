@@ -28,6 +28,7 @@ fix = Fix(
     releases=(("0.12.0", "0.19.2"),),
     stacks="optimizer CPU offload",
     silent=True,
+    stages=("offload",),
     concerns=HYBRID_OPTIMIZER,
     depends_on=("torch_adam_step",),
     test="tests/unit_tests/test_hybrid_offload_resume.py",

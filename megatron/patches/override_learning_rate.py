@@ -24,6 +24,7 @@ fix = Fix(
     releases=(("0.9.0", "0.19.2"),),
     stacks="`--override-opt-param-scheduler`",
     silent=True,
+    stages=("scheduler",),
     test="tests/unit_tests/dist_checkpointing/test_override_learning_rate.py",
 )
 

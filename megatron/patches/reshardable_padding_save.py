@@ -22,6 +22,7 @@ fix = Fix(
     releases=(("0.11.0", "0.19.2"),),
     stacks="dp_reshardable format, distributed optimizer",
     silent=False,
+    stages=("state",),
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_save.py",
 )
 

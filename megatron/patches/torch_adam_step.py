@@ -19,6 +19,7 @@ fix = Fix(
     releases=(("0.10.0", "0.19.2"),),
     stacks="distributed optimizer without Apex and Transformer Engine",
     silent=True,
+    stages=("state", "optimizer"),
     test="tests/unit_tests/dist_checkpointing/test_torch_adam_step.py",
 )
 

@@ -1,0 +1,81 @@
+"""What README.md and the pages beside it have to contain, and in which order; their commands run in test_pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fix_tables
+from ckpt_patches.demo.run import demonstrations
+from ckpt_patches.engine.registry import FIXES
+from upstream import REPOSITORY
+
+pytestmark = pytest.mark.quick
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+SECTIONS = [
+    "Which bugs hit my release?",
+    "Checking checkpoints",
+    "Proving a resume",
+    "Three ways to apply a fix",
+    "Switches",
+    "Support",
+]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def test_the_sections_are_in_order_and_short() -> None:
+    lines = README.splitlines()
+    assert re.findall(r"^## (.*)$", README, re.M) == SECTIONS
+    assert len(lines) <= 120
+    assert lines.index(f"## {SECTIONS[0]}") < 40
+
+
+def test_the_pitch_has_three_sentences_and_the_quick_start_five_lines() -> None:
+    _, pitch, quick_start, *_ = README.split("\n\n")
+    assert len(re.findall(r"\.(?=\s|$)", pitch)) == 3
+    fence, *block, end = quick_start.splitlines()
+    assert (fence, end) == ("```console run", "```")
+    assert len(block) == 5
+    assert block[0].startswith("$ pip install")
+    assert block[1] == "$ ckpt-patches status"
+
+
+def test_the_table_of_bugs_has_four_columns_and_the_command_for_one_release() -> None:
+    section = README.partition(f"## {SECTIONS[0]}")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert {row.replace("\\|", "").count("|") for row in rows} == {5}
+    assert "`ckpt-patches list --for megatron-core==0.16.1`" in section
+    assert fix_tables.BEGIN in section
+
+
+def test_the_end_has_support_reports_security_and_affiliation_in_order() -> None:
+    end = README.partition(f"## {SECTIONS[-1]}")[2]
+    parts = [
+        "Never run on a GPU or over NCCL",
+        "Python 3.10",
+        "project URL",
+        "SECURITY.md",
+        "Not affiliated with NVIDIA",
+    ]
+    places = [end.find(part) for part in parts]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert (REPOSITORY / "SECURITY.md").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_units_are_binary(page: Path) -> None:
+    """As in the output of all tools: KiB, MiB, GiB."""
+    assert re.findall(r"\b\d[\d.,]* ?[kKMGT]B\b", page.read_text(encoding="utf-8")) == []
+
+
+def test_ci_runs_the_tests_and_the_demo() -> None:
+    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in script if line.startswith("make ")] == ["make test", "make demo", "make rest"]
+    assert demonstrations().keys() == FIXES.keys()
+
+
+def test_the_sign_off_for_deepspeed_is_documented() -> None:
+    page = (REPOSITORY / "docs" / "patches.md").read_text(encoding="utf-8")
+    assert "--signoff" in page
