@@ -718,8 +718,8 @@ def test_a_picture_without_matplotlib_is_refused_before_the_audit(
 @pytest.mark.parametrize(
     ("numel", "begin", "end", "expected"),
     [
-        (576, 288, 576, "of data-parallel rank 1 (of 0 to 1)"),
-        (576, 0, 288, "of data-parallel rank 0 (of 0 to 1)"),
+        (576, 288, 576, "of data-parallel rank 1 of 2"),
+        (576, 0, 288, "of data-parallel rank 0 of 2"),
         (576, 0, 576, ""),
         (577, 0, 288, ""),
     ],
@@ -730,4 +730,4 @@ def test_a_slice_is_named_by_the_number_of_its_rank(numel: int, begin: int, end:
 
 def test_slices_of_several_ranks_are_named_by_their_numbers() -> None:
     shard = Shard(parameter="x", label="", shape=(400,), streams={})
-    assert written_by(shard, 100, 300, 4) == "of data-parallel ranks 1 to 2 (of 0 to 3)"
+    assert written_by(shard, 100, 300, 4) == "of data-parallel ranks 1 to 2 of 4"

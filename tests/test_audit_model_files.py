@@ -151,7 +151,7 @@ def test_a_rank_whose_model_states_are_missing_cannot_be_resumed(rank: int, tmp_
     (path / FILES[rank]).unlink()
     report = audit(path)
     assert report.verdict == DAMAGED
-    assert f"rank {rank} (of 0 to 3)" in [found.array for found in report.findings if found.kind.name == "missing_rank"]
+    assert f"rank {rank} of 4" in [found.array for found in report.findings if found.kind.name == "missing_rank"]
 
 
 def test_with_experts_the_first_rank_alone_has_model_states(damaged: Path) -> None:

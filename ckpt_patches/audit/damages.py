@@ -171,9 +171,9 @@ BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its
 
 
 def numbered(first: int, last: int, count: int) -> str:
-    """Ranks by their numbers, which begin at 0: `rank 1 (of 0 to 3)`."""
+    """Ranks by their numbers, which begin at 0: `rank 1 of 4`."""
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    return f"{ranks} (of 0 to {count - 1})"
+    return f"{ranks} of {count}"
 
 
 @dataclass(frozen=True)
