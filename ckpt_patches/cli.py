@@ -15,7 +15,7 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.trees import select
-from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.errors import UserError, one_line, unknown
 from ckpt_patches.fingerprint import command as fingerprint
 from ckpt_patches.migrate import command as migrate
 from ckpt_patches.options import Parser, described, spelled
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckpt_patches.fingerprint.states import Fingerprint
     from ckpt_patches.status import Installed, Status
 
-AFTER = """Each command has its own --help. Documentation: ckpt-patches explain NAME.
+AFTER = """Each command has its own --help. Documentation: ckpt-patches explain lists all pages.
 
 exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2 wrong usage, or a file that cannot be
 read or written; 3 no verdict on a checkpoint is possible"""
@@ -162,12 +162,12 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "explain",
         help="print the page of a fix or of a topic",
         **described(
-            "Print a page of the documentation: of a fix (ckpt-patches list), or of a topic: audit, ds_to_universal, "
-            "fingerprint, hook, json, migrate, resume.",
+            "Print a page of the documentation, of a fix or of a topic. Without a NAME: list all pages.",
+            "ckpt-patches explain",
             "ckpt-patches explain dp_zero_empty_state",
         ),
     )
-    explained.add_argument("page", metavar="NAME", help="of a fix or a topic")
+    explained.add_argument("page", nargs="?", metavar="NAME", help="of a fix or a topic (default: list all pages)")
     explained.set_defaults(run=_explain)
 
 
@@ -196,7 +196,7 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         **described(
             "Print the source of an upstream module with all fixes that are not switched off.",
             "ckpt-patches show --diff megatron.core.optimizer.distrib_optimizer",
-            after=MATCH_STATUS,
+            after="\n  ".join(["modules:", *_edited_modules()]) + f"\n\n{MATCH_STATUS}",
         ),
     )
     show.add_argument("module", metavar="MODULE", help="such as megatron.core.optimizer.distrib_optimizer")
@@ -246,7 +246,7 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _explain(options: argparse.Namespace) -> int:
     from ckpt_patches import explain
 
-    print(explain.text(options.page).rstrip())
+    print(explain.overview() if options.page is None else explain.text(options.page).rstrip())
     return 0
 
 
@@ -446,8 +446,7 @@ def _show(options: argparse.Namespace) -> int:
 
     edited = _edited_modules()
     if options.module not in edited:
-        names = "".join(f"\n  {module}" for module in edited)
-        raise UserError(f"expected a module that a fix edits, found {options.module}; these are {names}")
+        raise UserError(unknown("fix edits the module", options.module, edited, "ckpt-patches show --help"))
     package = TARGETS[options.module]
     (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
     switches = Switches(os.environ)

@@ -12,10 +12,15 @@ class UserError(Exception):
 
 def unknown(what: str, name: str, known: Iterable[str], where: str) -> str:
     """One line for a name that does not exist: the nearest one that does, and the command that has them all."""
+    return f"no {what} {name}" + (nearest(name, known) or f"; {where} has all names")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a line about a name that does not exist: the nearest one that does; empty if none is near."""
     import difflib
 
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f"no {what} {name}; " + (f"did you mean {nearest[0]}?" if nearest else f"{where} has all names")
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def one_line(error: Exception, unnamed: str = "") -> str:

@@ -5,7 +5,9 @@ import textwrap
 from pathlib import Path
 
 from ckpt_patches import terminal
+from ckpt_patches.engine.fix import sentence
 from ckpt_patches.engine.format_patch import SECTION, page
+from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.errors import UserError, unknown
 
 WIDEST = 100  # columns of a paragraph; longer lines are hard to read
@@ -16,6 +18,23 @@ def names() -> list[str]:
     return sorted(path.stem for path in _folder().glob("*.md") if path.stem != "README")
 
 
+def overview() -> str:
+    """All pages with their titles: the topics, then the fixes."""
+    pages = names()
+    topics = [(name, _title(name)) for name in pages if name not in FIXES]
+    fixes = [(name, sentence(name).removesuffix(".")) for name in pages if name in FIXES]
+    columns = terminal.width()
+    parts = [("Topics", topics), ("Fixes", fixes)]
+    return "\n\n".join(
+        "\n".join([terminal.paint(title, "bold"), *terminal.table(rows, columns, wrapped=(1,))])
+        for title, rows in parts
+    )
+
+
+def _title(name: str) -> str:
+    return (_folder() / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def text(name: str) -> str:
     """A page, without links; formatted if standard output is a terminal.
 
@@ -23,7 +42,7 @@ def text(name: str) -> str:
         UserError: no page has this name.
     """
     if name not in names():
-        raise UserError(unknown("page", name, names(), "ckpt-patches explain --help"))
+        raise UserError(unknown("page", name, names(), "ckpt-patches explain"))
     markdown = without_links((_folder() / f"{name}.md").read_text(encoding="utf-8"))
     markdown = markdown.partition(f"\n{SECTION}\n")[0]  # for upstream's reviewers
     columns = terminal.width()

@@ -4,9 +4,9 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from ckpt_patches.errors import TRUST
+from ckpt_patches.errors import TRUST, nearest
 
 MANY = "the processors, at most 16; divided among the ranks of a host"
 
@@ -23,7 +23,29 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises OSError if the help cannot be written; argparse itself says nothing then."""
+    """A usage error is one line, and OSError is raised if the help cannot be written, which argparse ignores."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog.partition(' ')[0]}: {' '.join(message.splitlines())} ({self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is left over: argparse leaves that to the main parser, which knows no option of a command."""
+        found, left = super().parse_known_args(args, namespace)
+        for argument in left:
+            name = argument.partition("=")[0]
+            if name.startswith("-"):
+                self.error(f"no option {name}{nearest(name, self._option_string_actions)}")
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return found, left
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if action.nargs == argparse.PARSER:
+            raise argparse.ArgumentError(None, f"no command {value}{nearest(str(value), action.choices)}")
+        expected = " or ".join(map(str, action.choices))
+        raise argparse.ArgumentError(action, f"expected {expected}, found {value}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         file = file or sys.stderr

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,10 @@ def test_what_cannot_be_repaired_is_said_before_anything_is_written(
 ) -> None:
     change(zarr)
     assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 2
-    assert "cannot be repaired, and nothing was written" in capsys.readouterr().err
+    first, *damages = capsys.readouterr().err.splitlines()
+    assert first == f"ckpt-patches: {zarr} cannot be repaired, and nothing was written:"
+    assert damages
+    assert all(re.match(r"  \w+ \S", line) for line in damages)  # as docs/commands.md says of `repair`
     assert [path.name for path in tmp_path.iterdir()] == [zarr.name]
 
 

@@ -312,13 +312,20 @@ def test_a_fix_that_is_switched_off_is_not_shown(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_a_module_that_no_fix_edits_is_said_with_those_that_are(tmp_path: Path) -> None:
+def test_a_module_that_no_fix_edits_is_one_line(tmp_path: Path) -> None:
     make(tmp_path)
-    done = command("show", "megatron.core.utils", "--tree", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    first, *modules = done.stderr.splitlines()
-    assert "expected a module that a fix edits, found megatron.core.utils" in first
-    assert [line.strip() for line in modules] == sorted({module for edited in FIXES.values() for module in edited})
+    line = one_line(command("show", "megatron.core.optimizer.distributed_optimizer", "--tree", str(tmp_path)))
+    assert line == (
+        "ckpt-patches: no fix edits the module megatron.core.optimizer.distributed_optimizer; did you mean "
+        "megatron.core.optimizer.distrib_optimizer?"
+    )
+    line = one_line(command("show", "torch", "--tree", str(tmp_path)))
+    assert line == "ckpt-patches: no fix edits the module torch; ckpt-patches show --help has all names"
+
+
+def test_the_help_of_show_has_all_modules() -> None:
+    printed = command("show", "--help").stdout.split()
+    assert {module for edited in FIXES.values() for module in edited} <= set(printed)
 
 
 def test_a_module_that_a_release_does_not_have_is_said() -> None:
@@ -459,6 +466,18 @@ def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(caps
 def test_an_unreadable_file_of_a_tree_is_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
     make(tmp_path, UPSTREAM.encode() + b"# \xff\n")
     assert "expected UTF-8" in one_line(command(*arguments, "--tree", str(tmp_path)))
+
+
+@pytest.mark.parametrize("verb", ["status", "list", "diff", "diff --split patches", "apply", "show"])
+def test_a_file_of_a_tree_that_the_system_cannot_read_is_one_line(verb: str, tmp_path: Path) -> None:
+    path = make(tmp_path)
+    path.unlink()
+    path.mkdir()
+    module = [MODULE] if verb == "show" else []
+    line = one_line(command(*verb.split(), *module, "--tree", str(tmp_path)))
+    assert line.removesuffix("; nothing of megatron.core was changed") == (
+        f"ckpt-patches: {path}: it cannot be read: Is a directory"
+    )
 
 
 def test_a_file_in_place_of_the_folder_for_patches(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches import __version__, cli, explain
+from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.registry import FIXES, SWITCHED
 from deepspeed_patches.ds_to_universal import command as converter
 from small_tree import command, make, on_terminal, one_line, python
@@ -76,6 +77,46 @@ def test_suggestions_cost_nothing_where_all_names_are_known() -> None:
     assert python("-c", code, tree=REPOSITORY, env={"CKPT_PATCHES_SKIP": "numpy2_product"}).stdout == "False\n"
 
 
+USAGE = [
+    ("statsu", "no command statsu; did you mean status?", "ckpt-patches"),
+    ("", "the following arguments are required: COMMAND", "ckpt-patches"),
+    ("status --jsn", "no option --jsn; did you mean --json?", "ckpt-patches status"),
+    ("list --qqqqq", "no option --qqqqq", "ckpt-patches list"),
+    ("status more", "unrecognized arguments: more", "ckpt-patches status"),
+    ("list --for", "argument --for: expected one argument", "ckpt-patches list"),
+    (
+        "list --for a --tree b",
+        "argument --tree: not allowed with argument --for",
+        "ckpt-patches list",
+    ),
+    (
+        "status --require torch",
+        "argument --require: expected megatron-core or deepspeed, found torch",
+        "ckpt-patches status",
+    ),
+    ("completion fish", "argument shell: expected bash or zsh, found fish", "ckpt-patches completion"),
+    ("repair x", "the following arguments are required: --output", "ckpt-patches repair"),
+    ("audit x --workers 0", "argument --workers: expected a number of processes, found '0'", "ckpt-patches audit"),
+    ("migrate x --output y --step z", "argument --step: expected a number of steps, found 'z'", "ckpt-patches migrate"),
+    (
+        "to-universal --input-folder x",
+        "the following arguments are required: --output-folder",
+        "ckpt-patches to-universal",
+    ),
+    (
+        "to-universal --input-folder x --output-folder y --access dma",
+        "argument --access: expected read or mmap, found dma",
+        "ckpt-patches to-universal",
+    ),
+    ("apply --split x", "no option --split", "ckpt-patches apply"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "program"), USAGE, ids=[case[0] or "nothing" for case in USAGE])
+def test_a_usage_error_is_one_line(arguments: str, error: str, program: str) -> None:
+    assert one_line(command(*arguments.split())) == f"ckpt-patches: {error} ({program} --help)"
+
+
 # explain
 
 
@@ -108,7 +149,20 @@ def test_explain_without_a_page() -> None:
     assert one_line(command("explain", "zarr_range_writes")) == (
         "ckpt-patches: no page zarr_range_writes; did you mean zarr_range_write?"
     )
-    assert "no page ../README" in one_line(command("explain", "../README"))
+    assert (
+        one_line(command("explain", "../README"))
+        == "ckpt-patches: no page ../README; ckpt-patches explain has all names"
+    )
+
+
+def test_explain_without_a_name_lists_all_pages_with_their_titles() -> None:
+    done = command("explain")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(tuple(explain.names())))
+    assert rows.keys() == set(explain.names())
+    assert rows["audit"] == (REPOSITORY / "docs/audit.md").read_text().splitlines()[0].lstrip("# ")
+    assert rows["rank_order"] == fixes.sentence("rank_order").rstrip(".")
+    assert done.stdout.index("audit ") < done.stdout.index("zarr_range_write ")  # topics before fixes
 
 
 def test_no_message_names_a_page_of_docs() -> None:
