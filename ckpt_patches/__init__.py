@@ -138,7 +138,7 @@ def start() -> "PatchFinder | None":
     global installed
     switches = Switches(os.environ)
     if switches.errors:
-        from ckpt_patches.ranks import is_rank_zero
+        from ckpt_patches.runtime.ranks import is_rank_zero
 
         for error in switches.errors if is_rank_zero(os.environ) else ():
             tell(error)
@@ -161,7 +161,7 @@ def examine_at_exit(switches: Switches, process: int) -> None:
     if not any_loaded() or os.getpid() != process:
         return
     from ckpt_patches.errors import StrictModeError
-    from ckpt_patches.ranks import is_rank_zero
+    from ckpt_patches.runtime.ranks import is_rank_zero
 
     if not is_rank_zero(os.environ):
         return

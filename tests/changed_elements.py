@@ -6,8 +6,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit import checksums
-from ckpt_patches.audit.checkpoint import Checkpoint, Shard
+from ckpt_patches.audit.judging import record_checksums
+from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
 
 Bits: TypeAlias = npt.NDArray[np.uint32]
 
@@ -20,4 +20,4 @@ def change_elements(found: Checkpoint, shard: Shard, role: str, first: int, chan
     values.flush()
     for record in found.records:
         if record.path == extent.path and record.offset <= extent.offset < record.offset + record.nbytes:
-            checksums.update_checksum(record)
+            record_checksums.update_checksum(record)

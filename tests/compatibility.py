@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import FIXES
-from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from recorded_results import ranges, read
 from upstream import MAIN, PLAN, RELEASES, REPOSITORY, runnable
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.source import Source
-from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from upstream import tree
 
 

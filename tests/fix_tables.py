@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_patches.engine.fix import load, sentence
 from ckpt_patches.engine.fix_table import HEADS, groups
 from ckpt_patches.engine.registry import FIXES
-from ckpt_patches.formats.durable import replace_durably
+from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
 BEGIN, END = "<!-- fixes: begin -->", "<!-- fixes: end -->"

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ckpt_patches.audit import plot
 from ckpt_patches.audit.audit import Report, audit
-from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
+from ckpt_patches.audit.report import plot
 from megatron_checkpoints import ZARR, written
 from test_audit import UP, copied, flip_one_bit_of_a_master, put_nan
 from upstream import REPOSITORY

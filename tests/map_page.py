@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
-from ckpt_patches.formats.durable import replace_durably
+from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
 PICTURE = REPOSITORY / "docs" / "map.svg"

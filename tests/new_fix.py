@@ -12,7 +12,7 @@ from string import Template
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.durable import replace_durably
+from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
 TEMPLATES = "docs/new_fix"

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_patches.audit import blocks, quantized
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.audit.judging import blocks
+from ckpt_patches.audit.readers import quantized
 from ckpt_patches.formats import torch_file
 from test_audit import copied, names
 from test_audit_coverage import MODEL, change

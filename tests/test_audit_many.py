@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ckpt_patches.audit import scan
 from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit
+from ckpt_patches.audit.judging import scan
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
-from ckpt_patches.audit.checksums import update_checksum
-from ckpt_patches.audit.repaired import NAME
+from ckpt_patches.audit.judging.record_checksums import update_checksum
+from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from test_audit import copied, names
 from test_audit_coverage import change

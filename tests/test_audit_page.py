@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.audit import advice, bars, damages, page
+from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.report import page, plot_layout, recommend
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, written
 from test_audit import IN_ZARR, copied, lose_both_moments, lose_master, names, put_nan, state
@@ -174,7 +175,7 @@ def test_the_picture_has_a_mark_for_each_hole_in_its_colour(zarr: Path) -> None:
     put_nan(zarr)
     found = parsed(audit(zarr))
     for kind, at, width in (("lost_master", 100 / 576, 100 / 576), ("not_finite", None, 0.004)):
-        own = bars.colour(kind)
+        own = plot_layout.colour(kind)
         marks = [mark for tag, mark in found.elements if tag == "rect" and mark["fill"] == own and "x" in mark]
         assert len(marks) == 1
         assert float(marks[0]["width"] or 0) / page.LENGTH == pytest.approx(width, abs=1e-4)
@@ -268,7 +269,7 @@ def test_so_has_a_state_in_torch_dist_that_they_do_not_load(
 
 def test_commands_are_quoted() -> None:
     words = ["a b", "$(rm -rf x)", "it's", "-x", os.fsdecode(b"\xff'\n\\"), "ü"]
-    line = advice.line("printf", "%s\\0", *words)
+    line = recommend.line("printf", "%s\\0", *words)
     assert line.isprintable()
     said = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
     assert said == b"".join(os.fsencode(word) + b"\0" for word in words)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
-from ckpt_patches.audit.copies import in_copy
-from ckpt_patches.audit.repair import FROM_OLDER, FROM_WEIGHT, RESET
-from ckpt_patches.audit.repaired import NAME
+from ckpt_patches.audit.repair.copies import in_copy
+from ckpt_patches.audit.repair.repair import FROM_OLDER, FROM_WEIGHT, RESET
+from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from ckpt_patches.formats.paths import LeavesFolderError
 from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
@@ -219,7 +219,7 @@ def test_the_list_is_there_before_the_folder_has_its_name(
     lose_first_moment(zarr)
     replace_ = os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: (Path(old, NAME).stat(), replace_(old, new)))
-    monkeypatch.setattr("ckpt_patches.audit.repaired.write_durably", lambda path, data: path.write_bytes(data))
+    monkeypatch.setattr("ckpt_patches.audit.repair_list.write_durably", lambda path, data: path.write_bytes(data))
     assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shared
 from ckpt_patches.audit.audit import audit, fingerprint
-from ckpt_patches.audit.copies import begin_copy, copy_ranges, end_copy
+from ckpt_patches.audit.repair.copies import begin_copy, copy_ranges, end_copy
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
 from test_audit_many import arrays
@@ -35,8 +35,8 @@ def test_every_part_of_what_is_read_is_in_the_fingerprint(tmp_path: Path) -> Non
 
 
 def test_a_copy_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_patches.audit.copies.AT_A_TIME", 7)
-    monkeypatch.setattr("ckpt_patches.audit.copies.BUFFER", 3)
+    monkeypatch.setattr("ckpt_patches.audit.repair.copies.AT_A_TIME", 7)
+    monkeypatch.setattr("ckpt_patches.audit.repair.copies.BUFFER", 3)
     source = tmp_path / "source"
     (source / "a" / "b").mkdir(parents=True)
     for size in range(30):

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckpt_patches.audit import shifted, ways
-from ckpt_patches.audit.checkpoint import MASTER, MOMENTS, WEIGHT, Extent, Shard, Stream
-from ckpt_patches.audit.scan import read_elements
+from ckpt_patches.audit.judging import shift_search, shifted
+from ckpt_patches.audit.judging.scan import read_elements
+from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Extent, Shard, Stream
 from upstream import all_releases
 
 WAS_WRONG = 45  # of constants between the halves of gated parameters, which were taken for each other's neighbours
@@ -106,7 +106,7 @@ def rounded(masters: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def test_what_is_moved_belongs_there_and_what_is_said_is_so(seed: int, constants: bool, tmp_path: Path) -> None:
     parameters, buffer = some_buffer(seed, constants=constants)
     shards = save(parameters, buffer, seed, tmp_path / "states")
-    ways.forget()
+    shift_search.forget()
     found = shifted.find(shards)
     by_name = {(own.name, own.label): own for own in parameters}
     truth = [by_name[shard.parameter, shard.label] for shard in shards]

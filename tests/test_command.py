@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import upstream
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import version_in
 from ckpt_patches.engine.registry import CORE, FIXES
-from ckpt_patches.options import spelled
+from ckpt_patches.runtime.options import spelled
 from small_tree import MODULE, UPSTREAM, command, make, on_terminal, one_line, python
 from upstream import REPOSITORY, tree
 
@@ -195,7 +195,7 @@ def test_status_in_a_process_says_what_runs_there(tmp_path: Path) -> None:
     path = make(tmp_path)
     code = f"""
 import importlib.util, sys, megatron.core.dist_checkpointing
-from ckpt_patches.status import collect
+from ckpt_patches.cli.status import collect
 def state():
     print(next(fix.state for fix in collect().fixes if fix.name == "numpy2_product"))
 state()
@@ -208,9 +208,8 @@ state()
 
 
 def test_status_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from ckpt_patches.cli import main; main(['status']); print(sorted(sys.modules), file=sys.stderr)"
-    )
+    code = "import sys; from ckpt_patches.cli import main; main(['status'])"
+    code += "; print(sorted(sys.modules), file=sys.stderr)"
     done = python("-c", code, tree=tree("megatron-core", "0.14.0"))
     loaded = set(eval(done.stderr.splitlines()[-1]))
     assert not {"torch", "numpy", "megatron", "megatron.core", "deepspeed", "zarr"} & loaded
@@ -450,13 +449,13 @@ def test_underscores_in_the_names_of_options_are_dashes(given: list[str], found:
 @pytest.mark.parametrize("command", ["status", "list", "diff", "show", "apply", "revert", "audit", "repair", "migrate"])
 def test_the_help_has_dashes_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        command_line.main([command, "--help"])
     assert re.findall(r"--[a-z]+_\w+", capsys.readouterr().out) == []
 
 
 def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["to-universal", "--help"])
+        command_line.main(["to-universal", "--help"])
     said = capsys.readouterr().out
     assert re.findall(r"--[a-z]+_\w+", said) == []
     assert "--workers N, --num-extract-workers N" in said

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from ckpt_patches import cli
-from ckpt_patches.completion import FUNCTION, SHELLS
+from ckpt_patches.cli import command_line
+from ckpt_patches.cli.completion import FUNCTION, SHELLS
 from ckpt_patches.engine.registry import FIXES
 
 
@@ -19,7 +19,7 @@ def shell(request: pytest.FixtureRequest) -> str:
 
 def completed(shell: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
     """What the shell offers for the last of these words."""
-    assert cli.main(["completion", shell]) == 0
+    assert command_line.main(["completion", shell]) == 0
     line = " ".join(f"'{word}'" for word in ["ckpt-patches", *words])
     given = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}"
     ask, start = f"{given}; {FUNCTION}; printf '%s\n' \"${{COMPREPLY[@]}}\"", ["bash", "--norc", "-c"]

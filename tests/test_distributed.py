@@ -89,11 +89,13 @@ class Work:
 import os, sys, time
 from datetime import timedelta
 from ckpt_patches import cli
-from ckpt_patches.audit import audit, copies, scan
-from ckpt_patches.formats import ranged, unfinished
+from ckpt_patches.audit import audit
+from ckpt_patches.audit.judging import scan
+from ckpt_patches.audit.repair import copies
+from ckpt_patches.formats import ranged
 from ckpt_patches.migrate import migration_plan, move
-from ckpt_patches.runtime import distributed
-from deepspeed_patches.ds_to_universal import command, workers
+from ckpt_patches.runtime import distributed, unfinished
+from ckpt_patches.convert import convert_command as command, workers
 {SMALL}
 {change}
 status = {"command" if self.command == "convert" else "cli"}.main(sys.argv[1:])

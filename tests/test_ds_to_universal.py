@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from ckpt_patches.cli import main
+from ckpt_patches.convert import traits
+from ckpt_patches.convert.convert import convert
+from ckpt_patches.convert.traits import Traits
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import torch_file
-from deepspeed_patches.ds_to_universal import Options, convert, traits
-from deepspeed_patches.ds_to_universal.traits import Traits
+from deepspeed_patches.ds_to_universal import Options
 from universal import both, distinct, environment, files, ours, parallel, summary
 from upstream import all_releases, numbers, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shared
-from deepspeed_patches.ds_to_universal.experts import local_experts
+from ckpt_patches.convert.experts import local_experts
 from test_audit_coverage import experts
 from universal import both, ours
 from upstream import all_releases, run, tree

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_patches.convert.output_files import CopiedOutput
+from ckpt_patches.convert.output_folder import FINGERPRINT, LATEST, OutputFolder
 from ckpt_patches.errors import UserError
-from deepspeed_patches.ds_to_universal.output_files import CopiedOutput
-from deepspeed_patches.ds_to_universal.output_folder import FINGERPRINT, LATEST, OutputFolder
 from universal import command, distinct, environment, files, ours, parallel, summary
 from upstream import PROGRAMS, all_releases
 from zero_checkpoints import dp768

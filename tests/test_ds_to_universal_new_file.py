@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_patches.ds_to_universal import Options, convert, file_systems
-from deepspeed_patches.ds_to_universal.file_systems import Direct, file_system, type_of
-from deepspeed_patches.ds_to_universal.new_file import PAGE, WORTH_IT, NewFile, pages
+from ckpt_patches.convert import file_systems
+from ckpt_patches.convert.convert import convert
+from ckpt_patches.convert.file_systems import Direct, file_system, type_of
+from ckpt_patches.convert.new_file import PAGE, WORTH_IT, NewFile, pages
+from deepspeed_patches.ds_to_universal import Options
 from universal import files, parallel
 
 PIECES = st.lists(st.integers(0, 2 * WORTH_IT), max_size=6)

@@ -12,14 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
-from ckpt_patches.formats.zero import ElementType, Flat, ModelFile, Partition, Step
-from deepspeed_patches.ds_to_universal import arithmetic, layout
-from deepspeed_patches.ds_to_universal.conversion_plan import plan
-from deepspeed_patches.ds_to_universal.headers import Checkpoint, File, Rank
-from deepspeed_patches.ds_to_universal.layout import Layout
-from deepspeed_patches.ds_to_universal.output_files import (
+from ckpt_patches.convert import arithmetic, layout
+from ckpt_patches.convert.conversion_plan import plan
+from ckpt_patches.convert.headers import Checkpoint, File, Rank
+from ckpt_patches.convert.layout import Layout
+from ckpt_patches.convert.output_files import (
     Content,
     CopiedOutput,
     EqualPieces,
@@ -29,11 +26,14 @@ from deepspeed_patches.ds_to_universal.output_files import (
     Run,
     TorchOutput,
 )
-from deepspeed_patches.ds_to_universal.rules import SubParams
-from deepspeed_patches.ds_to_universal.source_files import Sources
-from deepspeed_patches.ds_to_universal.traits import Traits
-from deepspeed_patches.ds_to_universal.workers import shares
-from deepspeed_patches.ds_to_universal.write import place, zeros
+from ckpt_patches.convert.rules import SubParams
+from ckpt_patches.convert.source_files import Sources
+from ckpt_patches.convert.traits import Traits
+from ckpt_patches.convert.workers import shares
+from ckpt_patches.convert.write import place, zeros
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
+from ckpt_patches.formats.zero import ElementType, Flat, ModelFile, Partition, Step
 
 SMALL = settings(max_examples=150, deadline=None)
 FLOAT32 = ElementType("float32")

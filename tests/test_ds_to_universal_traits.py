@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_patches.ds_to_universal import traits
-from deepspeed_patches.ds_to_universal.traits import CONVERTER, Traits
+from ckpt_patches.convert import traits
+from ckpt_patches.convert.traits import CONVERTER, Traits
 from universal import ours, parallel
 from upstream import all_releases, in_place, numbers, releases, runnable, tree
 

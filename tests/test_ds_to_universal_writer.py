@@ -12,7 +12,7 @@ import torch
 
 from ckpt_patches.formats import stored_zip, torch_file, torch_writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
-from ckpt_patches.progress import Progress, line
+from ckpt_patches.runtime.progress import Progress, line
 from upstream import PROGRAMS
 
 BASE = torch.arange(24, dtype=torch.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.formats import durable, unfinished
+from ckpt_patches.runtime import durable, unfinished
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

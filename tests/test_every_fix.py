@@ -12,14 +12,14 @@ import pytest
 
 import edits
 from ckpt_patches import PREFIXES
+from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.engine import fix as fixes
-from ckpt_patches.engine import kept, plan
+from ckpt_patches.engine import plan, plan_cache
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.kept import plan_or_kept
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
+from ckpt_patches.engine.plan_cache import plan_or_kept
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, SWITCHED, TARGETS, folder
 from ckpt_patches.engine.source import function_text
-from ckpt_patches.status import FIXED_UPSTREAM, NOT_PRESENT
 from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, in_place, main_branch, newest_affected, releases, tree
 
 NAMES = list(FIXES)
@@ -90,7 +90,7 @@ def test_the_plan_of_a_release_is_kept_as_it_was_made(
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     root = str(tree(distribution, version))
     made = plan_or_kept(root, package, fixes_for(package))
-    monkeypatch.delattr(kept, "plan_tree")
+    monkeypatch.delattr(plan_cache, "plan_tree")
     assert len(made.files) > 3
     assert edits.as_bytes(plan_or_kept(root, package, fixes_for(package))) == edits.as_bytes(made)
 

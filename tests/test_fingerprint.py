@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
+from ckpt_patches.convert.zero_fingerprints import fingerprints
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint import universal
-from ckpt_patches.fingerprint.mix import MODULUS, mix
+from ckpt_patches.fingerprint import universal_states
+from ckpt_patches.fingerprint.element_hash import MODULUS, mix
 from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks, state_named
-from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
 from every_checkpoint import put, tensors
 from universal import ours, parallel
 from upstream import REPOSITORY
@@ -57,7 +57,7 @@ def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Pat
     ours(checkpoint, tmp_path / "ours")
     expected = sorted(fingerprints(checkpoint))
     for folder in (tmp_path / "upstream" / checkpoint.parent.name, tmp_path / "ours"):
-        assert sorted(universal.fingerprints(folder)) == expected
+        assert sorted(universal_states.fingerprints(folder)) == expected
 
 
 @pytest.mark.parametrize("case", ["megatron", "fused_uneven", "zero3_uneven"])
@@ -65,7 +65,7 @@ def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: st
     source = parallel(case)[case]
     assert convert(tmp_path, source, version=RELEASE, delivery="hook") == {case: ""}
     found = sorted(fingerprints(source))
-    assert sorted(universal.fingerprints(tmp_path / case)) == found
+    assert sorted(universal_states.fingerprints(tmp_path / case)) == found
     if case == "megatron":  # the others have classes beside the tensors that torch does not load by itself
         states = converted(tmp_path / case)
         expected = {(name, state_named(key)): by_formula(of[key]) for name, of in states.items() for key in KEYS}
@@ -80,20 +80,20 @@ def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.Captu
         file.seek(place.offset)
         first = file.read(1)
     put(place, bytes([first[0] ^ 1]))
-    assert cli.main(["fingerprint", str(copy), "--against", str(copy)]) == 0
+    assert command_line.main(["fingerprint", str(copy), "--against", str(copy)]) == 0
     states, parameters = len(list(fingerprints(copy))), len({one.parameter for one in fingerprints(copy)})
     assert capsys.readouterr().out == f"equal: {states} states of {parameters} parameters in {copy} and {copy}\n"
-    assert cli.main(["fingerprint", str(copy), "--against", str(other)]) == 1
+    assert command_line.main(["fingerprint", str(copy), "--against", str(other)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"1 of {states} states differ: {copy} and {other}"
     assert said[0].endswith("  exp_avg  other values")
 
 
 def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fingerprint", "--json", str(checkpoint)]) == 0
+    assert command_line.main(["fingerprint", "--json", str(checkpoint)]) == 0
     rows = json.loads(capsys.readouterr().out)["fingerprints"]
     assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == list(fingerprints(checkpoint))
-    assert cli.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
+    assert command_line.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
     assert json.loads(capsys.readouterr().out) == {"schema": 1, "compared": len(rows), "differences": []}
 
 
@@ -126,7 +126,7 @@ def test_elements_of_other_types_are_refused() -> None:
 @pytest.mark.parametrize("name", ["nothing", "empty"])
 def test_what_is_no_checkpoint_is_said_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert cli.main(["fingerprint", str(tmp_path / name)]) == 2
+    assert command_line.main(["fingerprint", str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("ckpt-patches: ")
     assert str(tmp_path / name) in said
@@ -147,7 +147,7 @@ def test_a_file_that_is_cut_short_is_said_in_a_line(
     ours(checkpoint, tmp_path / "universal")
     file = next((tmp_path / "universal" / "zero").rglob("exp_avg.pt"))
     file.write_bytes(file.read_bytes()[:-100])
-    assert cli.main(["fingerprint", str(tmp_path / "universal")]) == 2
+    assert command_line.main(["fingerprint", str(tmp_path / "universal")]) == 2
     said = capsys.readouterr().err
     assert str(file) in said
     assert said.count("\n") == 1

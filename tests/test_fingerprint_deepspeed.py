@@ -11,9 +11,9 @@ import pytest
 import resume_table
 import shared
 from changed_elements import change_elements
-from ckpt_patches import cli
-from ckpt_patches.audit import zero
-from ckpt_patches.audit.checkpoint import EXP_AVG
+from ckpt_patches.audit.readers import zero_reader
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG
+from ckpt_patches.cli import command_line
 from upstream import all_releases, newest_by_default, releases, run, tree
 from zero_checkpoints import convert
 from zero_resumes import PROGRAM, exact
@@ -80,9 +80,9 @@ def test_every_exact_resume_is_proven_whole(version: str, tag: str, saved: int, 
 def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     last = "compared 21 states with what the run recorded when it saved: all are the same"
     for name in ("global_step2", "universal"):
-        assert cli.main(["fingerprint", str(trained(NEWEST) / case / name)]) == 0
+        assert command_line.main(["fingerprint", str(trained(NEWEST) / case / name)]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == last
-        assert cli.main(["audit", "--notes", str(trained(NEWEST) / case / name)]) == 0
+        assert command_line.main(["audit", "--notes", str(trained(NEWEST) / case / name)]) == 0
         assert "compared 21 states" in capsys.readouterr().out
 
 
@@ -91,7 +91,7 @@ def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
 ) -> None:
     folder = tmp_path / "stage2-2"
     shutil.copytree(trained(NEWEST) / "stage2-2", folder, ignore=shutil.ignore_patterns("universal"))
-    assert cli.main(to_universal(folder / "global_step2", folder / "universal")) == 0
+    assert command_line.main(to_universal(folder / "global_step2", folder / "universal")) == 0
     captured = capfd.readouterr()
     assert "compared 21 states" in captured.out + captured.err
     found, log = output(NEWEST, "resume", folder, "--tag", "universal", ranks=4)
@@ -103,15 +103,15 @@ def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest
     """One bit of a moment, as nothing but the record tells."""
     source = tmp_path / "stage1-2"
     shutil.copytree(trained(NEWEST) / "stage1-2" / "global_step2", source)
-    found = zero.read(source)
+    found = zero_reader.read(source)
     change_elements(found, found.shards[0], EXP_AVG, 0, lambda bits: bits ^ np.uint32(1))
-    assert cli.main(["fingerprint", str(source)]) == 1
-    assert cli.main(["audit", str(source)]) == 1
+    assert command_line.main(["fingerprint", str(source)]) == 1
+    assert command_line.main(["audit", str(source)]) == 1
     assert "not_as_recorded" in capsys.readouterr().out
-    assert cli.main(to_universal(source, tmp_path / "universal")) == 2
+    assert command_line.main(to_universal(source, tmp_path / "universal")) == 2
     assert "is not what the run recorded when it saved, and was not converted" in capsys.readouterr().err
     assert not (tmp_path / "universal").exists()
-    assert cli.main([*to_universal(source, tmp_path / "as_it_is"), "--no_strict"]) == 0
+    assert command_line.main([*to_universal(source, tmp_path / "as_it_is"), "--no_strict"]) == 0
 
 
 def test_off_nothing_is_recorded_and_nothing_said(tmp_path: Path) -> None:
@@ -144,5 +144,5 @@ def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
     said = "the record is of step 2, and the checkpoint of step 4: its run recorded nothing"
     assert "fingerprint: nothing is proven of this resume" in log
     assert said in log
-    assert cli.main(["fingerprint", str(again / "global_step2")]) == 0
+    assert command_line.main(["fingerprint", str(again / "global_step2")]) == 0
     assert said in capsys.readouterr().out

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
+from ckpt_patches.convert.zero_fingerprints import fingerprints
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.fingerprint.record import KEY, Record, State
-from deepspeed_patches.ds_to_universal.fingerprints import fingerprints
 from upstream import run, tree
 from zero_checkpoints import convert, of_ranks
 from zero_resumes import PROGRAM
@@ -103,7 +103,7 @@ def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Pat
     for fixes, status in ((tuple(FIXES), 0), (tuple(fix for fix in FIXES if fix != "rank_order"), 1)):
         made = tmp_path / str(status)
         assert convert(made, source, version="0.14.0", delivery="hook", fixes=fixes) == {"11": ""}
-        assert cli.main(["fingerprint", str(made / "11")]) == status
+        assert command_line.main(["fingerprint", str(made / "11")]) == status
 
 
 def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
     program("--ep", "1")
     source, universal = tmp_path / "global_step8", tmp_path / "universal"
     options = ["--input_folder", str(source), "--output_folder", str(universal), "--inject_missing_state"]
-    assert cli.main(["to-universal", *options]) == 0
+    assert command_line.main(["to-universal", *options]) == 0
     captured = capfd.readouterr()
     assert "compared 39 states" in captured.out + captured.err
     for ep in ("1", "2", "4"):

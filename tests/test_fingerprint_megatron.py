@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, load, save
 
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
-from ckpt_patches.fingerprint.megatron import fingerprints, parameter_and_state, read
-from ckpt_patches.fingerprint.mix import MODULUS, of_run
+from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
+from ckpt_patches.fingerprint.megatron_files import fingerprints, parameter_and_state, read
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
 from upstream import all_releases
@@ -85,9 +85,9 @@ def test_a_migrated_checkpoint_has_those_of_the_old_one(
 ) -> None:
     """The old one holds flattened ranges, and the new one boxes."""
     old, new = EVERY[name].path, tmp_path / "new"
-    assert cli.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
     capsys.readouterr()
-    assert cli.main(["fingerprint", str(old), "--against", str(new)]) == 0
+    assert command_line.main(["fingerprint", str(old), "--against", str(new)]) == 0
     assert capsys.readouterr().out.startswith("equal: ")
     tensors = loaded_by_torch(new)
     assert found_in(old) == {parameter_and_state(k): by_formula(t) for k, t in tensors.items() if t.dtype in FLOATS}
@@ -95,7 +95,7 @@ def test_a_migrated_checkpoint_has_those_of_the_old_one(
 
 @pytest.mark.parametrize("name", some(BUCKETS))
 def test_buckets_are_said_to_be_left_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fingerprint", str(EVERY[name].path)]) == 0
+    assert command_line.main(["fingerprint", str(EVERY[name].path)]) == 0
     said = capsys.readouterr()
     assert "no fingerprint, as optimizer.distributed." in said.err
     assert ": a bucket, and where parameters begin in it is not in the checkpoint\n" in said.err
@@ -109,7 +109,7 @@ def test_tensors_that_no_32_bit_float_holds_are_said_to_be_left_out(
     """What is neither said nor counted would look proven."""
     doubles, numbers = torch.ones(3, dtype=torch.float64), torch.arange(4)
     save({"a": torch.ones(2), "b": doubles, "c": numbers, "d": doubles}, checkpoint_id=tmp_path, no_dist=True)
-    assert cli.main(["fingerprint", str(tmp_path)]) == 0
+    assert command_line.main(["fingerprint", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert [line.split()[1] for line in said.out.splitlines()] == ["a"]
     expected = "expected float32, bfloat16, float16"
@@ -125,7 +125,7 @@ def test_a_lost_file_is_said_in_a_line(name: str, tmp_path: Path, capsys: pytest
     path = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
     lost = next(file for pattern in ("*.exp_avg.*/[0-9]*", "*.distcp") for file in sorted(path.glob(pattern)))
     lost.unlink()
-    assert cli.main(["fingerprint", str(path)]) == 2
+    assert command_line.main(["fingerprint", str(path)]) == 2
     said = capsys.readouterr().err
     assert str(lost) in said
     assert said.count("\n") == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ckpt_patches.fingerprint import on_device
-from ckpt_patches.fingerprint.mix import MODULUS, ROW, mix, of_places, of_run, scrambled, sums_of_rows
+from ckpt_patches.fingerprint.element_hash import MODULUS, ROW, mix, of_places, of_run, scrambled, sums_of_rows
 
 # Few values, so that equal ones meet, and those of 16-bit floats, whose low half is zero.
 VALUES = st.one_of(st.sampled_from([0, 1, 0x3F800000, 0x80000000]), st.integers(0, 2**32 - 1))

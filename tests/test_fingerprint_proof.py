@@ -12,11 +12,11 @@ import torch
 
 from ckpt_patches.fingerprint import verdict as verdicts
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.live import Live, Part
+from ckpt_patches.fingerprint.live_state import Live, Part
 from ckpt_patches.fingerprint.proof import FingerprintError, prove, recorded, verdict_of
 from ckpt_patches.fingerprint.record import from_plain
 from ckpt_patches.fingerprint.verdict import Difference
-from ckpt_patches.units import in_bytes
+from ckpt_patches.runtime.units import in_bytes
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 SHAPES = {"first.weight": (40, 30), "second.weight": (7, 60), "second.bias": (60,)}

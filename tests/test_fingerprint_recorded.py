@@ -12,11 +12,11 @@ import pytest
 
 import shared
 from changed_elements import Bits, change_elements
-from ckpt_patches import cli
-from ckpt_patches.audit import torch_dist
 from ckpt_patches.audit.audit import audit
-from ckpt_patches.audit.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
-from ckpt_patches.fingerprint import megatron, offline, record_files
+from ckpt_patches.audit.readers import torch_dist_reader
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
+from ckpt_patches.cli import command_line
+from ckpt_patches.fingerprint import megatron_files, offline, record_files
 from every_checkpoint import EVERY
 from upstream import all_releases, checkpoint_formats, releases, run, tree
 
@@ -77,7 +77,7 @@ def saved(gpt: Gpt) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    status = cli.main([*arguments])
+    status = command_line.main([*arguments])
     return status, capsys.readouterr().out
 
 
@@ -159,7 +159,7 @@ def test_the_number_goes_through_a_migration_into_the_run_that_loads(
     gpt: Gpt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "new"
-    assert cli.main(["migrate", str(saved(gpt)), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(saved(gpt)), "--output", str(new), "--no-sync"]) == 0
     assert f"compared {3 * gpt.parameters} states" in capsys.readouterr().out
     options = ["--format", "fully_reshardable", *gpt.options.replace("--backend zarr", "").split()]
     resume: tuple[str | Path, ...] = ("resume", saved(gpt).parent, "--checkpoint", new, *options)
@@ -174,7 +174,7 @@ def copy(tmp_path: Path) -> Path:
 
 def change(path: Path, role: str, bits: Callable[[Bits], Bits]) -> None:
     """Elements of a state of the word embedding, from the sixteenth on, in its first chunk's file."""
-    found = torch_dist.read(path)
+    found = torch_dist_reader.read(path)
     shard = next(shard for shard in found.shards if "word_embeddings" in shard.parameter)
     change_elements(found, shard, role, 16, bits)
 
@@ -201,7 +201,7 @@ def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str
 
 def test_it_cannot_be_repaired_alone(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(copy, EXP_AVG, flipped)
-    assert cli.main(["repair", str(copy), "--output", str(tmp_path / "repaired")]) == 2
+    assert command_line.main(["repair", str(copy), "--output", str(tmp_path / "repaired")]) == 2
     assert "not_as_recorded" in capsys.readouterr().err
     assert not (tmp_path / "repaired").exists()
 
@@ -211,7 +211,7 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
 ) -> None:
     repaired = tmp_path / "repaired"
     change(copy, MASTER, lost)
-    assert cli.main(["repair", str(copy), "--output", str(repaired)]) == 0
+    assert command_line.main(["repair", str(copy), "--output", str(repaired)]) == 0
     capsys.readouterr()
     status, out = said(capsys, "audit", "--notes", str(repaired))
     assert (status, "WHOLE" in out) == (0, True)
@@ -226,9 +226,9 @@ def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsy
     shutil.copytree(saved(old), damaged)
     for role in (MASTER, EXP_AVG, EXP_AVG_SQ):
         change(damaged, role, lost)
-    assert cli.main(["repair", str(damaged), "--output", str(repaired)]) == 0
+    assert command_line.main(["repair", str(damaged), "--output", str(repaired)]) == 0
     elements = sum(sum(end - begin for begin, end in own) for own in audit(repaired, 1).checkpoint.repaired.values())
-    assert cli.main(["migrate", str(repaired), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(repaired), "--output", str(new), "--no-sync"]) == 0
     capsys.readouterr()
     status, out = said(capsys, "audit", "--notes", str(new))
     assert (status, "WHOLE" in out) == (0, True)
@@ -236,12 +236,12 @@ def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsy
     (line,) = [line for line in out.splitlines() if "master: other values" in line]
     assert line.split()[:3] == ["note", "repaired", "embedding.word_embeddings.weight"]
     (new / "ckpt-patches-repaired.json").unlink()
-    assert cli.main(["audit", str(new)]) == 1
+    assert command_line.main(["audit", str(new)]) == 1
 
 
 def test_what_a_record_has_and_no_file_is_said() -> None:
-    stored = megatron.read(saved(GPTS[0]))
-    found = [one for one in megatron.fingerprints(saved(GPTS[0]), stored) if one.state != "exp_avg"]
+    stored = megatron_files.read(saved(GPTS[0]))
+    found = [one for one in megatron_files.fingerprints(saved(GPTS[0]), stored) if one.state != "exp_avg"]
     checked = offline.check(record_files.of_megatron(saved(GPTS[0])), found)
     assert len(checked.unchecked) == 11
     assert set(checked.unchecked.values()) == {"it is in no tensor of its own in the files"}
@@ -253,6 +253,6 @@ def test_a_record_of_another_form_is_said() -> None:
 
 def test_without_a_record_nothing_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     path = EVERY["0.19, fully_reshardable"].path
-    assert cli.main(["fingerprint", str(path)]) == 0
+    assert command_line.main(["fingerprint", str(path)]) == 0
     assert "no recorded fingerprints, nothing was compared" in capsys.readouterr().err
     assert "recorded" not in said(capsys, "audit", "--notes", str(path))[1]

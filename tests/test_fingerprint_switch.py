@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
 from upstream import checkpoint_formats, run, tree
 
 NEWEST = "0.19.2"
@@ -56,4 +56,4 @@ def test_a_resume_goes_on_with_warn(tmp_path: Path) -> None:
     run("damaged_saving", folder, "step", env={**bug, "CKPT_PATCHES_FINGERPRINT": "1"}, **on)
     done = run("damaged_saving", folder, "load-step", env={"CKPT_PATCHES_FINGERPRINT": "warn"}, **on)
     assert "WARNING: fingerprint: the state after the load is not what was saved: 12 states" in done.stderr
-    assert cli.main(["fingerprint", str(folder)]) == 1
+    assert command_line.main(["fingerprint", str(folder)]) == 1

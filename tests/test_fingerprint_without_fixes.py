@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import resume_table
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
 from megatron_resumes import resumes
 from test_resume_param_groups import SAME
 from upstream import all_releases, newest_by_default, numbers, releases, run, tree
@@ -64,7 +64,7 @@ def test_a_shifted_save(version: str, tmp_path: Path) -> None:
     said = run("shifted_saving", tmp_path, *load, tree=root, delivery="hook", env=ON, check=False).stderr
     assert CAUGHT in said
     assert "a shift: moved by " in said
-    assert cli.main(["fingerprint", str(tmp_path / "shifted")]) == 1
+    assert command_line.main(["fingerprint", str(tmp_path / "shifted")]) == 1
 
 
 DAMAGED = [
@@ -82,7 +82,7 @@ def test_a_save_that_was_damaged_while_it_was_written(
     done = saved_and_loaded(release, kind, fixes, tmp_path / "damaged")
     assert CAUGHT in done.stderr
     assert looks in done.stderr
-    assert cli.main(["fingerprint", str(tmp_path / "damaged" / "out")]) == 1
+    assert command_line.main(["fingerprint", str(tmp_path / "damaged" / "out")]) == 1
     assert "resume proven: " in saved_and_loaded(release, kind, [], tmp_path / "whole").stderr
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.format_patch import SECTION, WIDTH, Author, files_of, message_of, page
@@ -107,12 +107,12 @@ def test_a_fix_comes_after_those_that_it_depends_on(name: str) -> None:
 def test_a_folder_with_another_series_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "0001-old.patch").touch()
     command = ["diff", "torch_adam_step", "--split", str(tmp_path), "--tree", str(tree("megatron-core", "0.19.2"))]
-    assert cli.main(command) == 2
+    assert command_line.main(command) == 2
     assert "0001-old.patch" in capsys.readouterr().err
 
 
 def test_a_diff_names_the_dependencies_that_it_lacks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["diff", "hybrid_offload_resume", "--tree", str(tree("megatron-core", "0.19.2"))]) == 0
+    assert command_line.main(["diff", "hybrid_offload_resume", "--tree", str(tree("megatron-core", "0.19.2"))]) == 0
     assert "depends on torch_adam_step" in capfd.readouterr().err
 
 
@@ -127,6 +127,6 @@ def test_nobody_is_made_the_author(
     for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "EMAIL"):
         monkeypatch.delenv(name, raising=False)
     split = ["--split", str(tmp_path / "patches"), "--tree", str(tree("deepspeed", "0.19.8"))]
-    assert cli.main(["diff", "zero3_universal_groups", *split]) == 2
+    assert command_line.main(["diff", "zero3_universal_groups", *split]) == 2
     assert "set git's user.name and user.email" in capsys.readouterr().err
     assert not list((tmp_path / "patches").glob("*"))

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches import __version__, cli, explain
+from ckpt_patches import __version__
+from ckpt_patches.cli import command_line, explain
+from ckpt_patches.convert import convert_command as converter
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.registry import FIXES, SWITCHED
-from deepspeed_patches.ds_to_universal import command as converter
 from small_tree import command, make, on_terminal, one_line, python
 from upstream import REPOSITORY
 
-COMMANDS = {**cli._parsers()[1], cli.TO_UNIVERSAL: converter.parser(f"ckpt-patches {cli.TO_UNIVERSAL}")}
+COMMANDS = {
+    **command_line._parsers()[1],
+    command_line.TO_UNIVERSAL: converter.parser(f"ckpt-patches {command_line.TO_UNIVERSAL}"),
+}
 
 
 # --help
@@ -31,7 +35,7 @@ def test_every_command_has_a_description_and_an_example(name: str) -> None:
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_is_wrapped_at_the_terminals_width(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    parser: argparse.ArgumentParser = COMMANDS[name] if name else cli._parsers()[0]
+    parser: argparse.ArgumentParser = COMMANDS[name] if name else command_line._parsers()[0]
     text = parser.format_help()
     lines = text.splitlines()
     assert max(map(len, lines)) <= columns

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches import PatchFinder, Switches
-from ckpt_patches.engine import kept
+from ckpt_patches.engine import plan_cache
 from ckpt_patches.engine.plan import TreePlan, plan_tree
 from ckpt_patches.hook import running
 from ckpt_patches.startup import install
@@ -419,7 +419,7 @@ def test_the_plan_of_a_tree_is_made_once(tmp_path: Path, monkeypatch: pytest.Mon
         calls.append(arguments)
         return plan_tree(*arguments, **keywords)
 
-    monkeypatch.setattr(kept, "plan_tree", counted)
+    monkeypatch.setattr(plan_cache, "plan_tree", counted)
     plans = [running.plan_for(MODULE, str(path), Switches({})) for _ in range(2)]
     assert plans[0] is plans[1]
     assert len(calls) == 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import cli
-from ckpt_patches.explain import names
+from ckpt_patches.cli import command_line
+from ckpt_patches.cli.explain import names
 from old_checkpoints import flattened, settings
 from small_tree import command, on_terminal, one_line, python
 from upstream import REPOSITORY, tree
@@ -33,7 +33,7 @@ def documented(command: str) -> set[str]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    assert cli.main(list(map(str, arguments))) in (0, 1)
+    assert command_line.main(list(map(str, arguments))) in (0, 1)
     found = json.loads(capsys.readouterr().out)
     assert isinstance(found, dict)
     return found
@@ -81,9 +81,11 @@ def test_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_command_with_json_has_a_section(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [name for name, parser in cli._parsers()[1].items() if "--json" in parser.format_usage()]
+    commands = [name for name, parser in command_line._parsers()[1].items() if "--json" in parser.format_usage()]
     assert len(commands) > 3
-    assert {f"ckpt-patches {name} --json" for name in (*commands, cli.TO_UNIVERSAL)} <= set(re.findall(r"`(.+)`", PAGE))
+    assert {f"ckpt-patches {name} --json" for name in (*commands, command_line.TO_UNIVERSAL)} <= set(
+        re.findall(r"`(.+)`", PAGE)
+    )
     assert "json" in names()
 
 

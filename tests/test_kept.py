@@ -13,9 +13,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from ckpt_patches.engine import kept
-from ckpt_patches.engine.kept import plan_or_kept
+from ckpt_patches.engine import plan_cache
 from ckpt_patches.engine.plan import Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.plan_cache import plan_or_kept
 from ckpt_patches.engine.registry import CORE
 from edits import as_bytes
 from small_tree import IS_PATCHED, MODULE, UPSTREAM, make, make_two, python
@@ -42,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TreePlan]:
         plans.append(plan_tree(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(kept, "plan_tree", noted)
+    monkeypatch.setattr(plan_cache, "plan_tree", noted)
     return plans
 
 
@@ -60,7 +60,8 @@ def test_a_kept_plan_is_the_one_that_was_made(tmp_path: Path, caches: Path, made
 
 def test_what_a_process_has_kept_the_next_one_runs(tmp_path: Path, caches: Path) -> None:
     path = make(tmp_path / "tree")
-    look = f"import ckpt_patches.engine.kept as k; k.plan_tree = None; {IS_PATCHED}; print(m.size.__code__.co_filename)"
+    look = f"import ckpt_patches.engine.plan_cache as k; k.plan_tree = None; {IS_PATCHED};"
+    look += " print(m.size.__code__.co_filename)"
     assert python("-c", IS_PATCHED, tree=tmp_path / "tree").stdout.split() == ["True"]
     assert python("-c", look, tree=tmp_path / "tree").stdout.split() == ["True", str(path)]
 
@@ -119,7 +120,7 @@ def test_plans_of_other_code_of_ours_are_not_taken(tmp_path: Path, caches: Path)
     for name in ("ckpt_patches", "megatron/patches", "deepspeed_patches"):
         shutil.copytree(REPOSITORY / name, ours / name, ignore=shutil.ignore_patterns("__pycache__"))
     make(root)
-    code = f"import sys; sys.path.insert(0, {str(ours)!r}); import ckpt_patches.engine.kept as k\n"
+    code = f"import sys; sys.path.insert(0, {str(ours)!r}); import ckpt_patches.engine.plan_cache as k\n"
     code += f"print(k.plan_or_kept({str(root)!r}, {CORE!r}, {NAMES!r}).files[{MODULE!r}].patched.count(b'# product'))"
     assert python("-S", "-c", code, tree=ours).stdout.split() == ["0"]
     fix = ours / "megatron/patches/numpy2_product.py"
@@ -232,7 +233,7 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path, cache
 
 
 def test_files_of_others_in_the_folder_stay(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 1)
+    monkeypatch.setattr(plan_cache, "MOST", 1)
     caches.mkdir(parents=True, mode=0o700)
     (caches / "notes.txt").touch()
     (caches / "folder").mkdir()
@@ -257,7 +258,7 @@ def test_a_process_whose_package_was_updated_keeps_and_takes_nothing(
     """It runs the engine that it has loaded, and not the one on disk."""
     make(tmp_path / "tree")
     with monkeypatch.context() as before:
-        before.setattr(kept, "_LOADED", b"of another release")
+        before.setattr(plan_cache, "_LOADED", b"of another release")
         plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
         assert files_in(caches) == []
     for _ in range(2):
@@ -273,14 +274,14 @@ def test_a_file_of_another_layout_is_not_taken(
     make(tmp_path / "tree")
     plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
     (file,) = files_in(caches)
-    head = file.read_bytes()[: len(kept._MAGIC) + kept._DIGEST]
-    file.write_bytes(head + hashlib.blake2b(payload, digest_size=kept._DIGEST).digest() + payload)
+    head = file.read_bytes()[: len(plan_cache._MAGIC) + plan_cache._DIGEST]
+    file.write_bytes(head + hashlib.blake2b(payload, digest_size=plan_cache._DIGEST).digest() + payload)
     plan_or_kept(str(tmp_path / "tree"), CORE, NAMES)
     assert len(made) == 2
 
 
 def test_no_more_than_a_few_are_kept(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 3)
+    monkeypatch.setattr(plan_cache, "MOST", 3)
     for number in range(5):
         root = tmp_path / f"tree{number}"
         make(root)

@@ -12,7 +12,7 @@ import torch
 
 import shared
 import test_audit_shifted
-from ckpt_patches import cli
+from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
 from upstream import MAIN, all_releases, main_branch, run, tree
@@ -32,7 +32,7 @@ def lines(program: str, version: str, *options: str | Path, delivery: str = "non
 
 
 def migrated(old: Path, new: Path) -> Path:
-    assert cli.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
     return new
 
 
@@ -214,9 +214,9 @@ def test_a_shifted_checkpoint_is_to_be_repaired_first(tmp_path: Path, capsys: py
     """Later releases load it as it is, and what they load is wrong."""
     shifted, repaired = test_audit_shifted.saved(test_audit_shifted.DEFAULT), tmp_path / "repaired"
     new = ("--output", str(tmp_path / "new"))
-    assert cli.main(["migrate", str(shifted), *new]) == 2
+    assert command_line.main(["migrate", str(shifted), *new]) == 2
     assert "is shifted: repair it first" in capsys.readouterr().err
-    assert cli.main(["repair", str(shifted), "--output", str(repaired)]) == 0
-    assert cli.main(["migrate", str(repaired), *new]) == 2
+    assert command_line.main(["repair", str(shifted), "--output", str(repaired)]) == 0
+    assert command_line.main(["migrate", str(repaired), *new]) == 2
     assert "needs nothing: megatron-core 0.16 and later load it as it is" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["repaired"]

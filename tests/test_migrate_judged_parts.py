@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from ckpt_patches.audit.blocks import CERTAIN
-from ckpt_patches.audit.checksums import PartRead
-from ckpt_patches.audit.scan import Odd, OddRuns, Part, Tally
+from ckpt_patches.audit.judging.blocks import CERTAIN
+from ckpt_patches.audit.judging.record_checksums import PartRead
+from ckpt_patches.audit.judging.scan import Odd, OddRuns, Part, Tally
 from ckpt_patches.errors import UserError
 from ckpt_patches.migrate.judged_parts import decoded, encoded
 

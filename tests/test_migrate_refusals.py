@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from ckpt_patches import cli
 from ckpt_patches.audit.audit import audit
+from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from old_checkpoints import Old, flattened, settings
 from test_migrate import elements
@@ -36,7 +36,7 @@ def checkpoint(folder: Path, change: Change = lambda old: None, **kept: Any) -> 
 
 
 def migrate(old: Path, new: Path, *options: str, status: int = 0) -> Path:
-    assert cli.main(["migrate", str(old), "--output", str(new), *options]) == status
+    assert command_line.main(["migrate", str(old), "--output", str(new), *options]) == status
     return new
 
 

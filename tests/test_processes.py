@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.processes import Worker, WorkerDefect, WorkerDied, in_order, mapped, ready, started
+from ckpt_patches.runtime.processes import Worker, WorkerDefect, WorkerDied, in_order, mapped, ready, started
 from universal import command, environment, parallel
 
 ITEMS = list(range(10))
@@ -165,7 +165,7 @@ sys.path[:0] = {sys.path!r}
 assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
 os.sched_getaffinity = lambda _: {{0, 1, 2}}
 import test_processes as tests
-from ckpt_patches.processes import WorkerDied, mapped, started
+from ckpt_patches.runtime.processes import WorkerDied, mapped, started
 print(mapped(lambda item: item, tests.ITEMS, 1))
 with started([tests.killed, tests.paused]) as workers:
     try:
@@ -188,7 +188,7 @@ def test_no_process_outlives_one_that_is_killed() -> None:
     """Both have more to send than a pipe holds; that they are gone is seen by the end of the output they share."""
     program = """
 import signal
-from ckpt_patches.processes import ready, started
+from ckpt_patches.runtime.processes import ready, started
 with started([lambda: [bytes(1 << 20)]] * 2) as workers:
     for worker in workers:
         ready([worker], 60)
@@ -255,7 +255,7 @@ def test_results_that_are_not_asked_for_any_more() -> None:
 
 WRITE = """
 import os, sys
-from deepspeed_patches.ds_to_universal import command, workers
+from ckpt_patches.convert import convert_command as command, workers
 
 def write(writer, output):
     {}

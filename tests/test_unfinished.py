@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.unfinished import UnfinishedFolder
+from ckpt_patches.runtime.unfinished import UnfinishedFolder
 
 MARK = "mark.json"
 

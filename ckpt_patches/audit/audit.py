@@ -7,31 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_patches.audit import (
-    blocks,
-    checksums,
-    coverage,
-    damages,
-    judge,
-    megatron,
-    megatron_torch,
-    recorded,
-    repaired,
-    scan,
-    shifted,
-    torch_dist,
-    universal,
-    zarr,
-    zero,
-)
-from ckpt_patches.audit.checkpoint import Checkpoint, Shard
+from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
+from ckpt_patches.audit.judging import blocks, coverage, judge, record_checksums, recorded_states, scan, shifted
+from ckpt_patches.audit.readers import (
+    megatron_arrays,
+    megatron_torch_reader,
+    torch_dist_reader,
+    universal_reader,
+    zarr_reader,
+    zero_reader,
+)
+from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
 from ckpt_patches.formats.universal import is_universal
-from ckpt_patches.progress import Progress
 from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.states import OfZero
@@ -58,14 +51,14 @@ class Report:
 
 def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
     """The reader for what is in a folder; None if that is no checkpoint."""
-    backend = megatron.backend(path)
+    backend = megatron_arrays.backend(path)
     if backend is not None:
-        return {"zarr": zarr.read, "torch_dist": torch_dist.read}.get(backend)
-    if zero.is_zero(path):
-        return zero.read
+        return {"zarr": zarr_reader.read, "torch_dist": torch_dist_reader.read}.get(backend)
+    if zero_reader.is_zero(path):
+        return zero_reader.read
     if is_universal(path):
-        return universal.read
-    return megatron_torch.read if megatron_torch_folders(path) else None
+        return universal_reader.read
+    return megatron_torch_reader.read if megatron_torch_folders(path) else None
 
 
 def find(path: Path) -> Iterator[Path]:
@@ -205,14 +198,14 @@ def _of_all(found: list[Share]) -> Iterator[scan.Part]:
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int, of_zero: "OfZero | None") -> Report:
     """By what is odd in its parts."""
     found, shift = structure.found, None
-    pieces: list[checksums.PartRead] = []
+    pieces: list[record_checksums.PartRead] = []
     try:
         if structure.unreadable:
             raise UnreadableError(structure.unreadable)
-        found.repaired = repaired.read(found).ranges
+        found.repaired = repair_list.read(found).ranges
         odds = scan.by_shard(parts, len(structure.shards), pieces)
         shift = judged(found, structure.shards, odds, pieces)
-        found.findings += recorded.findings(found, found.path, workers, of_zero)
+        found.findings += recorded_states.findings(found, found.path, workers, of_zero)
     except UnreadableError as error:
         found.findings.append(error.finding)
     except Exception as error:
@@ -221,7 +214,7 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int, of_z
 
 
 def judged(
-    found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[checksums.PartRead]
+    found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[record_checksums.PartRead]
 ) -> shifted.Shift | None:
     """Add to the findings what is wrong with these shards, of each of which is given what is odd; what is known of a
     shift. By the end of `odds` the checksums of all that was read are in `pieces`.
@@ -240,7 +233,7 @@ def judged(
 
 def all_shards(found: Checkpoint) -> list[Shard]:
     """And bytes that no array has; they are read for the checksums."""
-    return [*found.shards, *checksums.rest(found.records, found.shards)]
+    return [*found.shards, *record_checksums.rest(found.records, found.shards)]
 
 
 def fingerprint(shards: list[Shard]) -> str:

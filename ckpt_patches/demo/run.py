@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.engine.registry import FOLDERS, folder
-from ckpt_patches.ranks import RANK_VARIABLES
+from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
 NOT_INHERITED = (*RANK_VARIABLES, "LOCAL_RANK", "WORLD_SIZE")  # of a launcher

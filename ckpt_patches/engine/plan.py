@@ -16,7 +16,7 @@ from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
 from ckpt_patches.errors import UserError
-from ckpt_patches.pause import without_garbage_collection
+from ckpt_patches.runtime.pause import without_garbage_collection
 
 
 class Outcome(Enum):

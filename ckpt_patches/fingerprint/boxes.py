@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.fingerprint import mix
-from ckpt_patches.fingerprint.mix import MODULUS
+from ckpt_patches.fingerprint import element_hash
+from ckpt_patches.fingerprint.element_hash import MODULUS
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,8 @@ def of_box(bits: npt.NDArray[np.uint32], first: int, box: Box) -> int:
         len(bits),
         first,
         box,
-        lambda at, end, place: mix.of_run(bits[at:end], place),
-        lambda at, end: mix.of_places(bits[at:end], places(np.arange(first + at, first + end), box)),
+        lambda at, end, place: element_hash.of_run(bits[at:end], place),
+        lambda at, end: element_hash.of_places(bits[at:end], places(np.arange(first + at, first + end), box)),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.fingerprint.boxes import Box, of_box
-from ckpt_patches.fingerprint.mix import MODULUS
+from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.record import NotARecord
 from ckpt_patches.fingerprint.states import Fingerprint, bits_of, blocks, state_named
 from ckpt_patches.formats import megatron_torch, torch_dist, torch_file, zarr

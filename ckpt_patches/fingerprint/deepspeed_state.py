@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
 from ckpt_patches.fingerprint.verdict import Key

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.buckets import Laid, Layout, key_of
-from ckpt_patches.fingerprint.live import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
 from ckpt_patches.fingerprint.verdict import Key

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.fingerprint import buckets
-from ckpt_patches.fingerprint.mix import zeros
+from ckpt_patches.fingerprint.element_hash import zeros
 from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from_plain
 from ckpt_patches.fingerprint.states import Difference, Fingerprint
 from ckpt_patches.formats import megatron_torch, torch_file

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from ckpt_patches.fingerprint.boxes import Box, of_runs, places
-from ckpt_patches.fingerprint.mix import MODULUS, ROW
+from ckpt_patches.fingerprint.element_hash import MODULUS, ROW
 
 BLOCK = 1 << 11  # rows that are mixed together: 16 MiB of words, and two results of that size
 LOW_HALF = (1 << 32) - 1

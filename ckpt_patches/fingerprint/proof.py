@@ -17,11 +17,11 @@ import torch
 from torch import distributed
 
 from ckpt_patches.fingerprint import record as records
-from ckpt_patches.fingerprint.live import Live, Part, Sums, blocks_of, sums
-from ckpt_patches.fingerprint.mix import MODULUS, of_run
+from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
+from ckpt_patches.fingerprint.live_state import Live, Part, Sums, blocks_of, sums
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
 from ckpt_patches.fingerprint.verdict import Hint, Key, Total, Verdict, judge, sentences, unequal
-from ckpt_patches.ranks import is_rank_zero
+from ckpt_patches.runtime.ranks import is_rank_zero
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 SWITCH = "CKPT_PATCHES_FINGERPRINT"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import distributed
 
 from ckpt_patches.fingerprint import buckets, megatron_state, proof
-from ckpt_patches.fingerprint.live import Live
+from ckpt_patches.fingerprint.live_state import Live
 from ckpt_patches.fingerprint.record import KEY, Settings, add_settings
 
 NOTE = f"{KEY}_note"  # of a state dict that is being made or loaded; in no checkpoint

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint.mix import MODULUS, of_run
+from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.formats.ranged import RangedFiles
 
 FLOATS = ("float32", "bfloat16", "float16")

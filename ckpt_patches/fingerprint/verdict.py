@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpt_patches.fingerprint.mix import zeros
+from ckpt_patches.fingerprint.element_hash import zeros
 from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
-from ckpt_patches.units import in_bytes
+from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # of a parameter, and of its state
 LINES = 12  # of differences that are said one by one

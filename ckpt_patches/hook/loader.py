@@ -75,12 +75,12 @@ class PatchedLoader(SourceFileLoader):
 
     def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
         """What this module gets. Says what there is to say, at the latest when an edited module is run."""
-        from ckpt_patches.hook import report, running
+        from ckpt_patches.hook import log_lines, running
 
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
         if plan is not None and (file is None or tell_edited):
-            report.tell(plan, self.switches)
+            log_lines.tell(plan, self.switches)
         return file
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
@@ -141,13 +141,13 @@ class CheckedLoader:
             spec.loader = self.loader
 
     def _look(self) -> None:
-        from ckpt_patches.hook import report, running
+        from ckpt_patches.hook import log_lines, running
 
         if self.target:
             path = getattr(self.loader, "path", None) or getattr(self.loader, "filename", None) or "?"
             plan = running.plan_for(self.target, str(path), self.switches)
             if plan is not None:
-                report.tell(plan, self.switches)
+                log_lines.tell(plan, self.switches)
         running.examine(self.switches)
 
     def __getattr__(self, name: str) -> "Any":

@@ -14,7 +14,7 @@ from _frozen_importlib_external import SourceFileLoader
 from ckpt_patches.engine.registry import EVERYTHING, TARGETS
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
-from ckpt_patches.ranks import is_rank_zero
+from ckpt_patches.runtime.ranks import is_rank_zero
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,16 +65,16 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
         path = os.path.abspath(path)
         return _current_plan(_root(module, path), TARGETS[module], switches, module, _text(path))
     except Exception as error:  # never stop a program that would have run without us
-        from ckpt_patches.hook import report
+        from ckpt_patches.hook import log_lines
 
-        report.tell_unpatched(module, path, error, switches)
+        log_lines.tell_unpatched(module, path, error, switches)
         return None
 
 
 def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan, dict[tuple[str, str], str]]":
     """Plan a tree, without the fixes that would run by halves in this process; and why these would."""
-    from ckpt_patches.engine.kept import plan_or_kept
     from ckpt_patches.engine.plan import fixes_for, plan_tree
+    from ckpt_patches.engine.plan_cache import plan_or_kept
 
     names = fixes_for(package, switches.skip, switches.overlays)
     unavailable: dict[tuple[str, str], str] = {}
@@ -109,7 +109,7 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
 
 
 def _say_what_does_not_run(modules: list[str], switches: "Switches", at_exit: bool) -> None:
-    from ckpt_patches.hook import report
+    from ckpt_patches.hook import log_lines
 
     trees: dict[tuple[str, str], None] = {}
     for module in modules:
@@ -117,9 +117,9 @@ def _say_what_does_not_run(modules: list[str], switches: "Switches", at_exit: bo
         try:
             trees[_root(module, path), TARGETS[module]] = None
         except Unpatchable as error:
-            report.tell_unpatched(module, path, error, switches, at_exit=at_exit)
+            log_lines.tell_unpatched(module, path, error, switches, at_exit=at_exit)
     for root, package in trees:
-        report.tell(_current_plan(root, package, switches), switches, at_exit=at_exit)
+        log_lines.tell(_current_plan(root, package, switches), switches, at_exit=at_exit)
 
 
 class Unpatchable(Exception):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.durable import make_folder, sync_folder, write_durably
+from ckpt_patches.runtime.durable import make_folder, sync_folder, write_durably
 
 JOURNAL = "journal.json"
 JOURNAL_VERSION = 2

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_patches.audit.checksums import PartRead
-from ckpt_patches.audit.scan import Odd, OddRuns, Part, Tally
+from ckpt_patches.audit.judging.record_checksums import PartRead
+from ckpt_patches.audit.judging.scan import Odd, OddRuns, Part, Tally
 from ckpt_patches.errors import UserError
 
 LENGTH = struct.Struct("<Q")

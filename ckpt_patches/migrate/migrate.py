@@ -12,24 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.audit import audit, coverage, recorded, repaired, scan
+from ckpt_patches.audit import audit, repair_list
 from ckpt_patches.audit.audit import Report
-from ckpt_patches.audit.checksums import PartRead
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SHIFTED_STATE, Finding
-from ckpt_patches.audit.megatron import CONFIG
+from ckpt_patches.audit.judging import coverage, recorded_states, scan
+from ckpt_patches.audit.judging.record_checksums import PartRead
+from ckpt_patches.audit.readers.megatron_arrays import CONFIG
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist, torch_dist_writer
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
 from ckpt_patches.formats.torch_file import storages_in
 from ckpt_patches.formats.torch_writer import torch_file as written_file
-from ckpt_patches.formats.unfinished import UnfinishedFolder, Written, write_at_once
-from ckpt_patches.migrate import carried, keys, move, old_checkpoint
+from ckpt_patches.migrate import keys, move, moved_repairs, old_checkpoint
 from ckpt_patches.migrate.migration_plan import Plan, needs_nothing, plan, source_type
 from ckpt_patches.migrate.old_checkpoint import Source
-from ckpt_patches.pause import without_garbage_collection
-from ckpt_patches.progress import Progress
 from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.pause import without_garbage_collection
+from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, Written, write_at_once
 
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -189,8 +190,8 @@ def _finish(
     if not folder.is_of_this(folder.final):
         folders = folder.clean()
         _write_rest(found, planned, folder.working)
-        carried.write_list(found.found, planned, folder.working)
-        findings += tuple(recorded.findings(found.found, folder.working, workers))
+        moved_repairs.write_list(found.found, planned, folder.working)
+        findings += tuple(recorded_states.findings(found.found, folder.working, workers))
         _check_damage(found, findings, folder, options)
         folder.rename(folders, sync=options.sync)
     shutil.rmtree(folder.final / move.JUDGED, ignore_errors=True)
@@ -209,7 +210,7 @@ def _judged(found: Source, planned: Plan, folder: Path) -> tuple[Finding, ...]:
     checkpoint, shards = found.found, list(planned.shards)
     if not (folder / move.JUDGED).is_dir():  # of a run that was killed at its very end
         return tuple(checkpoint.findings)
-    checkpoint.repaired = repaired.read(checkpoint).ranges
+    checkpoint.repaired = repair_list.read(checkpoint).ranges
     pieces: list[PartRead] = []
     parts = move.judged_parts(folder, planned.files, len(shards))
     audit.judged(checkpoint, shards, scan.by_shard(parts, len(shards), pieces), pieces)

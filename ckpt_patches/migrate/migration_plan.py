@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_patches.audit.checkpoint import Extent, Record, Shard
-from ckpt_patches.audit.checksums import rest
+from ckpt_patches.audit.judging.record_checksums import rest
+from ckpt_patches.audit.readers.checkpoint import Extent, Record, Shard
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
-from ckpt_patches.migrate import cover, entry_layout, keys, settings
-from ckpt_patches.migrate.cover import Part
+from ckpt_patches.migrate import chunk_cover, entry_layout, keys, settings
+from ckpt_patches.migrate.chunk_cover import Part
 from ckpt_patches.migrate.entry_layout import Raw, Torch
 from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
 from ckpt_patches.migrate.old_checkpoint import Array, Object, Shape, Source
@@ -205,13 +205,15 @@ def _parts(source: Source, array: Array, kind: str, unpadded: dict[keys.Bucket, 
         return _cut(array, unpadded[bucket])
     model = keys.model_key(array.name)
     if model is None:
-        return cover.parts(array)
-    return cover.parts(cover.with_whole(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True)
+        return chunk_cover.parts(array)
+    return chunk_cover.parts(
+        chunk_cover.with_whole(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True
+    )
 
 
 def _cut(array: Array, numel: int) -> list[Part]:
     """A bucket without the padding at its end, which depends on the number of data-parallel ranks."""
-    whole = sorted(cover.parts(array, join=True), key=lambda part: part.offsets)
+    whole = sorted(chunk_cover.parts(array, join=True), key=lambda part: part.offsets)
     padded = sum(math.prod(part.shape) for part in whole)
     if {len(part.shape) for part in whole} != {1} or numel > padded:
         raise UserError(f"{array.name}: expected {numel} elements without its padding, found {padded}")

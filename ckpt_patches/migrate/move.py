@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckpt_patches.audit import scan
-from ckpt_patches.audit.checkpoint import Extent, Shard
-from ckpt_patches.audit.checksums import PartRead
-from ckpt_patches.audit.scan import Part
+from ckpt_patches.audit.judging import scan
+from ckpt_patches.audit.judging.record_checksums import PartRead
+from ckpt_patches.audit.judging.scan import Part
+from ckpt_patches.audit.readers.checkpoint import Extent, Shard
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checksum import combined, crc32
-from ckpt_patches.formats.durable import make_folder
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.unfinished import TEMPORARY, reported, write_at_once
 from ckpt_patches.migrate.entry_layout import Torch
 from ckpt_patches.migrate.judged_parts import decoded, encoded
 from ckpt_patches.migrate.migration_plan import OutputFile
-from ckpt_patches.processes import in_shares, largest_first
+from ckpt_patches.runtime.durable import make_folder
+from ckpt_patches.runtime.processes import in_shares, largest_first
+from ckpt_patches.runtime.unfinished import TEMPORARY, reported, write_at_once
 
 JUDGED = ".judged"  # the folder with what was odd, by file
 READ_AGAIN = 1 << 20  # bytes at once
@@ -51,7 +51,7 @@ def write_all(
 
     Raises:
         UserError: the disk is full, a file of the source cannot be read, or `show` raised it.
-        WorkerDefect: see `ckpt_patches.processes`.
+        WorkerDefect: see `ckpt_patches.runtime.processes`.
     """
     make_folder(job.folder / JUDGED)
     count = max(1, min(workers, len(files)))

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import megatron, torch_dist, zarr
-from ckpt_patches.audit.checkpoint import Checkpoint, Extent
 from ckpt_patches.audit.damages import BAD_FILE, BAD_METADATA, NOT_READ
+from ckpt_patches.audit.readers import megatron_arrays, torch_dist_reader, zarr_reader
+from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.ranged import RangedFiles
@@ -71,8 +71,8 @@ def check(path: Path) -> str:
     """
     if not path.is_dir():
         raise UserError(f"{path}: expected the folder of a checkpoint (iter_0001000), found none")
-    backend = megatron.backend(path)
-    if backend is None or backend not in megatron.BACKENDS:
+    backend = megatron_arrays.backend(path)
+    if backend is None or backend not in megatron_arrays.BACKENDS:
         raise UserError(
             f"{path}: expected one of Megatron's distributed checkpoints, in zarr or torch_dist, found "
             f"{'one in ' + backend if backend else 'none'}: name the folder with metadata.json, like iter_0001000"
@@ -90,7 +90,7 @@ def read(path: Path, *, trust: bool = False) -> Source:
     files = _files(path)
     found, arrays, objects, held = _READERS[backend](path, trust)
     for finding in found.findings:
-        if finding.kind is BAD_METADATA and finding.array not in (megatron.CONFIG, COMMON):
+        if finding.kind is BAD_METADATA and finding.array not in (megatron_arrays.CONFIG, COMMON):
             raise UserError(f"{path / finding.array} cannot be read, and nothing was written: {finding.detail}")
     common = torch_file.read(path / COMMON, trust=trust) if (path / COMMON).exists() or held is None else None
     unwrapped = held[0] if isinstance(held, list) and len(held) == 1 else held
@@ -104,7 +104,7 @@ Read = tuple[Checkpoint, dict[str, Array], tuple[Object, ...], Any]
 
 
 def _of_torch_dist(path: Path, trust: bool) -> Read:
-    found, chunked, index = torch_dist.read_chunked(path)
+    found, chunked, index = torch_dist_reader.read_chunked(path)
     reasons = {(own.array, own.shard): own.detail for own in found.findings if own.kind in (BAD_FILE, NOT_READ)}
     arrays = {
         name: Array(
@@ -132,7 +132,7 @@ def _object(files: RangedFiles, path: Path, name: str, place: Place) -> Object:
 
 
 def _of_zarr(path: Path, trust: bool) -> Read:
-    found = zarr.read(path)
+    found = zarr_reader.read(path)
     known = map(read_array, arrays_in(path))
     objects = tuple(map(partial(_zarr_object, trust=trust), sorted(path.glob("*/shard_*.pt"))))
     return found, {array.name: _zarr_array(array) for array in known}, objects, None
@@ -158,7 +158,7 @@ def _zarr_object(path: Path, trust: bool) -> Object:
     return Object(f"{path.parent.name}/{path.stem}", Extent(str(path), 0, file.size), file.value, is_list=False)
 
 
-_READERS = {megatron.ZARR: _of_zarr, megatron.TORCH_DIST: _of_torch_dist}
+_READERS = {megatron_arrays.ZARR: _of_zarr, megatron_arrays.TORCH_DIST: _of_torch_dist}
 
 
 def _files(path: Path) -> tuple[tuple[str, int, int], ...]:

@@ -120,7 +120,7 @@ def test_status() -> None:
 PLAN = """
 import sys, time
 begin = time.perf_counter()
-from ckpt_patches.engine.kept import plan_or_kept
+from ckpt_patches.engine.plan_cache import plan_or_kept
 from ckpt_patches.engine.plan import fixes_for
 from ckpt_patches.engine.registry import TARGETS
 package = TARGETS[sys.argv[2]]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_patches.fingerprint import mix
+from ckpt_patches.fingerprint import element_hash
 from upstream import run_json, tree
 
 NEWEST = "0.19.2"
@@ -28,8 +28,8 @@ def seconds(function: Callable[[], object]) -> float:
 def test_beside_reading_the_state_once() -> None:
     state = np.random.default_rng(0).standard_normal(NUMEL, np.float32)
     bits = state.view(np.uint32)
-    mix.of_run(bits[: 1 << 20], 0)  # makes the table
-    pairs = [(seconds(state.sum), seconds(lambda: mix.of_run(bits, 0))) for _ in range(PAIRS)]
+    element_hash.of_run(bits[: 1 << 20], 0)  # makes the table
+    pairs = [(seconds(state.sum), seconds(lambda: element_hash.of_run(bits, 0))) for _ in range(PAIRS)]
     speed = statistics.median(one / other for one, other in pairs)
     rate = state.nbytes / statistics.median(other for _, other in pairs) / 1e9
     print(f"\nfingerprint: {speed:.2f} times the speed of NumPy's sum; {rate:.1f} GB/s a core")
@@ -39,7 +39,7 @@ PEAK = """
 import resource
 import torch
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.live import Part, sums
+from ckpt_patches.fingerprint.live_state import Part, sums
 
 
 def part(numel):

@@ -15,7 +15,7 @@ TIME, MEMORY = 20.0, 500e6  # seconds and bytes, to reach for the most files
 
 CONVERTER = """
 from deepspeed_patches.ds_to_universal import read_headers, traits
-from deepspeed_patches.ds_to_universal.conversion_plan import plan
+from ckpt_patches.convert.conversion_plan import plan
 known, _ = traits.installed()
 found = read_headers.read(path / "global_step10", known, trust=False, inject_missing_state=False)
 work = len(plan(found, known, strict=True).outputs)

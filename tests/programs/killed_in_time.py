@@ -17,7 +17,7 @@ left = int(sys.argv[4])
 
 
 def convert(source: str, output: str) -> None:
-    from deepspeed_patches.ds_to_universal import Options, convert
+    from ckpt_patches.convert.convert import Options, convert
 
     before_each_change(kill_in_time)
     convert(source, output, Options(workers=1))

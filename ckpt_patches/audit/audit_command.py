@@ -1,0 +1,200 @@
+"""The commands `ckpt-patches audit` and `ckpt-patches repair`."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.runtime.options import MANY, add_distributed, add_workers, described
+
+if TYPE_CHECKING:
+    from ckpt_patches.audit.audit import Report
+    from ckpt_patches.fingerprint.states import OfZero
+    from ckpt_patches.runtime.distributed import Ranks
+
+Result = TypeVar("Result")
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
+    """Say what the commands take; what they need is imported when they run."""
+    audit = commands.add_parser(
+        "audit",
+        help="find damage in checkpoints",
+        **described(
+            "Read checkpoints on the CPU, without the training code, and report which are damaged and where.",
+            "ckpt-patches audit /checkpoints/run1",
+            after="exit status: 0 all are whole, 1 one is damaged, 2 wrong usage, 3 a verdict is not possible",
+        ),
+    )
+    audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
+    audit.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
+    audit.add_argument("--json-lines", action="store_true", help="the same, a line for each as soon as it is judged")
+    audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
+    audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
+    audit.add_argument("--html", type=Path, metavar="FILE.html", help="write a page: verdicts, pictures, what to do")
+    _add_processes_to(audit)
+    audit.set_defaults(run=_audit, of_zero=of_zero)
+    repair = commands.add_parser(
+        "repair",
+        help="repair a damaged checkpoint, in a copy",
+        **described(
+            "Copy a checkpoint, with its damaged elements restored: main parameters from the model's own weights, "
+            "moments from an older checkpoint.",
+            "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
+            after="exit status: 0 repaired, 2 not repaired: a line names the reason",
+        ),
+    )
+    repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
+    repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
+    repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
+    _add_processes_to(repair)
+    repair.set_defaults(run=_repair, of_zero=of_zero)
+
+
+def _add_processes_to(command: argparse.ArgumentParser) -> None:
+    add_workers(command, many=MANY)
+    add_distributed(command)
+
+
+def _repair(options: argparse.Namespace) -> int:
+    for path in (options.path, options.older):
+        if path is not None:
+            _require_folder(path)
+    return _together(options, "a repair", _repair_together)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    for path in options.paths:
+        _require_folder(path)
+    return _together(options, "an audit", _audit_together)
+
+
+def _require_folder(path: Path) -> None:
+    """Before torch is imported, and waited for other ranks."""
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
+
+
+def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.Namespace, Ranks, int], int]") -> int:
+    """Work with the other ranks, if there are any; the exit status, which is rank 0's."""
+    from ckpt_patches.runtime.distributed import joined
+
+    try:
+        import ckpt_patches.audit.repair.repair  # noqa: F401 - and all that it needs
+    except ModuleNotFoundError as error:
+        name = error.name
+        raise UserError(f"{what} needs {name}, which is not installed: pip install {name}") from None
+    with joined(options.distributed, lambda text: print(f"ckpt-patches: {text}", file=sys.stderr)) as ranks:
+        return work(options, ranks, options.workers or ranks.workers)
+
+
+def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
+    from ckpt_patches.audit.repair.repair import repair
+    from ckpt_patches.audit.repair_list import NAME
+
+    def called_with() -> list[str]:
+        return ["repair", *map(str, (options.path, options.output, options.older))]
+
+    ranks.agree("the arguments", called_with, by=list)
+    result = _reading(lambda: repair(options.path, options.output, options.older, workers, ranks, options.of_zero))
+    if result is None:
+        return 0
+    for one in result.done:
+        print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
+    for own in result.copies:
+        doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
+        print(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
+    elements = sum(one.elements for one in result.done)
+    moved = f", {result.moved} of masters, and of their moments, moved to their places" if result.moved else ""
+    changed = f"{elements} elements repaired{moved}, no other changed"
+    print(f"{options.output} is whole: {changed}; they are listed in it ({NAME})")
+    return 0
+
+
+def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
+    from ckpt_patches.audit.audit import audit_together, find
+    from ckpt_patches.audit.report import text_report
+
+    def found() -> list[Path]:
+        if ranks.rank == 0:
+            _require_pictures(options)
+        return [found for path in options.paths for found in _found(path, list(find(path)))]
+
+    reports: list[Report] = []
+    for checkpoint in ranks.agree("looking for checkpoints", lambda: _reading(found), by=list):
+        judged = audit_together(checkpoint, workers, ranks, options.of_zero)
+        if judged is None:
+            continue
+        reports.append(judged)
+        if options.json_lines:
+            print(json.dumps(text_report.line_as_json(judged)), flush=True)
+        elif not options.json:
+            print(text_report.as_text(judged, notes=options.notes), flush=True)
+    return ranks.share("the report", lambda: _end(options, reports))
+
+
+def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
+    """What comes after the last checkpoint; the exit status."""
+    from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE
+    from ckpt_patches.audit.report import text_report
+
+    if options.json:
+        print(json.dumps(text_report.as_json(reports), indent=1))
+    _reading(lambda: _write_pictures(options, reports))
+    sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
+    verdicts = {found.verdict for found in reports}
+    if DAMAGED in verdicts:
+        return EXIT_STATUS[DAMAGED]
+    return max(EXIT_STATUS[verdict] for verdict in verdicts | {WHOLE})
+
+
+def _require_pictures(options: argparse.Namespace) -> None:
+    """Say before an audit of hours what cannot be drawn after it."""
+    from ckpt_patches.audit.report import page, plot
+
+    if options.plot:
+        plot.require(options.plot)
+    if options.html:
+        page.require(options.html)
+
+
+def _write_pictures(options: argparse.Namespace, reports: "list[Report]") -> None:
+    from ckpt_patches.audit.report import page, plot
+
+    if options.plot:
+        with _written(options.plot):
+            arrays = plot.draw(reports, options.plot)
+        print(f"{options.plot}: {arrays} arrays with findings", file=sys.stderr)
+    if options.html:
+        with _written(options.html):
+            page.write(reports, options.html)
+        print(f"{options.html}: {page.headline(reports)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """An error has the file's own name, not that of a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _found(path: Path, checkpoints: list[Path]) -> list[Path]:
+    if not checkpoints:
+        raise UserError(f"{path}: expected a checkpoint in a known format, found none (ckpt-patches explain audit)")
+    return checkpoints
+
+
+def _reading(work: Callable[[], Result]) -> Result:
+    """A file that cannot be read is a line, not a stack trace."""
+    from ckpt_patches.runtime.processes import WorkerDefect
+
+    try:
+        return work()
+    except (OSError, WorkerDefect) as error:
+        raise UserError(one_line(error)) from None

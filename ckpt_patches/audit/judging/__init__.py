@@ -1,0 +1,1 @@
+"""Judge what a reader found: scan the elements, find holes, name each kind of damage."""

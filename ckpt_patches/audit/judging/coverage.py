@@ -1,0 +1,86 @@
+"""Every tensor that the files hold is judged, or named.
+
+A reader makes shards of the arrays that it knows: masters with their moments and weights. What is left (buffers, frozen
+weights, states of optimizers that it does not know) is held against nothing, but NaN and infinity are found in it, too.
+"""
+
+import bisect
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.ranges import Range, joined
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Held, Shard, Stream
+
+
+class _Ranges:
+    """Ranges of the bytes of files, joined where they overlap or touch."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        by_path: dict[str, list[Range]] = {}
+        for path, offset, nbytes in extents:
+            by_path.setdefault(path, []).append((offset, offset + nbytes))
+        self._by_path = {path: joined(ranges) for path, ranges in by_path.items()}
+
+    def meet(self, extent: Extent) -> bool:
+        """Whether one of them has a byte of this one."""
+        begin, end = self._last_before(extent)
+        return begin < extent.offset + extent.nbytes and extent.offset < end
+
+    def cover(self, extent: Extent) -> bool:
+        """Whether one of them has every byte of this one."""
+        begin, end = self._last_before(extent)
+        return begin <= extent.offset and extent.offset + extent.nbytes <= end
+
+    def _last_before(self, extent: Extent) -> Range:
+        """The last that begins before the end of this one."""
+        ranges = self._by_path.get(extent.path, [])
+        at = bisect.bisect_left(ranges, (extent.offset + extent.nbytes, 0))
+        return ranges[at - 1] if at else (0, 0)
+
+
+def others(found: Checkpoint) -> list[Shard]:
+    """Shards of the tensors of which no shard reads anything; what cannot be judged is added to the findings."""
+    extents = [e for shard in found.shards for stream in shard.streams.values() for e in stream.extents]
+    by_readers = _Ranges([*extents, *found.padded])
+    named = {finding.array for finding in found.findings if finding.kind is damages.NOT_READ}
+    left = [
+        held
+        for held in found.tensors
+        if held.header.numel
+        and held.name not in named
+        and tensor_streams.is_read(found, held.name, held.header.dtype)
+        and not by_readers.meet(_extent(held))
+    ]
+    shards: dict[Extent, Shard] = {}
+    for held in (held for held in left if held.header.is_contiguous):
+        name = held.name or str(Path(held.path).relative_to(found.path))  # a tensor is all that the file holds
+        stream = Stream(name, held.header.dtype, (_extent(held),))
+        shards.setdefault(_extent(held), Shard(name, "", held.header.shape, {WEIGHT: stream}))
+    contiguous = _Ranges(shards)
+    for held in (held for held in left if not held.header.is_contiguous):
+        _judge_storage(found, held, contiguous, shards)
+    return list(shards.values())
+
+
+def _extent(held: Held) -> Extent:
+    """Of a tensor whose elements do not lie in order, all its storage."""
+    header = held.header
+    if header.is_contiguous:
+        return Extent(held.path, header.offset, header.nbytes)
+    return Extent(held.path, header.storage.offset, header.storage.nbytes)
+
+
+def _judge_storage(found: Checkpoint, held: Held, contiguous: _Ranges, shards: dict[Extent, Shard]) -> None:
+    """A tensor whose elements do not lie in order: all elements of its storage, if it is its alone."""
+    extent = _extent(held)
+    if contiguous.cover(extent):
+        return
+    if contiguous.meet(extent):
+        detail = "its elements do not lie in order, and share their storage with other tensors"
+        found.findings.append(Finding(damages.NOT_JUDGED, held.name, detail=detail))
+        return
+    stream = Stream(held.name, held.header.dtype, (extent,))
+    shards.setdefault(extent, Shard(held.name, "", (stream.numel,), {WEIGHT: stream}))

@@ -1,0 +1,81 @@
+"""Records with checksums: those of all that a checkpoint's files hold, against those of what was read of them."""
+
+import bisect
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ckpt_patches.audit.ranges import Range, joined
+from ckpt_patches.audit.readers.checkpoint import Extent, Record, Shard, Stream
+from ckpt_patches.formats import stored_zip
+from ckpt_patches.formats.checksum import combined
+
+REST = "rest"  # the role of bytes that belong to no array
+
+
+class PartRead(NamedTuple):
+    """A part of a file that was read, and its checksum."""
+
+    path: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
+    """What no shard reads of the records: it is read as well, for the checksums."""
+    read: dict[str, list[tuple[int, int]]] = {}
+    for shard in shards:
+        for stream in shard.streams.values():
+            for extent in stream.extents:
+                read.setdefault(extent.path, []).append((extent.offset, extent.offset + extent.nbytes))
+    read = {path: joined(ranges) for path, ranges in read.items()}
+    return [
+        Shard(
+            record.path,
+            "",
+            (end - begin,),
+            {REST: Stream(record.path, "uint8", (Extent(record.path, begin, end - begin),))},
+        )
+        for record in expected
+        for begin, end in _gaps(record.offset, record.offset + record.nbytes, read.get(record.path, []))
+    ]
+
+
+def _gaps(begin: int, end: int, ranges: list[Range]) -> Iterator[Range]:
+    for number in range(max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), len(ranges)):
+        first, last = ranges[number]
+        if first >= end:
+            break
+        if last > begin:
+            if first > begin:
+                yield begin, first
+            begin = max(begin, last)
+    if begin < end:
+        yield begin, end
+
+
+def wrong(expected: Iterable[Record], pieces: Iterable[PartRead]) -> Iterator[Record]:
+    """The records whose bytes, read in pieces, are not what the checksum is of."""
+    by_start: dict[tuple[str, int], PartRead] = {}
+    for piece in pieces:
+        key = piece.path, piece.offset
+        if key not in by_start or by_start[key].nbytes < piece.nbytes:
+            by_start[key] = piece
+    for record in expected:
+        at, crc = record.offset, 0
+        while at < record.offset + record.nbytes and (record.path, at) in by_start:
+            piece = by_start[record.path, at]
+            crc, at = combined(crc, piece.crc, piece.nbytes), at + piece.nbytes
+        if at == record.offset + record.nbytes and crc != record.crc:
+            yield record
+
+
+def update_checksum(record: Record) -> None:
+    """Write the checksum of what a record holds now into its zip."""
+    descriptor = os.open(record.path, os.O_RDWR)
+    try:
+        stored = stored_zip.Stored(record.offset, record.nbytes, record.crc)
+        stored_zip.update_checksum(descriptor, record.zip, stored)
+    finally:
+        os.close(descriptor)

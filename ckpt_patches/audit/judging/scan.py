@@ -1,0 +1,278 @@
+"""Read every byte of a checkpoint once, in blocks, by several workers, and keep only where elements are odd."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.audit.judging import blocks
+from ckpt_patches.audit.judging.record_checksums import PartRead
+from ckpt_patches.audit.readers.checkpoint import Extent, Shard, Stream
+from ckpt_patches.formats.checksum import crc32
+from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.runtime.processes import in_order
+
+BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
+SPAN = 128 * BLOCK  # elements that a worker takes at a time
+QUICK_SPAN = 1024 * BLOCK  # fewer in all are not worth a second process
+MAX_RUNS = 1_000_000  # kept of a shard, so that memory is bounded whatever the checkpoint holds
+SCATTERED = 8  # elements; shorter runs of zeros come by chance, and where there are so many others, by chance alone
+
+
+class OddRuns(NamedTuple):
+    """Neighbouring elements with the same odd code, in order."""
+
+    begin: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    code: npt.NDArray[np.uint16]
+
+    @property
+    def length(self) -> npt.NDArray[np.int64]:
+        return self.end - self.begin
+
+
+class Span(NamedTuple):
+    """A part of a shard, for one worker."""
+
+    shard: int  # its number
+    streams: dict[str, Stream]
+    begin: int  # elements
+    end: int
+    checked: bool  # whether checksums are wanted
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.end - self.begin) * item_size(stream.dtype) for stream in self.streams.values())
+
+
+class Tally(NamedTuple):
+    """Elements with one bit of their code, also of runs that are not kept."""
+
+    elements: int
+    begin: int  # the first
+    end: int  # behind the last
+
+
+class Odd(NamedTuple):
+    """What is odd about the elements of a span, or a shard."""
+
+    runs: OddRuns
+    is_cut: bool  # there were more runs, of zeros that can be no chance
+    tallies: dict[int, Tally]  # by bit, of those that are certain
+
+
+class Found(NamedTuple):
+    """What a worker found in a span."""
+
+    odd: Odd
+    pieces: list[PartRead]
+
+
+class Part(NamedTuple):
+    """What was found in a part of a shard."""
+
+    shard: int  # its number
+    odd: Odd
+    pieces: list[PartRead]
+
+
+def add(part: Part, to: list[Part]) -> None:
+    """Add a part; a further one of the last one's shard is joined with it."""
+    if to and to[-1].shard == part.shard:
+        last = to.pop()
+        part = Part(part.shard, together([last.odd, part.odd]), last.pieces + part.pieces)
+    to.append(part)
+
+
+def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Iterator[Odd]:
+    """What is odd about each of so many shards in turn, so that no more than one shard's runs are in memory.
+
+    Parts are in order; the checksums that they have are added to `pieces`.
+    """
+    number = 0
+    own: list[Odd] = []
+    for part in parts:
+        while number < part.shard:
+            yield together(own)
+            number, own = number + 1, []
+        own = [together([*own, part.odd])]
+        pieces += part.pieces
+    for _ in range(number, count):
+        yield together(own)
+        own = []
+
+
+def spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
+    """All that is to be read; with checksums of what is in files of these names."""
+    for number, shard in enumerate(shards):
+        has_checksums = any(e.path in checked for stream in shard.streams.values() for e in stream.extents)
+        yield from spans_of(number, shard, checked=has_checksums)
+
+
+def spans_of(number: int, shard: Shard, *, checked: bool) -> Iterator[Span]:
+    """The parts of one shard."""
+    for begin in range(0, shard.numel if shard.streams else 0, SPAN):
+        yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), checked)
+
+
+def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> Iterator[Part]:
+    """What is found in spans, in order; `progress` is told how many bytes have been read.
+
+    Files are open for this scan, in each process its own.
+    """
+    if sum(span.end - span.begin for span in spans) < QUICK_SPAN:
+        workers = 1
+    done = 0
+    with RangedFiles() as files:
+        found = (
+            map(partial(look, files=files), spans)
+            if workers < 2
+            else in_order(partial(look, files=files), spans, workers)
+        )
+        for span, (odd, pieces) in zip(spans, found, strict=True):
+            done += span.nbytes
+            progress(done)
+            yield Part(span.shard, odd, pieces)
+
+
+def look(span: Span, files: RangedFiles) -> Found:
+    """Read a span, and find its odd runs."""
+    parts = []
+    most = min(BLOCK, span.end - span.begin)
+    readers = {role: BlockReader(stream, most, files, checked=span.checked) for role, stream in span.streams.items()}
+    for begin in range(span.begin, span.end, BLOCK):
+        end = min(begin + BLOCK, span.end)
+        block = {role: (reader.read(begin, end), reader.stream.dtype) for role, reader in readers.items()}
+        if not blocks.is_clean(block):
+            parts.append(runs_of(blocks.codes(block, end - begin), begin))
+    return Found(odd_of(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
+
+
+class BlockReader:
+    """Reads a stream block by block into one buffer, and keeps the checksums of what it read, if they are wanted."""
+
+    def __init__(self, stream: Stream, most: int, files: RangedFiles, *, checked: bool) -> None:
+        self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
+        self.files = files
+        self.buffer = np.empty(most * self.item_size, np.uint8)
+        self.starts = [0, *itertools.accumulate(extent.nbytes for extent in stream.extents)]
+        self.pieces: list[PartRead] = []
+
+    def read(self, begin: int, end: int) -> blocks.Block:
+        """Elements `begin` to `end`, valid until the next call."""
+        first, last = begin * self.item_size, end * self.item_size
+        number = bisect.bisect_right(self.starts, first) - 1
+        while number < len(self.stream.extents) and self.starts[number] < last:
+            start, extent = self.starts[number], self.stream.extents[number]
+            low, high = max(first, start), min(last, start + extent.nbytes)
+            if low < high:
+                self._read_extent(extent, low - start, memoryview(self.buffer)[low - first : high - first])
+            number += 1
+        return self.buffer[: last - first]
+
+    def _read_extent(self, extent: Extent, begin: int, into: memoryview) -> None:
+        offset = extent.offset + begin
+        self.files.read(extent.path, offset, into)
+        if self.checked:
+            self._check(extent.path, offset, into)
+
+    def _check(self, path: str, offset: int, data: memoryview) -> None:
+        last = self.pieces[-1] if self.pieces else None
+        if last and last.path == path and last.offset + last.nbytes == offset:
+            self.pieces[-1] = PartRead(path, last.offset, last.nbytes + len(data), crc32(data, last.crc))
+        else:
+            self.pieces.append(PartRead(path, offset, len(data), crc32(data)))
+
+
+def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
+    """The bytes of elements `begin` to `end`."""
+    with RangedFiles() as files:
+        return BlockReader(stream, end - begin, files, checked=False).read(begin, end)
+
+
+def runs_of(code: blocks.Codes, begin: int) -> OddRuns:
+    """The odd runs of a block that begins at an element."""
+    edges = np.flatnonzero(np.diff(code)) + 1
+    starts = np.concatenate([[0], edges]).astype(np.int64)
+    ends = np.concatenate([edges, [len(code)]]).astype(np.int64)
+    own = code[starts]
+    odd = own != 0
+    return OddRuns(starts[odd] + begin, ends[odd] + begin, own[odd])
+
+
+def joined(parts: list[OddRuns]) -> OddRuns:
+    """All parts, which are in order; runs that go on in the next part are made one."""
+    if not parts:
+        return OddRuns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint16))
+    begin, end, code = (np.concatenate(column) for column in zip(*parts, strict=True))
+    cut = (begin[1:] != end[:-1]) | (code[1:] != code[:-1])
+    any_run = np.full(min(len(begin), 1), True)
+    first, last = np.concatenate([any_run, cut]), np.concatenate([cut, any_run])
+    return OddRuns(begin[first], end[last], code[first])
+
+
+def without(runs: OddRuns, ranges: Iterable[tuple[int, int]], bits: int) -> OddRuns:
+    """The runs, less these bits in these ranges of elements."""
+    for low, high in ranges:
+        parts = [_within(runs, 0, low), _within(runs, low, high), _within(runs, high, np.iinfo(np.int64).max)]
+        parts[1] = parts[1]._replace(code=parts[1].code & np.uint16(0xFFFF ^ bits))
+        runs = joined(parts)
+        runs = OddRuns(*(column[runs.code > 0] for column in runs))
+    return runs
+
+
+def _within(runs: OddRuns, low: int, high: int) -> OddRuns:
+    begin, end = np.clip(runs.begin, low, high), np.clip(runs.end, low, high)
+    return OddRuns(*(column[begin < end] for column in (begin, end, runs.code)))
+
+
+def odd_of(runs: OddRuns) -> Odd:
+    """The runs that are kept of a span's, and the exact number of what is certain of them all."""
+    tallies = {bit: tally for bit in blocks.CERTAIN if (tally := _tally(runs, bit))}
+    return Odd(*_kept(runs), tallies)
+
+
+def _kept(runs: OddRuns) -> tuple[OddRuns, bool]:
+    """At most so many runs as are kept, and whether others than short zeros are left out.
+
+    Left out are short runs of zeros first, then the shorter ones of all, what is certain last.
+    """
+    if len(runs.begin) <= MAX_RUNS:
+        return runs, False
+    is_certain = (runs.code & sum(blocks.CERTAIN)) > 0
+    chosen = np.flatnonzero(is_certain | (runs.length >= SCATTERED))
+    is_cut = len(chosen) > MAX_RUNS
+    if is_cut:
+        value = runs.length[chosen] + np.where(is_certain[chosen], np.iinfo(np.int64).max // 2, 0)
+        chosen = np.sort(chosen[np.argpartition(-value, MAX_RUNS)[:MAX_RUNS]])
+    return OddRuns(*(column[chosen] for column in runs)), is_cut
+
+
+def together(parts: list[Odd]) -> Odd:
+    """All parts of a shard, in order."""
+    runs, is_cut = _kept(joined([part.runs for part in parts]))
+    tallies: dict[int, Tally] = {}
+    for part in parts:
+        for bit, own in part.tallies.items():
+            before = tallies.get(bit, own._replace(elements=0))
+            tallies[bit] = Tally(before.elements + own.elements, before.begin, own.end)
+    return Odd(runs, is_cut or any(part.is_cut for part in parts), tallies)
+
+
+def _tally(runs: OddRuns, bit: int) -> Tally | None:
+    chosen = np.flatnonzero(runs.code & bit)
+    if not len(chosen):
+        return None
+    elements = int(runs.length[chosen].sum())
+    return Tally(elements, int(runs.begin[chosen[0]]), int(runs.end[chosen[-1]]))
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """Elements in a row: what one token of an embedding, or one unit of a layer, has. One in a vector."""
+    return math.prod(shape[-1:]) if len(shape) > 1 else 1

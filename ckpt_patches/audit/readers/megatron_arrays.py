@@ -1,0 +1,160 @@
+"""What Megatron's distributed checkpoints have in common: the names of arrays, and the file of what is not sharded."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.readers.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    ROLES,
+    WEIGHT,
+    Checkpoint,
+    first_beta,
+    last_step,
+)
+from ckpt_patches.fingerprint.record import KEY
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
+from ckpt_patches.formats.torch_dist import COMMON, INDEX
+from ckpt_patches.formats.zarr import METADATA
+
+CONFIG = "metadata.json"
+BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
+# Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
+STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+Value = TypeVar("Value")
+
+
+def parameter_and_role(name: str) -> tuple[str, str]:
+    """Which parameter an array belongs to, and as what."""
+    if is_bucket(name):
+        bucket, _, state = name.rpartition(".")
+        return (bucket, STATES[state]) if state in STATES else (name, WEIGHT)
+    start = name.find(OPTIMIZER_STATE)  # with several optimizers there is something in front
+    state, _, parameter = name[start + len(OPTIMIZER_STATE) :].partition(".")
+    if start < 0 or state not in STATES:
+        return name, WEIGHT
+    return parameter, STATES[state]
+
+
+def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
+    """What belongs to each array, by parameter and role."""
+    parameters: dict[str, dict[str, Value]] = {}
+    for name, value in arrays.items():
+        parameter, role = parameter_and_role(name)
+        parameters.setdefault(parameter, {})[role] = value
+    return parameters
+
+
+def check_siblings(found: Checkpoint, arrays: Iterable[str]) -> None:
+    """Arrays that most parameters have, and one has not; of those that are there the names, also if not read."""
+    parameters = by_parameter({name: name for name in arrays})
+    with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
+    usual = Counter(role for roles in with_state.values() for role in roles)
+    for name, roles in with_state.items():
+        missing = [role for role in ROLES if role not in roles and 2 * usual[role] > len(with_state)]
+        if set(missing) == set(MOMENTS):
+            found.findings.append(Finding(damages.MISSING_MOMENTS, name))
+        elif missing:
+            found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=f"no {' and no '.join(missing)}"))
+    without = len(parameters) - len(with_state)
+    if with_state and without and not any(map(is_bucket, with_state)):
+        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
+
+
+def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> None:
+    """The arrays of a parameter that are cut otherwise than its master, and held against nothing.
+
+    `cuts` has by role the array's name, and how it is cut.
+    """
+    if MASTER not in cuts:
+        return
+    detail = "cut otherwise than the master parameter: they were not held against each other"
+    for name, cut in cuts.values():
+        if cut != cuts[MASTER][1]:
+            found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+
+
+def set_common(found: Checkpoint, common: Any) -> None:
+    """The optimizer's step and what else is said of the run in what is not sharded."""
+    if not isinstance(common, dict):
+        detail = f"expected a dict in {COMMON}, found {type(common).__name__}"
+        found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
+        return
+    set_run(found, param_groups(common.get("optimizer")), common.get("args"))
+    named = _sharding_of_content(common)
+    found.sharding, found.names_sharding = named or _sharding_of(common.get("optimizer")), bool(named)
+    found.recorded = common.get(KEY)
+
+
+def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> None:
+    """What the optimizer's groups and the arguments of the run say."""
+    steps = [step for group in groups if (step := group.get("step")) is not None]
+    found.step = last_step(steps) if steps else (0 if groups else None)
+    found.beta1 = first_beta(groups)
+    if isinstance(arguments, torch_file.Instance):
+        found.data_parallel = arguments.fields.get("data_parallel_size")
+
+
+def _sharding_of_content(common: dict[str, Any]) -> str:
+    """How the optimizer's state is cut up, where the checkpoint says it of all that is in it."""
+    content = common.get("content_metadata")
+    kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def _sharding_of(optimizer: Any) -> str:
+    """Of one optimizer, or of the first in a chain that says it."""
+    if not isinstance(optimizer, dict):
+        return ""
+    if isinstance(kind := optimizer.get("param_state_sharding_type"), str):
+        return kind
+    return next(filter(None, map(_sharding_of, optimizer.values())), "")
+
+
+def param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of one optimizer, or of all in a chain."""
+    if not isinstance(optimizer, dict):
+        return []
+    if isinstance(groups := optimizer.get("param_groups"), list):
+        return [group for group in groups if isinstance(group, dict)]
+    return [group for value in optimizer.values() for group in param_groups(value)]
+
+
+def backend(path: Path) -> str | None:
+    """Which of Megatron's sharded formats a folder is in; None if it is not one of its checkpoints.
+
+    Its metadata say so; where they are damaged, or name another one, what lies in the folder does.
+    """
+    named = _named_backend(path)
+    if named in BACKENDS or not ((path / CONFIG).exists() or (path / COMMON).exists()):
+        return named
+    if (path / INDEX).exists():
+        return TORCH_DIST
+    return ZARR if next(path.glob(f"*/{METADATA}"), None) is not None else named
+
+
+def check_config(found: Checkpoint) -> None:
+    """The metadata that say the format."""
+    named = _named_backend(found.path)
+    if named is None:
+        detail = "the file that says the format is missing or cannot be read; told by the files beside it"
+        found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
+    elif named not in BACKENDS:
+        detail = f"the format is said to be {named!r:.100}, which is not known here; read as the files beside it are"
+        found.findings.append(Finding(damages.NOT_READ, CONFIG, detail=detail))
+
+
+def _named_backend(path: Path) -> str | None:
+    try:
+        config = json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return str(config["sharded_backend"]) if isinstance(config, dict) and "sharded_backend" in config else None

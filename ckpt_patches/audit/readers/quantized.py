@@ -1,0 +1,113 @@
+"""Tell weights that a run keeps in fp8 or fp4, and has saved as numbers of another type.
+
+megatron-core saves such weights as what they stand for, in bf16: a number of a few bits, times a scale of its tensor,
+or of a block of it. Their masters do not round to them in bf16, and nothing is wrong with that. They are told by their
+significands, which only the scale can make many of: eight in fp8 (e4m3), two in fp4. Then the masters are near to them,
+too, as those of another model are not.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.audit.judging.blocks import as_float32
+from ckpt_patches.audit.judging.scan import BLOCK, read_elements
+from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
+
+FEWEST = 64  # weights that are not zero; fewer can have so few significands by chance
+MOST_DIGITS = {"bfloat16": 7, "float16": 10, "float32": 23}  # of a significand, behind the point
+# Below these a type has fewer digits, and a number of a few bits other ones.
+SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-14, "float32": 2.0**-126}
+NO_DIGITS = np.uint32(1 << 30)
+
+
+class Coarse(NamedTuple):
+    """A type of a few bits."""
+
+    what: str
+    significands: int  # different ones, with one scale
+    step: float  # from one number to the next, at most, as a share of it
+    group: int  # elements of a row that may have a scale of their own; 0: there is one scale
+
+
+TYPES = (
+    Coarse("numbers of fp8 with a scale", 8, 2.0**-3, 0),
+    Coarse("numbers of fp8 with scales of blocks", 8, 2.0**-3, 128),
+    Coarse("numbers of fp4 with scales of blocks", 2, 2.0**-1, 16),
+)
+
+
+def look(shard: Shard) -> Coarse | None:
+    """The type that a shard's weights are numbers of, if most masters are as near to them as its steps; else None.
+
+    A matrix of them; vectors are not kept in such types.
+    """
+    weight = shard.streams.get(WEIGHT)
+    if weight is None or MASTER not in shard.streams or weight.dtype not in MOST_DIGITS or len(shard.shape) < 2:
+        return None
+    row = shard.shape[-1]
+    left = [coarse for coarse in TYPES if coarse.group <= row]
+    seen, smallest, near, total = np.empty(0, np.uint32), np.float32(np.inf), 0, 0
+    for begin, end in _pieces(shard.numel, row):
+        values = _values(shard, WEIGHT, begin, end)
+        found = np.abs(values[values != 0])
+        seen = np.union1d(seen, _digits(found[found >= SMALLEST[weight.dtype]], weight.dtype))
+        left = [
+            coarse
+            for coarse in left
+            if (
+                _fit(values, weight.dtype, min(row, end - begin), coarse)
+                if coarse.group
+                else len(seen) <= coarse.significands
+            )
+        ]
+        if not left:
+            return None
+        smallest = min(smallest, found.min(initial=np.float32(np.inf)))
+        near += _near(_values(shard, MASTER, begin, end), values, smallest, left[0].step)
+        total += len(found)
+    if total < FEWEST or len(seen) < 2 or 2 * near < shard.numel:
+        return None
+    return left[0]
+
+
+def _pieces(numel: int, row: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that are about as long as a block: whole rows, or parts of one that begin where groups do."""
+    rows = max(BLOCK // max(row, 1), 1) * row
+    step = BLOCK if row > BLOCK else max(rows, 1)
+    for first in range(0, numel, max(rows, 1)):
+        last = min(first + rows, numel)
+        for begin in range(first, last, step):
+            yield begin, min(begin + step, last)
+
+
+def _values(shard: Shard, role: str, begin: int, end: int) -> npt.NDArray[np.float32]:
+    stream = shard.streams[role]
+    values = as_float32(read_elements(stream, begin, end), stream.dtype)
+    return np.zeros(end - begin, np.float32) if values is None else values
+
+
+def _digits(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint32]:
+    """The significands of positive numbers, as bits behind the point."""
+    return (values.view(np.uint32) & np.uint32(0x7FFFFF)) >> np.uint32(23 - MOST_DIGITS[dtype])
+
+
+def _fit(values: npt.NDArray[np.float32], dtype: str, row: int, coarse: Coarse) -> bool:
+    """Whether no group of elements of a row has more significands than the type."""
+    width = -(-row // coarse.group) * coarse.group
+    table = np.zeros((len(values) // row, width), np.float32)
+    table[:, :row] = values.reshape(-1, row)
+    magnitude = np.abs(table).reshape(-1, coarse.group)
+    digits = np.where(magnitude < SMALLEST[dtype], NO_DIGITS, _digits(magnitude, dtype))
+    digits.sort(axis=1)
+    different = 1 + (np.diff(digits, axis=1) != 0).sum(axis=1) - (digits[:, -1] == NO_DIGITS)
+    return bool((different <= coarse.significands).all())
+
+
+def _near(master: npt.NDArray[np.float32], weight: npt.NDArray[np.float32], smallest: np.float32, step: float) -> int:
+    """How many masters are as near to their weights as rounding to such a type can bring them."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        far = np.maximum(np.abs(weight) * np.float32(step), smallest)
+        return int((np.abs(master - weight) <= far).sum())

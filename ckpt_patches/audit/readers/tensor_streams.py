@@ -1,0 +1,94 @@
+"""Tensors of torch.save's files as streams, for the readers of formats that consist of such files."""
+
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Held, Record, Stream
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
+
+# In the names of the classes of tensors that are codes with scales, as Transformer Engine's are.
+QUANTIZED = ("Float8", "FP8", "FP4")
+
+
+def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
+    """What a file holds; its tensors and checksums are noted. None, and a finding, if it cannot be read."""
+    file = read_file(path, found, damage)
+    return None if file is None else file.value
+
+
+def read_file(
+    path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE
+) -> torch_file.TorchFile | None:
+    """The same, with what is known of the file."""
+    found.read.add(path.name)
+    try:
+        file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins
+    except (torch_file.BadFileError, torch_file.NotReadError) as error:
+        found.findings.append(refused(error, path.name, damage=damage))
+        return None
+    hold(found, file, (0, file.size))
+    return file
+
+
+def refused(
+    error: UserError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
+) -> Finding:
+    """What it means that a file, or a part of one, cannot be read: damage, but for what is in a format of another."""
+    kind = damages.NOT_READ if isinstance(error, torch_file.NotReadError | UnknownDtypeError) else damage
+    return Finding(kind, array, shard, detail=str(error))
+
+
+def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:
+    """Note all tensors of a file, or of a part of one, and their checksums."""
+    found.records += [Record(str(file.path), *stored, span) for stored in file.storages]
+    for place, part in torch_file.parts_of(file.value, name):
+        if isinstance(part, torch_file.TensorHeader):
+            found.tensors.append(Held(str(file.path), place, part))
+        elif any(word in type(part).__name__ for word in QUANTIZED):
+            detail = (
+                f"an object of {type(part).__module__}.{type(part).__name__}, whose bytes are no numbers by themselves"
+            )
+            found.findings.append(Finding(damages.NOT_JUDGED, place, detail=detail))
+
+
+def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:
+    """A whole tensor of a file; None if it is none, or its elements do not lie in order, or cannot be told apart.
+
+    The last is among the findings then.
+    """
+    if not isinstance(value, torch_file.TensorHeader) or not value.is_contiguous:
+        return None
+    if not is_read(found, array, value.dtype):
+        return None
+    return Stream(array, value.dtype, (Extent(str(path), value.offset, value.nbytes),))
+
+
+def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[int, ...]) -> Stream | None:
+    """The model's own weight of a parameter, as `stream`; one of another shape is held against nothing, and named."""
+    if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
+        detail = f"the model's weight has the shape {value.shape}, its parameter {shape}: they were not compared"
+        found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+        return None
+    return stream(found, path, name, value)
+
+
+def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
+    """Whether an array's elements can be told apart by their type; if not, a finding says so."""
+    if dtype in ITEM_SIZE and dtype not in PACKED:
+        return True
+    what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
+    found.findings.append(Finding(damages.NOT_READ, array, detail=f"elements of torch.{dtype}, {what}"))
+    return False
+
+
+def scalar(path: Path, value: Any) -> float | None:
+    """A number, or the only element of a tensor."""
+    if isinstance(value, (int, float)):
+        return value
+    if not isinstance(value, torch_file.TensorHeader) or value.numel != 1 or not value.is_known:
+        return None
+    return torch_file.number(value.dtype, torch_file.data_of(path, value))

@@ -1,0 +1,249 @@
+"""Megatron's distributed checkpoints in torch_dist: each tensor's chunks, put together where a rank has cut it."""
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Owner, Record, Shard, Stream
+from ckpt_patches.audit.readers.megatron_arrays import (
+    by_parameter,
+    check_config,
+    check_siblings,
+    name_other_cuts,
+    set_common,
+)
+from ckpt_patches.audit.readers.megatron_torch_reader import judge_object
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats.megatron_names import is_bucket
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_dist import Offsets, Tensor
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from ckpt_patches.runtime.processes import mapped
+
+ALIGNMENT = 64  # elements: where parameters begin in a bucket
+WORTH_A_PROCESS = 4000  # chunks
+Key = tuple[str, tuple[int, ...]]  # a shard's label and shape
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A tensor, and where the elements of its chunks lie."""
+
+    tensor: Tensor
+    extents: dict[Offsets, Extent] = field(default_factory=dict)
+
+    def shards(self) -> dict[str, list[Offsets]]:
+        """The chunks of each tensor-parallel rank's shard, in the order of their elements, by the shard's label.
+
+        That is its index; where the chunks are of different sizes, its first element.
+        """
+        chunks = sorted(self.tensor.chunks)
+        if self.tensor.whole is None:
+            indices = {offsets: self._index(offsets) for offsets in chunks}
+            is_grid = None not in indices.values() and len(set(indices.values())) == len(chunks)
+            return {_label(indices[offsets] or () if is_grid else offsets): [offsets] for offsets in chunks}
+        found: dict[str, list[Offsets]] = {}
+        for offsets in chunks:
+            found.setdefault(_label(offsets[:-1]), []).append(offsets)
+        return found
+
+    def _index(self, offsets: Offsets) -> Offsets | None:
+        """Of a chunk in a grid of such chunks; None if it begins at no place of one."""
+        sizes = self.tensor.chunks[offsets]
+        if any(at % size if size else at for at, size in zip(offsets, sizes, strict=True)):
+            return None
+        return tuple(at // size if size else 0 for at, size in zip(offsets, sizes, strict=True))
+
+    def gaps(self) -> set[Offsets]:
+        """The chunks of a bucket that lie between two parameters, as `dp_reshardable` saves them.
+
+        A parameter begins at a multiple of 64 elements, or goes on where its rank begins.
+        """
+        found: set[Offsets] = set()
+        for before, at in itertools.pairwise(sorted(self.tensor.chunks) if is_bucket(self.tensor.name) else ()):
+            begin, length = sum(at), math.prod(self.tensor.chunks[at])
+            fills_up = begin % ALIGNMENT > 0 and length < ALIGNMENT and (begin + length) % ALIGNMENT == 0
+            if fills_up and self._rank(before) == self._rank(at):
+                found.add(at)
+        return found
+
+    def _rank(self, offsets: Offsets) -> str:
+        """Whose chunk it is, by the name of its file."""
+        place = self.tensor.places.get(offsets)
+        return "" if place is None else place.file.rpartition("_")[0]
+
+    def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
+        """Of a shard; a flattened one's is the whole's by the number of fragments on each axis."""
+        if self.tensor.whole is None:
+            return self.tensor.chunks[offsets[0]]
+        shape = tuple(n // parts for n, parts in zip(self.tensor.whole, self.tensor.size, strict=False))
+        numel = sum(math.prod(self.tensor.chunks[at]) for at in offsets)
+        return shape if math.prod(shape) == numel else (numel,)
+
+
+def _label(index: Offsets) -> str:
+    return ".".join(map(str, index))
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    return read_chunked(path)[0]
+
+
+def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist.Index]:
+    """The same, with where the elements of each tensor's chunks lie, and the index."""
+    found = Checkpoint(path, "megatron torch_dist")
+    check_config(found)
+    index = _index(found)
+    if (common := _common(found, index)) is not None:
+        set_common(found, common)
+    tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
+    _find_elements(tensors, found)
+    with RangedFiles() as files:
+        for name in index.objects:
+            _read_object(name, index, found, files)
+    check_siblings(found, tensors)
+    for parameter, roles in by_parameter(tensors).items():
+        found.shards += _shards(found, parameter, _with_shapes(roles))
+    return found, tensors, index
+
+
+def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
+    """A parameter's arrays, the flattened ones with the shape that they were made of.
+
+    Up to megatron-core 0.8 the index does not say it; but the model's weight has it.
+    """
+    weight = roles.get(WEIGHT)
+    if weight is None:
+        return roles
+    size = weight.tensor.size
+    return {
+        role: replace(chunked, tensor=replace(chunked.tensor, whole=size))
+        if chunked.tensor.whole is None
+        and len(chunked.tensor.size) == len(size) + 1
+        and math.prod(chunked.tensor.size) == math.prod(size)
+        else chunked
+        for role, chunked in roles.items()
+    }
+
+
+def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
+    """What is not sharded; None, and a finding, if it cannot be read. As an object it is held with the others."""
+    path = found.path / torch_dist.COMMON
+    if path.exists() or torch_dist.COMMON_OBJECT not in index.objects:
+        return tensor_streams.read(path, found, damages.BAD_METADATA)
+    try:
+        return torch_dist.read_common(found.path, index)
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(tensor_streams.refused(error, torch_dist.COMMON, damage=damages.BAD_METADATA))
+        return None
+
+
+def _index(found: Checkpoint) -> torch_dist.Index:
+    """What the index lists; nothing, and a finding, if it cannot be read."""
+    try:
+        return torch_dist.read_index(found.path)
+    except UserError as error:
+        found.findings.append(tensor_streams.refused(error, torch_dist.INDEX, damage=damages.BAD_METADATA))
+        return torch_dist.Index({}, {})
+
+
+class _Elements(NamedTuple):
+    """Where the elements of a chunk lie, with their checksums."""
+
+    extent: Extent
+    records: tuple[Record, ...]
+
+
+def _find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
+    """Of each chunk the place of its elements in the file, with their checksum; of many, other processors do shares."""
+    read = [own for own in tensors.values() if tensor_streams.is_read(found, own.tensor.name, own.tensor.dtype)]
+    chunks = [(own, offsets) for own in read for offsets in own.tensor.chunks]
+    with RangedFiles() as files:
+        every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)
+    for (own, offsets), elements in zip(chunks, every, strict=True):
+        if isinstance(elements, Finding):
+            found.findings.append(elements)
+        else:
+            found.records += elements.records
+            own.extents[offsets] = elements.extent
+
+
+def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Elements | Finding:
+    """Of one chunk; what is wrong with it."""
+    tensor, offsets = chunk[0].tensor, chunk[1]
+    if offsets not in tensor.places:
+        return Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
+    try:
+        part = torch_dist.read_chunk(files, path, tensor, offsets)
+    except (BadFileError, NotReadError) as error:
+        return tensor_streams.refused(error, tensor.name, str(offsets))
+    span, name = tensor.places[offsets][1:], str(part.path)
+    records = tuple(Record(name, *stored, span) for stored in part.storages)
+    return _Elements(Extent(name, part.value.offset, part.value.nbytes), records)
+
+
+def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> None:
+    """What is no tensor of its own; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
+    place = index.objects[name]
+    try:
+        part = torch_dist.read_place(files, found.path, place)
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(tensor_streams.refused(error, name))
+        return
+    tensor_streams.hold(found, part, place[1:], name)
+    if name != torch_dist.COMMON_OBJECT:
+        judge_object(found, part, name)
+
+
+def _shards(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
+    """The arrays of a parameter by shard, those together that have the same number of elements."""
+    alike: dict[Key, dict[str, Stream]] = {}
+    owners: dict[Key, tuple[Owner, ...]] = {}
+    paddings: set[Key] = set()
+    cut = _cut(roles)
+    name_other_cuts(found, {role: (chunked.tensor.name, frozenset(cut[role])) for role, chunked in roles.items()})
+    for role, chunked in roles.items():
+        gaps = chunked.gaps()
+        for key, offsets in cut[role].items():
+            if all(at in chunked.extents for at in offsets):
+                extents = tuple(chunked.extents[at] for at in offsets)
+                alike.setdefault(key, {})[role] = Stream(chunked.tensor.name, chunked.tensor.dtype, extents)
+                paddings |= {key} if gaps & set(offsets) else set()
+                if len(offsets) > 1:
+                    owners[key] = _owners(chunked.tensor, offsets)
+    has_rows = not is_bucket(parameter)
+    return [
+        Shard(parameter, *key, streams, owners.get(key, ()), has_rows=has_rows, is_padding=key in paddings)
+        for key, streams in alike.items()
+    ]
+
+
+def _cut(roles: dict[str, Chunked]) -> dict[str, dict[Key, list[Offsets]]]:
+    """By role the chunks of each shard; arrays of one dimension that are cut in different ways are one shard each."""
+    cut = {role: _keys(chunked) for role, chunked in roles.items()}
+    tensors = [chunked.tensor for chunked in roles.values()]
+    if len(set(map(frozenset, cut.values()))) > 1 and {len(tensor.size) for tensor in tensors} == {1}:
+        return {role: {("", chunked.tensor.size): sorted(chunked.tensor.chunks)} for role, chunked in roles.items()}
+    return cut
+
+
+def _keys(chunked: Chunked) -> dict[Key, list[Offsets]]:
+    """The chunks of each shard, by its label and its shape."""
+    return {(label, chunked.shape(offsets)): offsets for label, offsets in chunked.shards().items()}
+
+
+def _owners(tensor: Tensor, offsets: list[Offsets]) -> tuple[Owner, ...]:
+    """Which rank's file has which elements."""
+    sizes = [math.prod(tensor.chunks[at]) for at in offsets]
+    ends = list(itertools.accumulate(sizes))
+    return tuple(
+        Owner(tensor.places[at].file, end - size, end) for at, size, end in zip(offsets, sizes, ends, strict=True)
+    )

@@ -1,0 +1,192 @@
+"""DeepSpeed's universal checkpoints, judged: each parameter's arrays against the model's shapes and weights."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.judging import blocks
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Checkpoint,
+    Shard,
+    Stream,
+    last_step,
+)
+from ckpt_patches.formats import universal
+from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero import MODEL, Shape
+
+# The experts of `deepspeed.moe`: a rank counts its own from 0, the converter's folders all.
+LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
+STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    found = Checkpoint(path, "deepspeed universal")
+    models = _models(found)
+    shapes = _shapes(models)
+    if (path / "tmp").exists():
+        found.findings.append(
+            Finding(damages.INTERRUPTED, "tmp", detail="the converter's temporary folder is still there")
+        )
+    parameters = universal.parameters(path)
+    if any(EXPERT.fullmatch(name) for name in parameters):
+        shapes = _of_every_expert(shapes, models)
+    for name in sorted(shapes.keys() - set(parameters)):
+        found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
+    frozen = {name for name in parameters if shapes and _is_frozen(found, name, shapes)}
+    for name in parameters:
+        _read_parameter(found, name, shapes.get(name, []), models, is_trained=name not in frozen)
+    if frozen:
+        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
+    steps = [step for name in parameters if (step := _step(found, name)) is not None]
+    _read_others(found, parameters)
+    found.step = last_step(steps)
+    return found
+
+
+def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]:
+    """By parameter its shape on every tensor- or pipeline-parallel rank that has it; data-parallel ranks agree."""
+    found: dict[str, dict[str, Shape]] = {}
+    for path, value in models:
+        match = MODEL.fullmatch(path.name)
+        for group in value.get("param_shapes") or []:
+            for name, shape in group.items():
+                found.setdefault(name, {})[match[2] if match else ""] = tuple(shape)
+    return {name: list(by_rank.values()) for name, by_rank in found.items()}
+
+
+def _of_every_expert(
+    shapes: dict[str, list[Shape]], models: list[tuple[Path, dict[str, Any]]]
+) -> dict[str, list[Shape]]:
+    """With the parameters of every expert by its number, where the model has those of one rank, numbered from 0."""
+    matches = {name: LOCAL_EXPERT.fullmatch(name) for name in shapes}
+    layers = list(dict.fromkeys(match[1] for match in matches.values() if match))
+    counts = models[0][1].get("num_experts") if models else None
+    if not isinstance(counts, list) or len(counts) != len(layers):
+        counts = [0] * len(layers)  # then it cannot be told whether all are there
+    found: dict[str, list[Shape]] = {}
+    for name, of_one in shapes.items():
+        match = matches[name]
+        if match is None:
+            found[name] = of_one
+        for number in range(counts[layers.index(match[1])] if match else 0):
+            found.setdefault(f"{match[1]}global_{number}{match[3]}" if match else name, of_one)
+    return found
+
+
+def _is_frozen(found: Checkpoint, name: str, shapes: dict[str, list[Shape]]) -> bool:
+    """Whether it is none of those that are trained, and has no moments."""
+    moments = (found.path / universal.state_file(name, STATES[role]) for role in MOMENTS)
+    return name not in shapes and not any(path.exists() for path in moments)
+
+
+def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
+    """The files with the model's weights, one for each tensor- or pipeline-parallel rank."""
+    paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
+    if not paths:
+        found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
+    values = [(path, tensor_streams.read(path, found)) for path in paths]
+    return [(path, value) for path, value in values if isinstance(value, dict)]
+
+
+def _read_others(found: Checkpoint, parameters: list[str]) -> None:
+    """What is no model's and no parameter's state: at stage 3 the optimizer's, and whatever else was saved."""
+    known = {universal.state_file(name, key) for name in parameters for key in (*STATES.values(), "step")}
+    for path in sorted(found.path.rglob("*.pt")):
+        name = str(path.relative_to(found.path))
+        if name not in known and not MODEL.fullmatch(name) and not name.startswith("tmp/"):
+            tensor_streams.read(path, found)
+
+
+def _step(found: Checkpoint, name: str) -> float | None:
+    path = found.path / universal.state_file(name, "step")
+    return tensor_streams.scalar(path, tensor_streams.read(path, found)) if path.exists() else None
+
+
+def _read_parameter(
+    found: Checkpoint,
+    name: str,
+    shapes: list[Shape],
+    models: list[tuple[Path, dict[str, Any]]],
+    *,
+    is_trained: bool,
+) -> None:
+    """The arrays of a parameter; `shapes` are what is known of them, on each rank."""
+    streams: dict[str, Stream] = {}
+    for role, key in STATES.items():
+        path, file = found.path / universal.state_file(name, key), f"{key}.pt"
+        if not path.exists():
+            if is_trained or role == MASTER:
+                found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{file}"))
+            continue
+        value = tensor_streams.read(path, found)
+        if (tensor := universal.tensor_of(value)) is None:
+            if value is not None:
+                detail = f"expected a tensor, or a dict with one under 'param', found {type(value).__name__}"
+                found.findings.append(Finding(damages.NOT_JUDGED, f"{name}/{file}", detail=detail))
+            continue
+        if shapes and not _fits(tensor, shapes, value, has_maps=any(map(_has_maps, models))):
+            detail = f"{tensor.numel} elements, {_in_words(shapes)}"
+            found.findings.append(Finding(damages.ELEMENT_COUNT, f"{name}/{file}", detail=detail))
+        elif (stream := tensor_streams.stream(found, path, f"{name}/{file}", tensor)) is not None:
+            streams[role] = stream
+    found.shards += _shards(found, name, streams, shapes, models)
+
+
+def _shards(
+    found: Checkpoint,
+    name: str,
+    streams: dict[str, Stream],
+    shapes: list[Shape],
+    models: list[tuple[Path, dict[str, Any]]],
+) -> list[Shard]:
+    """The arrays of a parameter together, if they have the same number of elements."""
+    sizes = {stream.numel for stream in streams.values()}
+    if len(sizes) != 1:
+        return [Shard(name, role, (stream.numel,), {role: stream}) for role, stream in streams.items()]
+    (numel,) = sizes
+    if len(models) == 1:
+        path, model = models[0]
+        weight = (model.get("module") or {}).get(name)
+        own = tensor_streams.stream(found, path, name, weight)
+        # A buffer of integers is here in fp32, and no master.
+        if own is not None and own.numel == numel and blocks.is_number(own.dtype):
+            streams[WEIGHT] = own
+    return [Shard(name, "", next((shape for shape in shapes if math.prod(shape) == numel), (numel,)), streams)]
+
+
+def _fits(found: TensorHeader, shapes: list[Shape], value: Any, *, has_maps: bool) -> bool:
+    """Whether an array can be a parameter, which tensor-parallel ranks have in these shapes: one of them, or together.
+
+    A tied one is on several pipeline stages. What DeepSpeed has a map of, parts of it can be on several ranks.
+    """
+    if isinstance(value, dict) and value.get("is_expert_param"):  # here of all expert-parallel ranks
+        return any(found.shape == (value.get("ep_num_experts"), *shape[1:]) for shape in shapes)
+    sizes = [math.prod(shape) for shape in shapes]
+    together = [sum(sizes) // stages for stages in range(1, len(sizes) + 1) if len(sizes) % stages == 0]
+    if found.numel in (*sizes, *together):
+        return True
+    is_vocabulary = isinstance(value, dict) and universal.VOCABULARY in value and len(sizes) > 1
+    return is_vocabulary or (has_maps and max(sizes) <= found.numel <= sum(sizes))
+
+
+def _has_maps(model: tuple[Path, dict[str, Any]]) -> bool:
+    info = model[1].get("universal_checkpoint_info")
+    return isinstance(info, dict) and "affine_map" in info
+
+
+def _in_words(shapes: list[Shape]) -> str:
+    if len(shapes) == 1:
+        return f"{math.prod(shapes[0])} in the model's shape {shapes[0]}"
+    return f"{sum(map(math.prod, shapes))} in the model's shapes {', '.join(map(str, shapes))}"

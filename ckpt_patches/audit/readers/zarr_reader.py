@@ -1,0 +1,103 @@
+"""Megatron's distributed checkpoints in zarr: a chunk is one tensor-parallel rank's shard."""
+
+import math
+from pathlib import Path
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Shard, Stream
+from ckpt_patches.audit.readers.megatron_arrays import (
+    by_parameter,
+    check_config,
+    check_siblings,
+    name_other_cuts,
+    set_common,
+)
+from ckpt_patches.audit.readers.megatron_torch_reader import judge_object
+from ckpt_patches.formats.megatron_names import is_bucket
+from ckpt_patches.formats.torch_dist import COMMON
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    found = Checkpoint(path, "megatron zarr")
+    check_config(found)
+    if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
+        set_common(found, common)
+    folders = _array_folders(found)
+    check_siblings(found, (folder.name for folder in folders))
+    known = {array.name: array for folder in folders if (array := _array(folder, found))}
+    for parameter, roles in by_parameter(known).items():
+        found.shards += _shards(parameter, roles, found)
+    for file in sorted(path.glob("*/shard_*.pt")):
+        _read_object(file, found)
+    return found
+
+
+def _read_object(path: Path, found: Checkpoint) -> None:
+    """What is no array; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
+    file = tensor_streams.read_file(path, found)
+    if file is not None:
+        judge_object(found, file, path.parent.name)
+
+
+def _array_folders(found: Checkpoint) -> list[Path]:
+    locks = sorted(folder.name for folder in found.path.glob(f"*{LOCKS}") if folder.is_dir())
+    found.findings += [Finding(damages.LOCK_DIRECTORY, name) for name in locks]
+    return arrays(found.path)
+
+
+def _array(folder: Path, found: Checkpoint) -> Array | None:
+    """The array of a folder; None, and a finding, if it cannot be read."""
+    try:
+        return read_array(folder)
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(tensor_streams.refused(error, folder.name, damage=damages.BAD_METADATA))
+        return None
+
+
+def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[Shard]:
+    """The chunks of one parameter's arrays, put together where the arrays are cut alike."""
+    shards = []
+    name_other_cuts(found, {role: (array.name, (array.shape, array.chunks)) for role, array in roles.items()})
+    for grid in dict.fromkeys((array.shape, array.chunks) for array in roles.values()):
+        alike = {role: array for role, array in roles.items() if (array.shape, array.chunks) == grid}
+        for label in next(iter(alike.values())).labels():
+            chunks = {role: _chunk(array, label, found) for role, array in alike.items()}
+            streams, lost = (
+                {role: c for role, (c, there) in chunks.items() if there is want} for want in (True, False)
+            )
+            shards.append(Shard(parameter, label, grid[1], streams, (), lost, not is_bucket(parameter)))
+    _check_strays(roles, found)
+    return shards
+
+
+def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
+    """One chunk's bytes, and whether they are all there."""
+    file = array.path / label
+    stream = Stream(array.name, array.dtype, (Extent(str(file), 0, array.chunk_bytes),))
+    try:
+        nbytes = file.stat().st_size
+    except FileNotFoundError:
+        found.findings.append(_whole_chunk(damages.MISSING_CHUNK, array, label, ""))
+        return stream, False
+    if nbytes != array.chunk_bytes:
+        kind = damages.SHORT_CHUNK if nbytes < array.chunk_bytes else damages.LONG_CHUNK
+        found.findings.append(_whole_chunk(kind, array, label, f"{nbytes} bytes of {array.chunk_bytes}"))
+    return stream, nbytes >= array.chunk_bytes
+
+
+def _whole_chunk(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
+    return Finding(kind, array.name, label, 0, math.prod(array.chunks), detail)
+
+
+def _check_strays(roles: dict[str, Array], found: Checkpoint) -> None:
+    """Chunk files outside of the array's grid."""
+    for array in roles.values():
+        expected = {METADATA, ATTRIBUTES, *array.labels()}
+        strays = sorted({file.name for file in array.path.iterdir()} - expected)
+        if strays:
+            found.findings.append(Finding(damages.STRAY_FILE, array.name, detail=", ".join(strays[:5])))

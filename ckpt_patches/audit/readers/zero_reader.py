@@ -1,0 +1,377 @@
+"""DeepSpeed's ZeRO checkpoints, judged: every parameter's elements on all ranks, and what is wrong with the files."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Copies,
+    Extent,
+    Owner,
+    Shard,
+    Stream,
+    first_beta,
+    last_step,
+)
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import zero
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
+
+# What DeepSpeed saves of its own with the model; the rest is what its user saves with it, or what wrote it is newer.
+OF_THE_ENGINE = """
+module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
+ds_config ds_version universal_checkpoint_info
+"""
+
+Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
+STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+
+
+def is_zero(path: Path) -> bool:
+    return bool(zero.look(path).optimizer)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank's file, and what it holds."""
+
+    path: Path
+    rank: int
+    state: RankState
+
+    @property
+    def step(self) -> int | None:
+        own = [partition.step.number for partition in self.state.partitions if partition.step]
+        return last_step([*own, *(group.get("step") for group in self.state.settings if isinstance(group, dict))])
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """A parameter's elements on one rank: in which partition, from which element on, and how many."""
+
+    file: RankFile
+    partition: Partition
+    start: int
+    numel: int
+
+
+@dataclass
+class Parameter:
+    """Where a parameter's elements are, in their order."""
+
+    shape: Shape
+    ranks: list[OnRank] = field(default_factory=list)
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    found = Checkpoint(path, "deepspeed zero")
+    folder = zero.look(path)
+    for model_rank in sorted({mp for _, mp in folder.optimizer}):
+        _read_model_rank(found, folder, model_rank)
+    for name in folder.names:  # layers of pipelines, experts, what other ranks of stage 3 have of the model
+        if name.endswith(".pt") and name not in found.read:
+            tensor_streams.read(path / name, found)
+    return found
+
+
+def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) -> None:
+    """All that belongs to one tensor-parallel rank."""
+    names = {dp: name for (dp, mp), name in sorted(folder.optimizer.items()) if mp == model_rank}
+    module, info, module_path = _model_states(found, folder, model_rank)
+    files = [file for rank, name in names.items() if (file := _rank_file(found, rank, folder.path / name))]
+    if not files:
+        return
+    _check_ranks(found, files, names.keys(), info, has_experts=bool(folder.experts))
+    _check_paddings(found, files)
+    if files[0].state.stage > 2 and not folder.experts:  # of experts the first rank alone saves the rest of the model
+        _check_model_files(found, folder, model_rank, names.keys(), info)
+    label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
+    stage = files[0].state.stage
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+    parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes, _neighbours(info))
+    found.padded += _partitions(files, parameters)
+    for (name, of_experts), parameter in parameters.items():
+        numel = sum(part.numel for part in parameter.ranks)
+        if of_experts:
+            _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel)
+        elif numel != math.prod(parameter.shape):
+            detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
+            found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
+        else:
+            streams = _streams(name, parameter)
+            if stage < 3:  # there a rank has a part of it
+                own = tensor_streams.weight(found, module_path, name, module.get(name), parameter.shape)
+                streams |= {WEIGHT: own} if own else {}
+            found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
+
+
+def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iterator[Extent]:
+    """All bytes of the groups in which parameters are. What no parameter has there is padding, and can be anything."""
+    used = {id(part.partition) for parameter in parameters.values() for part in parameter.ranks}
+    groups = {n for file in files for n, partition in enumerate(file.state.partitions) if id(partition) in used}
+    for file in files:
+        for number, partition in enumerate(file.state.partitions):
+            for flat in partition.states.values() if number in groups else ():
+                yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
+
+
+def _add_experts(found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int) -> None:
+    """A parameter of experts, of which each expert-parallel rank has its own by the same name.
+
+    The model's weights of it lie in files of their own, by the number of the expert.
+    """
+    if numel == math.prod(parameter.shape):
+        found.shards.append(Shard(name, label, parameter.shape, _streams(name, parameter), _owners(parameter)))
+        return
+    detail = f"{numel} elements in the fragments of an expert, {math.prod(parameter.shape)} in the model's shape"
+    found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail=detail))
+
+
+def _model_states(
+    found: Checkpoint, folder: zero.Folder, model_rank: int
+) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """The model's weights, the rest of the first file with them, and its path."""
+    name = folder.models.get((None, model_rank)) or folder.models.get((0, model_rank))
+    if name is None:
+        missing = f"mp_rank_{model_rank:02d}_model_states.pt"
+        found.findings.append(Finding(damages.BAD_FILE, missing, detail="the file is missing"))
+        return {}, {}, found.path
+    path = folder.path / name
+    value = tensor_streams.read(path, found)
+    if not isinstance(value, dict):
+        return {}, {}, path
+    module = value.get("module")
+    return module if isinstance(module, dict) else {}, value, path
+
+
+def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
+    """What a rank's file holds; a finding if it is not whole."""
+    value = tensor_streams.read(path, found)
+    if value is None:
+        return None
+    try:
+        return RankFile(path, rank, zero.read_rank(path, rank, zero.optimizer_of(path, value)))
+    except UserError as error:
+        found.findings.append(tensor_streams.refused(error, path.name))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        detail = f"not as DeepSpeed writes it: {type(error).__name__}: {error}"
+        found.findings.append(Finding(damages.BAD_FILE, path.name, detail=detail))
+    return None
+
+
+def _check_ranks(
+    found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: dict[str, Any], *, has_experts: bool
+) -> None:
+    """Every rank's file, and all of one save. A group of experts is shared by a part of the ranks."""
+    ranks = set(ranks)
+    sizes = {count for file in files for count in file.state.data_parallel}
+    expected = info.get("dp_world_size") or max(sizes, default=None) or max(ranks) + 1
+    found.data_parallel = int(expected)
+    for rank in sorted(set(range(found.data_parallel)) - ranks):
+        found.findings.append(Finding(damages.MISSING_RANK, damages.numbered(rank, rank, found.data_parallel)))
+    for file in files:
+        others = [
+            count
+            for count in file.state.data_parallel
+            if count != found.data_parallel and not (has_experts and found.data_parallel % count == 0)
+        ]
+        if file.rank >= found.data_parallel or others:
+            counts = ", ".join(map(str, dict.fromkeys(file.state.data_parallel))) or "unknown"
+            detail = f"of {counts} ranks, expected {found.data_parallel}"
+            found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
+    steps = {file.step for file in files if file.step is not None}
+    found.step = max(steps, default=0)
+    found.beta1 = first_beta(files[0].state.settings)
+    if len(steps) > 1:
+        for file in files:
+            if file.step != max(steps):
+                detail = f"step {file.step}, others are at {max(steps)}"
+                found.findings.append(Finding(damages.MIXED_STEPS, file.path.name, detail=detail))
+
+
+def _check_model_files(
+    found: Checkpoint, folder: zero.Folder, model_rank: int, ranks: Iterable[int], info: dict[str, Any]
+) -> None:
+    """At stage 3 each rank loads model states of its own."""
+    there = {dp: name for (dp, mp), name in folder.zero3_models().items() if mp == model_rank}
+    missing = sorted(set(ranks) - there.keys())
+    if not missing:
+        return
+    if there.keys() == {0} and info and _may_have_loaded_universal(info):
+        names = tuple(zero.model_name(rank, model_rank) for rank in missing)
+        found.copies.append(Copies(there[0], names, _what_can_differ(info), _frozen(info)))
+        detail = "; ".join(filter(None, (f"{len(missing)} ranks have none of their own", found.copies[-1].lost)))
+        found.findings.append(Finding(damages.ONE_MODEL_FILE, there[0], detail=detail))
+        return
+    for rank in missing:
+        array = damages.numbered(rank, rank, found.data_parallel or 1)
+        found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
+
+
+def _may_have_loaded_universal(info: dict[str, Any]) -> bool:
+    """By the configuration that is saved; a name of a file tells nothing."""
+    config = info.get("ds_config")
+    if not isinstance(config, dict):
+        return True
+    own = config.get("checkpoint")
+    return isinstance(own, dict) and bool(own.get("load_universal"))
+
+
+def _frozen(info: dict[str, Any]) -> str:
+    """Why the model states of a rank are not another's: each has its part of what is frozen."""
+    if "frozen_param_fragments" not in info:
+        return "whether parameters are frozen, of which each had its part, cannot be told"
+    frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
+    return f"their parts of {len(frozen)} frozen parameters are lost" if frozen else ""
+
+
+def _what_can_differ(info: dict[str, Any]) -> str:
+    """What is not made by DeepSpeed to be the same on all ranks, though it mostly is."""
+    module = info.get("module")
+    weights = module.values() if isinstance(module, dict) else ()
+    buffers = sum(isinstance(value, TensorHeader) and value.numel > 0 for value in weights)
+    named = ", ".join(sorted(map(str, info.keys() - OF_THE_ENGINE.split())))
+    own = [f"{buffers} buffers"] * (buffers > 0) + [f"the client's {named}"] * bool(named)
+    return " and ".join(own)
+
+
+def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:
+    for file in files:
+        for group, (padding, partition) in enumerate(zip(file.state.paddings, file.state.partitions, strict=False)):
+            numel = _numel(partition)
+            if padding > numel:
+                detail = f"group {group}: padding {padding}, partition {numel}"
+                found.findings.append(Finding(damages.LARGE_PADDING, file.path.name, detail=detail))
+
+
+def _numel(partition: Partition) -> int:
+    """Elements of a partition; the master may be without its padding."""
+    return max(flat.numel for flat in partition.states.values())
+
+
+def _neighbours(info: dict[str, Any]) -> bool:
+    """Whether neighbouring ranks share experts."""
+    config = info.get("ds_config")
+    return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+
+
+def _stage12(
+    found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]], neighbours: bool
+) -> dict[Key, Parameter]:
+    whole = {name: shape for group in shapes for name, shape in group.items()}
+    parameters: dict[Key, Parameter] = {}
+    for file in sorted(files, key=lambda file: file.rank):
+        if file.rank >= (found.data_parallel or 0):
+            continue
+        for group, partition in enumerate(file.state.partitions):
+            _check_fragments(found, file, partition)
+            of_experts = _expert_parallel_rank(found, file, group, neighbours)
+            for name, (start, numel) in partition.fragments.items():
+                parameter = parameters.setdefault((name, of_experts), Parameter(whole.get(name, (0,))))
+                parameter.ranks.append(OnRank(file, partition, start, numel))
+    empty = {name for name, shape in whole.items() if not math.prod(shape)}  # as on a rank that has no share of it
+    for name in whole.keys() - {name for name, _ in parameters} - empty:
+        if any(partition.fragments for file in files for partition in file.state.partitions):
+            found.findings.append(Finding(damages.FRAGMENTS, name, detail="no rank has a fragment of it"))
+    return parameters
+
+
+def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int, neighbours: bool) -> str:
+    """Of a group of experts, which fewer ranks share than there are; empty for others.
+
+    Neighbouring ranks have different experts, if the run was not told otherwise: of 4 ranks, 2 of them to an expert,
+    ranks 0 and 2 share one.
+    """
+    ranks, counts = found.data_parallel or 1, file.state.data_parallel
+    if group >= len(counts) or counts[group] == ranks or ranks % counts[group]:
+        return ""
+    rank = file.rank // counts[group] if neighbours else file.rank % (ranks // counts[group])
+    return f"expert-parallel rank {rank}"
+
+
+def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:
+    """Within the partition, and none over another."""
+    at, last = 0, ""
+    for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
+        if start < at:
+            detail = f"{file.path.name}: begins at {start}, before the end of {last} at {at}"
+            found.findings.append(Finding(damages.FRAGMENTS, name, detail=detail))
+        at, last = max(at, start + numel), name
+    if at > _numel(partition):
+        detail = f"{file.path.name}: ends at {at}, the partition at {_numel(partition)}"
+        found.findings.append(Finding(damages.FRAGMENTS, last, detail=detail))
+
+
+def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[Key, Parameter]:
+    """Every group of every rank."""
+    ranks = found.data_parallel or len(files)
+    every = tuple(range(ranks))
+    parameters: dict[Key, Parameter] = {}
+    for file in sorted(files, key=lambda file: file.rank):
+        partitions = file.state.partitions
+        if len(partitions) != len(shapes):
+            detail = f"{file.path.name}: {len(partitions)} groups, {len(shapes)} in the model's file"
+            found.findings.append(Finding(damages.FRAGMENTS, "all parameters", detail=detail))
+            return {}
+        for number, (partition, group) in enumerate(zip(partitions, shapes, strict=True)):
+            own = next(iter(file.state.sharing[number : number + 1]), ()) or every
+            if file.rank not in own:
+                detail = f"{file.path.name}: of group {number}, which ranks {', '.join(map(str, own))} share"
+                found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
+                return {}
+            expected = sum(share.each for _, share in zero.shares(group, len(own)))
+            if _numel(partition) != expected:
+                detail = f"{file.path.name}: {_numel(partition)} elements, {expected} by the model's shapes"
+                found.findings.append(Finding(damages.FRAGMENTS, f"all parameters of group {number}", detail=detail))
+                return {}
+            of_experts = "" if own == every else f"experts of ranks {', '.join(map(str, own))}"
+            for name, share in zero.shares(group, len(own)):
+                parameter = parameters.setdefault((name, of_experts), Parameter(group[name]))
+                parameter.ranks.append(OnRank(file, partition, share.start, share.of(own.index(file.rank))))
+    return parameters
+
+
+def _streams(name: str, parameter: Parameter) -> dict[str, Stream]:
+    """The optimizer's state of a parameter, by role."""
+    parts = [part for part in parameter.ranks if part.numel]
+    return {
+        role: Stream(f"{name}.{key}", parts[0].partition.states[key].type.dtype, tuple(_extents(parts, key)))
+        for role, key in STATES.items()
+        if parts and all(_reaches(part, key) for part in parts)
+    }
+
+
+def _owners(parameter: Parameter) -> tuple[Owner, ...]:
+    """Which rank has which elements; nothing to tell if one has all."""
+    owners, at = [], 0
+    for part in (part for part in parameter.ranks if part.numel):
+        owners.append(Owner(f"rank {part.file.rank}", at, at + part.numel))
+        at += part.numel
+    return tuple(owners) if len(owners) > 1 else ()
+
+
+def _reaches(part: OnRank, key: str) -> bool:
+    """Whether a tensor has a rank's elements; a master can have been cut by its padding, in a larger storage."""
+    flat = part.partition.states.get(key)
+    return flat is not None and part.start + part.numel <= max(flat.numel, flat.room)
+
+
+def _extents(parts: list[OnRank], key: str) -> Iterator[Extent]:
+    for part in parts:
+        flat: Flat = part.partition.states[key]
+        size = ITEM_SIZE[flat.type.dtype]
+        yield Extent(str(part.file.path), flat.offset + part.start * size, part.numel * size)

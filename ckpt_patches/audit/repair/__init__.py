@@ -1,0 +1,1 @@
+"""Repair a copy of a damaged checkpoint."""

@@ -1,0 +1,138 @@
+"""A copy of a checkpoint, by one rank or several, and the checkpoint's elements in it, which a repair writes.
+
+Nothing is written outside of it, whatever the metadata says.
+"""
+
+import errno
+import fnmatch
+import itertools
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_patches.audit.readers.checkpoint import Stream
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.paths import path_within
+
+AT_A_TIME = 1 << 26  # bytes of a file that a process copies at a time
+BUFFER = 1 << 22  # bytes
+COST_OF_A_FILE = 1 << 18  # bytes that could be copied in the time that it takes to open one
+
+
+class Range(NamedTuple):
+    """Bytes of a file of the checkpoint, by its name in the folder."""
+
+    name: str
+    begin: int
+    end: int
+
+    @property
+    def cost(self) -> int:
+        """In bytes."""
+        return self.end - self.begin + COST_OF_A_FILE
+
+
+def begin_copy(path: Path, copy: Path, but: str) -> list[Range]:
+    """Make all folders and all files of a copy, which are empty; what then is to be copied.
+
+    Links are followed. Names that match a pattern are left out.
+
+    Raises:
+        UserError: something is no file and no folder.
+        OSError: something cannot be read, or be made.
+    """
+    copy.mkdir()
+    ranges: list[Range] = []
+    for folder, folders, files in os.walk(path, followlinks=True, onerror=_give_up):
+        folders[:] = sorted(name for name in folders if not fnmatch.fnmatch(name, but))
+        own = copy / Path(folder).relative_to(path)
+        for name in folders:
+            (own / name).mkdir()
+        for name in sorted(name for name in files if not fnmatch.fnmatch(name, but)):
+            ranges += _ranges(Path(folder, name), str(Path(folder, name).relative_to(path)))
+            (own / name).touch(exist_ok=False)
+    return ranges
+
+
+def _give_up(error: OSError) -> None:
+    raise error
+
+
+def _ranges(file: Path, name: str) -> Iterator[Range]:
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{file}: expected a file or a folder, which can be copied, found neither")
+    for begin in range(0, max(found.st_size, 1), AT_A_TIME):
+        yield Range(name, begin, min(begin + AT_A_TIME, found.st_size))
+
+
+def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path) -> None:
+    """Copy bytes into files that are there.
+
+    Raises:
+        OSError: a file cannot be read or written, or is shorter than its range.
+    """
+    for name, own in itertools.groupby(ranges, key=lambda found: found.name):
+        source, target = path / name, path_within(copy, name)
+        with open(source, "rb", buffering=0) as reading, open(target, "r+b", buffering=0) as writing:
+            for found in own:
+                _copy(reading.fileno(), writing.fileno(), found, str(source))
+
+
+def sync(ranges: Iterable[Range], copy: Path) -> None:
+    """Wait until what this process has copied is on the disk: nobody else can write out this machine's page cache."""
+    for name in dict.fromkeys(found.name for found in ranges):
+        with open(path_within(copy, name), "r+b") as file:
+            os.fsync(file.fileno())
+
+
+def _copy(reading: int, writing: int, found: Range, path: str) -> None:
+    at = found.begin
+    while at < found.end:
+        data = os.pread(reading, min(BUFFER, found.end - at), at)
+        if not data:
+            raise OSError(errno.EIO, f"ends before its byte {found.end}, and did not before", path)
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(writing, left, at)
+            at, left = at + written, left[written:]
+
+
+def end_copy(path: Path, copy: Path) -> None:
+    """Give all that was copied the times and the modes of what it is a copy of; the contents of folders first."""
+    for folder, _, files in os.walk(copy, topdown=False):
+        for own in (*(Path(folder, name) for name in files), Path(folder)):
+            shutil.copystat(path / own.relative_to(copy), own)
+
+
+def in_copy(name: str, path: Path, copy: Path) -> str:
+    """The file of the copy that stands for one of the checkpoint at `path`.
+
+    Raises:
+        LeavesFolderError: it would be outside of the copy.
+        ValueError: the file is not the checkpoint's.
+    """
+    return str(path_within(copy, str(Path(name).relative_to(path))))
+
+
+def copied(stream: Stream, path: Path, copy: Path) -> Stream:
+    """A stream of the checkpoint, in the copy."""
+    extents = tuple(extent._replace(path=in_copy(extent.path, path, copy)) for extent in stream.extents)
+    return stream._replace(extents=extents)
+
+
+def write_elements(target: Stream, begin: int, data: bytes | memoryview) -> None:
+    """Write elements from that one on. A file that is missing is made."""
+    first, nbytes = begin * item_size(target.dtype), len(data)
+    ends = itertools.accumulate(extent.nbytes for extent in target.extents)
+    for extent, stop in zip(target.extents, ends, strict=True):
+        start = stop - extent.nbytes
+        low, high = max(first, start), min(first + nbytes, stop)
+        if low < high:
+            with open(extent.path, "r+b" if os.path.exists(extent.path) else "wb") as file:
+                file.seek(extent.offset + low - start)
+                file.write(data[low - first : high - first])

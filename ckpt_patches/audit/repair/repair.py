@@ -1,0 +1,369 @@
+"""Repair what can be repaired, in a copy: a plan, which says what cannot before anything is written, and its execution.
+
+Lost masters come from the model's own weights, which are rounded. Lost moments come from an older checkpoint, or are
+reset: a lost first moment to zero, a lost square together with its first moment, because a mean without its
+square would make huge steps.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt_patches.audit import damages, repair_list
+from ckpt_patches.audit.audit import WHOLE, Report, audit_together
+from ckpt_patches.audit.damages import NOTE, Finding
+from ckpt_patches.audit.judging import blocks, record_checksums
+from ckpt_patches.audit.judging.blocks import as_float32
+from ckpt_patches.audit.judging.holes import stretches
+from ckpt_patches.audit.judging.scan import BLOCK, BlockReader, read_elements, runs_of
+from ckpt_patches.audit.judging.shifted import Shift
+from ckpt_patches.audit.readers.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Checkpoint,
+    Copies,
+    Extent,
+    Shard,
+    Stream,
+)
+from ckpt_patches.audit.repair import unshift
+from ckpt_patches.audit.repair.copies import (
+    Range,
+    begin_copy,
+    copied,
+    copy_ranges,
+    end_copy,
+    in_copy,
+    sync,
+    write_elements,
+)
+from ckpt_patches.audit.shares import shares
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.zarr import LOCKS
+from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.durable import new_folder
+
+if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.states import OfZero
+
+FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
+AT_A_TIME = 1 << 22  # elements, many times a block
+
+# What can be repaired, of a master or of a moment; what is not listed cannot.
+IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE, damages.SHIFTED_STATE)
+IN_MOMENTS = (
+    damages.LOST_MOMENT,
+    damages.MOMENT_GAP,
+    damages.NO_MOMENTS,
+    damages.PARAMETER_WITHOUT_MOMENTS,
+    damages.NEGATIVE_SQUARE,
+    damages.NOT_FINITE,
+    damages.SHIFTED_STATE,
+)
+CHUNKS = (damages.MISSING_CHUNK, damages.SHORT_CHUNK)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Elements of an array, and what goes into them: in a range, those whose code has one of these bits."""
+
+    array: str
+    shard: str
+    begin: int
+    end: int
+    role: str
+    source: str
+    bits: int  # none: all of the range
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done, and what cannot be."""
+
+    fills: tuple[Fill, ...]
+    cuts: tuple[Extent, ...]  # files that are longer than they should be, with their right length
+    refused: tuple[tuple[Finding, str], ...]  # with the reason
+    shift: Shift | None = None  # what is put back in its place
+    copies: tuple[Copies, ...] = ()  # files that are made of others
+
+
+def plan(report: Report, older: Report | None) -> Plan:
+    """How each finding of a report is repaired."""
+    places = {
+        (stream.array, shard.label): (shard, role)
+        for shard in report.checkpoint.shards
+        for role, stream in (*shard.streams.items(), *shard.lost.items())
+    }
+    fills: dict[Fill, None] = {}
+    cuts: list[Extent] = []
+    refused = []
+    lost = {own.name: own.lost for own in report.checkpoint.copies}
+    wrong = [f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE]
+    # Of states that are not as recorded the audit of the copy says whether the repair has made them so.
+    for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
+        shard, role = places.get((finding.array, finding.shard), (None, ""))
+        if finding.kind is damages.LONG_CHUNK and shard:
+            cuts += shard.streams[role].extents
+        elif finding.kind is damages.ONE_MODEL_FILE:
+            refused += [(finding, lost[finding.array])] if lost[finding.array] else []
+        elif shard is None or finding.begin is None or finding.end is None:
+            refused.append((finding, finding.kind.remedy))
+        elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):
+            refused.append((finding, reason))
+        else:
+            fills.update(dict.fromkeys(_fills(finding, shard, role, older)))
+    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift, tuple(report.checkpoint.copies))
+
+
+def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) -> str:
+    """Why a finding with a range cannot be repaired; empty if it can."""
+    kinds = {MASTER: (*IN_MASTER, *CHUNKS), EXP_AVG: (*IN_MOMENTS, *CHUNKS), EXP_AVG_SQ: (*IN_MOMENTS, *CHUNKS)}
+    if finding.kind not in kinds.get(role, ()):
+        return finding.kind.remedy
+    if role == MASTER:
+        return (
+            "" if WEIGHT in shard.streams else "the checkpoint does not have the model's own weights of these elements"
+        )
+    if older is None:
+        return ""
+    same = _same(older.checkpoint, shard)
+    if same is None or role not in same.streams:
+        return f"{older.checkpoint.path} has no such array of this shape"
+    assert finding.begin is not None
+    assert finding.end is not None
+    for other in older.findings:
+        overlaps = (
+            other.begin is not None
+            and other.end is not None
+            and other.begin < finding.end
+            and finding.begin < other.end
+        )
+        if (
+            other.array == same.streams[role].array
+            and other.shard == same.label
+            and overlaps
+            and other.kind.severity != NOTE
+        ):
+            return f"{older.checkpoint.path} has {other.kind.name} in the same range"
+    return ""
+
+
+def _same(found: Checkpoint, shard: Shard) -> Shard | None:
+    """The shard of another checkpoint with the same elements."""
+    key = shard.parameter, shard.label, shard.shape
+    return next((other for other in found.shards if (other.parameter, other.label, other.shape) == key), None)
+
+
+def _fills(finding: Finding, shard: Shard, role: str, older: Report | None) -> Iterator[Fill]:
+    """A lost square is reset together with its first moment."""
+    assert finding.begin is not None
+    assert finding.end is not None
+    source = FROM_WEIGHT if role == MASTER else FROM_OLDER if older else RESET
+    roles = MOMENTS if role == EXP_AVG_SQ and source == RESET else (role,)
+    bits = 0 if role in shard.lost else _bits(finding, role)
+    for own in roles:
+        stream = shard.streams.get(own) or shard.lost[own]
+        yield Fill(stream.array, shard.label, finding.begin, finding.end, own, source, bits)
+
+
+def _bits(finding: Finding, role: str) -> int:
+    """What the damaged elements have in their codes."""
+    if finding.kind is damages.SHIFTED_STATE:
+        return 0  # what lies there is of another place
+    if finding.kind is damages.NOT_FINITE:
+        return blocks.NOT_FINITE[role]
+    if finding.kind is damages.UNROUNDED_MASTER:
+        return blocks.UNROUNDED
+    if finding.kind is damages.NEGATIVE_SQUARE:
+        return blocks.NEGATIVE
+    return {MASTER: blocks.NO_MASTER, EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}[role]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was repaired of an array's shard."""
+
+    array: str
+    shard: str
+    source: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a repair has done."""
+
+    done: tuple[Done, ...]
+    copies: tuple[Copies, ...]
+    moved: int  # elements of shifted masters that are in their places now; the moments' are, too
+
+
+def repair(
+    path: Path,
+    output: Path,
+    older_path: Path | None,
+    workers: int,
+    ranks: Ranks | None = None,
+    of_zero: "OfZero | None" = None,
+) -> Result | None:
+    """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
+
+    No element changes but those that are damaged, and a first moment whose square is reset. Several ranks all call
+    this, and share the reading and the copying; rank 0 repairs, and gives the copy its name. The result is on rank 0.
+
+    Raises:
+        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
+    """
+    ranks = ranks or Ranks()
+    ranks.first("looking at the output", lambda: _check_new(output))
+    report = audit_together(path, workers, ranks, of_zero)
+    ranks.first("the audit", lambda: _check_damaged(report))
+    older = audit_together(older_path, workers, ranks, of_zero) if older_path else None
+    made = ranks.first("planning", lambda: _planned(report, older))
+    with ExitStack() as stack:
+
+        def begin() -> tuple[Path, list[list[Range]]]:
+            temporary = stack.enter_context(new_folder(output))
+            ranges = begin_copy(path, temporary, but=f"*{LOCKS}")
+            divided = shares([found.cost for found in ranges], ranks.size)
+            return temporary, [ranges[share.start : share.stop] for share in divided]
+
+        def copy() -> None:
+            copy_ranges(divided[ranks.rank], path, temporary)
+            if ranks.rank:  # nobody else can write out this host's page cache; rank 0's is when the copy gets its name
+                sync(divided[ranks.rank], temporary)
+
+        def change() -> list[Done]:
+            assert made
+            assert report
+            end_copy(path, temporary)
+            return _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
+
+        def finish() -> None:
+            _check_whole(path, result)
+            stack.close()  # the copy gets its name
+
+        temporary, divided = ranks.share("beginning the copy", begin)
+        ranks.gather("copying", copy)
+        done = ranks.first("repairing the copy", change)
+        result = audit_together(temporary, workers, ranks, of_zero)
+        ranks.first("finishing the copy", finish)
+    if made is None or done is None:
+        return None
+    moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
+    return Result(tuple(done), made.copies, moved)
+
+
+# Of rank 0, which alone has the reports
+
+
+def _check_new(output: Path) -> None:
+    if output.exists():
+        raise UserError(f"{output}: expected a name for a new folder, found that it exists")
+
+
+def _check_damaged(report: Report | None) -> None:
+    if report and report.verdict == WHOLE:
+        raise UserError(f"{report.checkpoint.path} is whole: nothing to repair")
+
+
+def _planned(report: Report | None, older: Report | None) -> Plan:
+    assert report
+    if older:
+        unshift.check_older(older.checkpoint.path, older.shift)
+    made = plan(report, older)
+    if made.refused:
+        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
+        path = report.checkpoint.path
+        raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
+    return made
+
+
+def _check_whole(path: Path, result: Report | None) -> None:
+    if result and result.verdict != WHOLE:
+        found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
+        raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
+
+
+def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:
+    """Change the copy, and put the list of what was repaired into it."""
+    shards = {
+        (s.array, shard.label): shard for shard in found.shards for s in (*shard.streams.values(), *shard.lost.values())
+    }
+    for cut in made.cuts:
+        os.truncate(in_copy(cut.path, found.path, copy), cut.nbytes)
+    now = repair_list.Repaired()
+    changed = unshift.gather(made.shift, found.path, copy)
+    for fill in made.fills:
+        shard = shards[fill.array, fill.shard]
+        target = shard.streams.get(fill.role) or shard.lost[fill.role]
+        own = copied(target, found.path, copy)
+        source = shard.streams[WEIGHT] if fill.role == MASTER else None
+        if fill.source == FROM_OLDER and older:
+            same = _same(older, shard)
+            source = same.streams[fill.role] if same else None
+        ranges: list[tuple[int, int]] = []
+        for begin in range(fill.begin, fill.end, AT_A_TIME):
+            chosen = _damaged(shard, fill, begin, min(begin + AT_A_TIME, fill.end))
+            _fill(own, source, chosen)
+            ranges += chosen
+        changed.update(extent.path for extent in own.extents)
+        now.add((fill.array, fill.shard), ranges, fill.source)
+    changed.update(name for own in made.copies for name in _copy_files(own, copy))
+    for record in found.records:
+        if (name := in_copy(record.path, found.path, copy)) in changed:
+            record_checksums.update_checksum(record._replace(path=name))
+    files = {str(Path(name).relative_to(copy)) for name in changed}
+    now.moved = unshift.listed(made.shift)
+    now.copied = [{"from": own.name, "to": list(own.missing)} for own in made.copies]
+    repair_list.write(copy, repair_list.read(replace(found, findings=[])), now, files)
+    return [Done(*key, now.sources[key], now.elements(key)) for key in now.ranges]
+
+
+def _copy_files(files: Copies, copy: Path) -> Iterator[str]:
+    """Make the missing files of the one that is there; their names."""
+    for name in files.missing:
+        yield shutil.copy2(path_within(copy, files.name), str(path_within(copy, name)))
+
+
+def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, int]]:
+    """The ranges between two elements that are to be filled, as the checkpoint is before anything is."""
+    if not fill.bits:
+        return [(begin, end)]
+    found: list[tuple[int, int]] = []
+    with RangedFiles() as files:
+        readers = {role: BlockReader(stream, BLOCK, files, checked=False) for role, stream in shard.streams.items()}
+        for low in range(begin, end, BLOCK):
+            high = min(low + BLOCK, end)
+            block = {role: (reader.read(low, high), reader.stream.dtype) for role, reader in readers.items()}
+            found += stretches(runs_of(blocks.codes(block, high - low) & np.uint16(fill.bits), low), fill.bits)
+    return found
+
+
+def _fill(target: Stream, source: Stream | None, ranges: list[tuple[int, int]]) -> None:
+    for begin, end in ranges:
+        write_elements(target, begin, _content(target, source, begin, end))
+
+
+def _content(target: Stream, source: Stream | None, begin: int, end: int) -> bytes:
+    """What goes into a range: zeros without a source. Other types are converted through fp32."""
+    if source is None:
+        return bytes((end - begin) * item_size(target.dtype))
+    if source.dtype == target.dtype:
+        return bytes(read_elements(source, begin, end).data)
+    values = as_float32(read_elements(source, begin, end), source.dtype)
+    if values is None or target.dtype not in ("float32", "float64"):
+        raise UserError(f"{target.array}: expected fp32, found {target.dtype}, which is not written")
+    return bytes(values.astype(target.dtype).data)

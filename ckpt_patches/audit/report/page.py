@@ -1,0 +1,286 @@
+"""A page for the person who has to decide: verdicts, pictures of the holes, and for each finding what to do.
+
+It is one file that needs no other, and runs nothing.
+"""
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_patches import __version__
+from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report
+from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
+from ckpt_patches.audit.report import plot_layout, recommend
+from ckpt_patches.audit.report.markup import Markup, element, joined
+from ckpt_patches.audit.report.recommend import Advice, Step
+from ckpt_patches.audit.report.text_report import in_range
+from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.durable import replace_durably
+from ckpt_patches.runtime.units import in_bytes
+
+FEW = 12  # findings of a checkpoint; more are folded
+LENGTH = 1000  # units of a bar's picture, which is as wide as the page allows
+VERDICTS = {DAMAGED: "bad", UNCERTAIN: "odd", WHOLE: "good"}  # the classes of the style
+SEVERITIES = {DAMAGE: "bad", SUSPICION: "odd", NOTE: "note"}
+# Nothing is loaded and no script runs, whatever a name in a checkpoint says.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+STYLE = Markup("""
+:root { color-scheme: light dark; --text: #1c1e21; --soft: #5b6168; --ground: #fff; --raised: #f4f5f7; --edge: #d5d8dc;
+  --bad: #b3261e; --odd: #8a5a00; --good: #1b6e3c; --note: #5b6168; --link: #0b57d0; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e6e9; --soft: #a3a9b0; --ground: #16181b; --raised: #202327;
+  --edge: #3a3e44; --bad: #ff8f85; --odd: #f0bf5c; --good: #7bd49b; --note: #a3a9b0; --link: #8ab4f8; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 70rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.6rem; margin: .5rem 0 0; }
+h2 { font-size: 1.25rem; margin: 0; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
+p { margin: .4rem 0; }
+a { color: var(--link); }
+section { border: 1px solid var(--edge); border-radius: .5rem; padding: 1rem; margin: 1.5rem 0; }
+.soft { color: var(--soft); font-size: .875rem; overflow-wrap: anywhere; }
+.bad { color: var(--bad); } .odd { color: var(--odd); } .good { color: var(--good); } .note { color: var(--note); }
+.verdict { font-weight: 700; text-transform: uppercase; white-space: nowrap; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .875rem; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--edge); }
+th { color: var(--soft); font-weight: 600; }
+.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+.name { overflow-wrap: anywhere; min-width: 11rem; }
+pre { background: var(--raised); border-radius: .3rem; padding: .6rem .8rem; margin: .4rem 0; white-space: pre-wrap;
+  overflow-wrap: anywhere; user-select: all; font: .875rem/1.45 ui-monospace, monospace; }
+code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
+details { border-top: 1px solid var(--edge); padding: .4rem 0; }
+summary { cursor: pointer; }
+summary code { font-weight: 600; }
+figure { margin: 0; }
+.bar { margin: .35rem 0; }
+.bar span { display: block; font: .78rem/1.3 ui-monospace, monospace; overflow-wrap: anywhere; }
+.bar svg { display: block; width: 100%; height: .9rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; margin: .4rem 0;
+  list-style: none; font-size: .875rem; }
+.legend svg { width: .9rem; height: .9rem; vertical-align: -.1rem; margin-right: .35rem; }
+tbody tr:last-child td { border-bottom: 0; }
+@media (max-width: 40rem) {
+  thead { display: none; }
+  tr { display: block; border-bottom: 1px solid var(--edge); padding: .4rem 0; }
+  tr:last-child { border-bottom: 0; }
+  td { display: inline; border: 0; padding: 0 .6rem 0 0; }
+  td.name { display: block; }
+  td:not(.name):not(:empty)[data-label]::before { content: attr(data-label) " "; color: var(--soft); }
+}
+""")
+
+
+def require(to: Path) -> None:
+    """Raise, before an audit of hours, if the page has no place.
+
+    Raises:
+        UserError: there is no such folder, or something else has the name.
+    """
+    if not to.parent.is_dir():
+        raise UserError(f"--html {to}: expected a folder {to.parent}, found none: make it first")
+    if to.exists() and not to.is_file():
+        raise UserError(f"--html {to}: expected a name for a file, found something that is none: choose another name")
+
+
+def write(reports: list[Report], to: Path) -> None:
+    """Write the page.
+
+    Raises:
+        OSError: it cannot be written; then nothing of it is there.
+    """
+    now = datetime.datetime.now(datetime.timezone.utc)
+    replace_durably(to, page(reports, f"{now:%Y-%m-%d %H:%M} UTC").encode("utf-8"))
+
+
+def page(reports: list[Report], made: str) -> str:
+    """The HTML; `made` says when."""
+    title = headline(reports)
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", STYLE),
+    )
+    by = (
+        f"By ckpt-patches audit {__version__}, {made}. What each verdict means, and what is not detected: "
+        "ckpt-patches explain audit"
+    )
+    body = element(
+        "main",
+        element("h1", title),
+        element("p", by, class_="soft"),
+        _verdicts(reports),
+        *(_checkpoint(number, report, reports) for number, report in enumerate(reports)),
+    )
+    return f'<!doctype html>\n<html lang="en">{head}<body>{body}</body></html>\n'
+
+
+def headline(reports: list[Report]) -> str:
+    """How many checkpoints have which verdict, the worst first."""
+    verdicts = [report.verdict for report in reports]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
+    return f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}: {', '.join(counts)}"
+
+
+def _verdicts(reports: list[Report]) -> Markup:
+    heads = ("Verdict", "Checkpoint", "Format", "Size", "Step", "Ranks")
+    rows = [_row(number, report) for number, report in enumerate(reports)]
+    head = element("tr", *(element("th", head, scope="col") for head in heads))
+    return element("div", element("table", element("thead", head), element("tbody", *rows)), class_="wide")
+
+
+def _row(number: int, report: Report) -> Markup:
+    found = report.checkpoint
+    return element(
+        "tr",
+        element("td", _verdict(report)),
+        element("td", element("a", str(found.path), href=f"#checkpoint-{number}"), class_="name"),
+        element("td", found.format),
+        element("td", in_bytes(found.nbytes), class_="number"),
+        element("td", _known(found.step), class_="number", data_label="step"),
+        element("td", _known(found.data_parallel), class_="number", data_label="ranks"),
+    )
+
+
+def _known(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _verdict(report: Report) -> Markup:
+    return element("span", report.verdict, class_=f"verdict {VERDICTS[report.verdict]}")
+
+
+def _checkpoint(number: int, report: Report, reports: list[Report]) -> Markup:
+    given = recommend.advise(report, reports)
+    return element(
+        "section",
+        element("h2", report.checkpoint.path.name, ": ", _verdict(report)),
+        element("p", str(report.checkpoint.path), class_="soft"),
+        element("h3", "What to do"),
+        *(_step(step) for step in given.steps),
+        _figure(plot_layout.panel(report)),
+        *_findings(report, given),
+        id=f"checkpoint-{number}",
+    )
+
+
+def _step(step: Step) -> Markup:
+    said = element("p", step.what)
+    return joined(said, element("pre", element("code", step.command))) if step.command else said
+
+
+# The picture
+
+
+def _figure(drawn: plot_layout.Panel) -> Markup:
+    """Of one checkpoint; nothing where nothing is to be seen."""
+    if not drawn.bars:
+        return Markup()
+    return element(
+        "figure",
+        element("h3", "Where the holes are"),
+        element("p", "Each bar is an array's elements in their order; lines are between ranks' parts.", class_="soft"),
+        element("ul", *(_entry(*own) for own in plot_layout.legend([drawn])), class_="legend"),
+        *(_bar(bar) for bar in drawn.bars),
+        *(element("p", rest, class_="soft") for rest in drawn.rest),
+    )
+
+
+def _entry(kind: str, colour: str) -> Markup:
+    swatch = element("svg", element("rect", width=10, height=10, fill=colour), viewBox="0 0 10 10", aria_hidden="true")
+    return element("li", swatch, kind)
+
+
+def _bar(bar: plot_layout.Bar) -> Markup:
+    ground = element("rect", width=LENGTH, height=10, fill="#d4d4d4")
+    lines = [
+        element("line", x1=_at(at), x2=_at(at), y1=0, y2=10, stroke="#222", vector_effect="non-scaling-stroke")
+        for at in bar.boundaries
+    ]
+    what = "; ".join(plot_layout.explained(mark.finding) for mark in bar.marks)
+    picture = element(
+        "svg",
+        ground,
+        *map(_mark, bar.marks),
+        *lines,
+        viewBox=f"0 0 {LENGTH} 10",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=what,
+    )
+    return element("div", element("span", bar.label), picture, class_="bar")
+
+
+def _mark(mark: plot_layout.Mark) -> Markup:
+    title = element("title", plot_layout.explained(mark.finding))
+    place = {"x": _at(mark.begin), "width": _at(mark.end - mark.begin), "height": 10}
+    opacity = None if mark.is_exact else plot_layout.INEXACT
+    return element(
+        "g", title, element("rect", **place, fill=plot_layout.colour(mark.finding.kind.name), opacity=opacity)
+    )
+
+
+def _at(part: float) -> str:
+    return f"{part * LENGTH:.2f}"
+
+
+# The findings
+
+
+def _findings(report: Report, given: Advice) -> Iterator[Markup]:
+    """What is wrong by kinds, folded where it is much; what is no damage folded in one."""
+    by_kind: dict[FindingKind, list[Finding]] = {}
+    for finding in report.findings:
+        by_kind.setdefault(finding.kind, []).append(finding)
+    kinds = sorted(by_kind, key=lambda kind: list(SEVERITIES).index(kind.severity))
+    wrong = [kind for kind in kinds if kind.severity != NOTE]
+    notes = [kind for kind in kinds if kind.severity == NOTE]
+    are_few = sum(len(by_kind[kind]) for kind in wrong) <= FEW
+    if wrong:
+        yield element("h3", "Findings")
+    for kind in wrong:
+        yield _kind(kind, by_kind[kind], recommend.of_kind(kind, by_kind[kind], report, given), is_open=are_few)
+    if notes:
+        number = sum(len(by_kind[kind]) for kind in notes)
+        summary = element("summary", f"{number:,} note{'s' * (number != 1)}, which are no damage", class_="note")
+        own = [_kind(k, by_kind[k], recommend.of_kind(k, by_kind[k], report, given), is_open=False) for k in notes]
+        yield element("details", summary, *own)
+
+
+def _kind(kind: FindingKind, findings: list[Finding], step: Step, *, is_open: bool) -> Markup:
+    severity = element("span", kind.severity, class_=SEVERITIES[kind.severity])
+    places = f", {len(findings):,} place{'s' * (len(findings) != 1)}"
+    head = element(
+        "tr", *(element("th", head, scope="col") for head in ("Array or file", "Shard", "Elements", "Detail"))
+    )
+    return element(
+        "details",
+        element("summary", severity, " ", element("code", kind.name), places),
+        element("p", element("strong", "What it means: "), _with_code(kind.meaning), "."),
+        element("p", element("strong", "What to do: "), _with_code(step.what), "."),
+        *([element("pre", element("code", step.command))] if step.command else []),
+        element(
+            "div", element("table", element("thead", head), element("tbody", *map(_finding, findings))), class_="wide"
+        ),
+        open=True if is_open else None,
+    )
+
+
+def _with_code(text: str) -> Markup:
+    """What stands between backticks is for a shell."""
+    parts = text.split("`")
+    return joined(*(element("code", part) if number % 2 else part for number, part in enumerate(parts)))
+
+
+def _finding(finding: Finding) -> Markup:
+    return element(
+        "tr",
+        element("td", element("code", finding.array), class_="name"),
+        element("td", finding.shard, data_label="shard"),
+        element("td", in_range(finding), class_="number", data_label="elements"),
+        element("td", finding.detail),
+    )

@@ -1,0 +1,177 @@
+"""Plan the picture of holes: which arrays are drawn, the damaged ones first, and what lies where along them.
+
+Two draw what is planned here: `plot` with matplotlib, and `page` as a part of a page.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ckpt_patches.audit.audit import Report
+from ckpt_patches.audit.damages import DAMAGE, KINDS, NOTE, UNREADABLE, Finding
+from ckpt_patches.audit.readers.checkpoint import Shard
+from ckpt_patches.audit.report.text_report import about, in_range
+
+MOST_BARS = 40  # of a checkpoint; more are not legible
+MOST_BOUNDARIES = 128  # of a bar; more are a grey area
+LEAST_WIDTH = 0.004  # of a mark, as a part of the bar: one element of a billion is to be seen
+
+# Of what can lie in an array, without green, which is for intact checkpoints. Those that come together in a checkpoint
+# are easily told apart.
+COLOURS = {
+    "lost_master": "#c0392b",
+    "lost_moment": "#e08214",
+    "moment_gap": "#f2c14e",
+    "no_moments": "#8c510a",
+    "parameter_without_moments": "#bf9a5f",
+    "unrounded_master": "#7b3294",
+    "shifted_state": "#c2539b",
+    "not_finite": "#1f1fd0",
+    "odd_in_bucket": "#74a9e8",
+    "negative_square": "#e7298a",
+    "denormal_run": "#9e9ac8",
+    "missing_chunk": "#7f0000",
+    "short_chunk": "#ef3b2c",
+    "long_chunk": "#fc9272",
+    "bad_file": "#d7003a",
+}
+OTHER = "#8a8a8a"
+INEXACT = 0.35  # the opacity of a finding without a range
+
+Key = tuple[str, str]  # an array's name, and its shard's
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where along an array a finding lies, in parts of its length."""
+
+    begin: float
+    end: float
+    finding: Finding
+    is_exact: bool  # and not a finding of the array, of which no range is known
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One array's shard."""
+
+    label: str
+    boundaries: tuple[float, ...]  # of what its data-parallel ranks have written, in parts of its length
+    marks: tuple[Mark, ...]  # in the order in which they are drawn: the narrow ones over the wide ones
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One checkpoint."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    rest: tuple[str, ...]  # what is not drawn, in a line each
+
+
+def panel(report: Report) -> Panel:
+    """Of a checkpoint the damaged arrays, worst first, and how many others there are."""
+    shards = _shards(report)
+    found = _by_array(report, shards)
+    bars = [_bar(key, shards[key], own, report.checkpoint.data_parallel) for key, own in found.items()]
+    bars.sort(key=lambda bar: (not _is_damaged(bar), -_share(bar)))  # others as they are found
+    placed = sum(map(len, found.values()))
+    wrong = sum(finding.kind.severity != NOTE for finding in report.findings)
+    return Panel(
+        f"{printable(report.checkpoint.path.name)}: {report.verdict.upper()} ({about(report)})",
+        tuple(bars[:MOST_BARS]),
+        tuple(_rest(len(bars) - MOST_BARS, len(shards) - len(bars), _others(report), wrong - placed)),
+    )
+
+
+def colour(kind: str) -> str:
+    """Of a kind of finding."""
+    return COLOURS.get(kind, OTHER)
+
+
+def legend(panels: Iterable[Panel]) -> list[tuple[str, str]]:
+    """The kinds that are drawn, in the order of the list of damages, with their colours."""
+    drawn = {mark.finding.kind.name for panel in panels for bar in panel.bars for mark in bar.marks}
+    return [(kind, colour(kind)) for kind in KINDS if kind in drawn]
+
+
+def printable(name: str) -> str:
+    """A name that another may have chosen, without what moves the cursor or turns the direction of reading."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
+
+
+def explained(finding: Finding) -> str:
+    """A finding in a line."""
+    return printable(" ".join(filter(None, (finding.kind.name, in_range(finding), finding.detail))))
+
+
+def _shards(report: Report) -> dict[Key, Shard]:
+    return {
+        (stream.array, shard.label): shard
+        for shard in report.checkpoint.shards
+        for stream in (*shard.streams.values(), *shard.lost.values())
+        if shard.numel
+    }
+
+
+def _by_array(report: Report, shards: dict[Key, Shard]) -> dict[Key, list[Finding]]:
+    """What is wrong in arrays; a file that is missing lies in none."""
+    found: dict[Key, list[Finding]] = {}
+    for finding in report.findings:
+        key = finding.array, finding.shard
+        if finding.kind.severity != NOTE and key in shards:
+            found.setdefault(key, []).append(finding)
+    return found
+
+
+def _bar(key: Key, shard: Shard, findings: list[Finding], data_parallel: int | None) -> Bar:
+    marks = tuple(
+        sorted((_mark(f, shard.numel) for f in findings), key=lambda mark: (mark.is_exact, mark.begin - mark.end))
+    )
+    label = printable(" ".join(filter(None, key)))
+    return Bar(label, boundaries(shard, findings, data_parallel), tuple(marks))
+
+
+def _mark(finding: Finding, numel: int) -> Mark:
+    if finding.begin is None or finding.end is None:
+        return Mark(0.0, 1.0, finding, is_exact=False)
+    begin, end = finding.begin / numel, finding.end / numel
+    wider = max(LEAST_WIDTH - (end - begin), 0.0)
+    begin = min(max(begin - wider / 2, 0.0), 1 - LEAST_WIDTH)
+    return Mark(begin, min(max(end, begin + LEAST_WIDTH), 1.0), finding, is_exact=True)
+
+
+def boundaries(shard: Shard, findings: Iterable[Finding], data_parallel: int | None) -> tuple[float, ...]:
+    """Where a rank's part ends and another's begins: as the files tell, or by an even division that a hole fits."""
+    places = [owner.begin for owner in shard.owners]
+    if not places and data_parallel and shard.numel % data_parallel == 0:
+        part = shard.numel // data_parallel
+        places = list(range(0, shard.numel, part)) if any(_fits(f, part, shard.numel) for f in findings) else []
+    inner = [place / shard.numel for place in places if 0 < place < shard.numel]
+    return tuple(inner) if len(inner) <= MOST_BOUNDARIES else ()
+
+
+def _fits(finding: Finding, part: int, numel: int) -> bool:
+    edges = finding.begin, finding.end
+    return edges != (0, numel) and all(edge is not None and edge % part == 0 for edge in edges)
+
+
+def _is_damaged(bar: Bar) -> bool:
+    return any(mark.finding.kind.severity == DAMAGE for mark in bar.marks)
+
+
+def _share(bar: Bar) -> float:
+    return sum(mark.end - mark.begin for mark in bar.marks)
+
+
+def _others(report: Report) -> str:
+    """What arrays are in which nothing was found: one that was not read may be damaged."""
+    return "arrays without a finding" if any(f.kind is UNREADABLE for f in report.findings) else "whole arrays"
+
+
+def _rest(undrawn: int, others: int, what: str, without_place: int) -> Iterator[str]:
+    if undrawn > 0:
+        yield f"and {undrawn:,} more with findings"
+    if others:
+        yield f"and {others:,} {what if others > 1 else what.replace('arrays', 'array')}"
+    if without_place:
+        yield f"and {without_place:,} finding{'s' * (without_place > 1)} of no single array"

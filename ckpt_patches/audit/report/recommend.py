@@ -1,0 +1,152 @@
+"""What to do about a checkpoint, and the command for it."""
+
+import os
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches.audit import damages, repair_list
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report
+from ckpt_patches.audit.damages import NOTE, Finding, FindingKind
+from ckpt_patches.audit.repair import repair
+
+# Megatron's names of states that 0.16 and later do not load; the last one they do where the checkpoint names it.
+OLD = ("fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to do."""
+
+    what: str
+    command: str = ""  # for a shell; empty where there is none
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Of a checkpoint."""
+
+    steps: tuple[Step, ...]
+    refused: dict[Finding, str]  # what cannot be repaired, with the reason
+    repair: str  # the command; empty where a repair would be refused
+    others: tuple[Report, ...]  # of the same audit
+
+
+def advise(report: Report, reports: Iterable[Report]) -> Advice:
+    """What to do about one of the checkpoints that were audited together."""
+    others = tuple(other for other in reports if other is not report)
+    if report.verdict == WHOLE:
+        return Advice((Step("It can be resumed from."), *_migrate(report, report.checkpoint.path)), {}, "", others)
+    older, plan = _planned(report, others)
+    refused = dict(plan.refused)
+    new = _beside(report.checkpoint.path, "repaired")
+    if refused or not report.checkpoint.shards:
+        return Advice((_instead(report, others),), refused, "", others)
+    given: list[str | Path] = ["--from", older.checkpoint.path] if older else []
+    command = line("ckpt-patches", "repair", report.checkpoint.path, "--output", new, *given)
+    what = "Repair it, in a copy. No element changes but those that are damaged."
+    what += (
+        ""
+        if older or not _of_moments(plan)
+        else (" Lost moments are reset to zero: with --from OLDER they come from an older checkpoint that is whole.")
+    )
+    return Advice((Step(what, command), *_migrate(report, new)), {}, command, others)
+
+
+def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advice: Advice) -> Step:
+    """What to do about all findings of a kind."""
+    path = report.checkpoint.path
+    reasons = dict.fromkeys(advice.refused[f] for f in findings if f in advice.refused)
+    what = kind.remedy
+    if why := [reason for reason in reasons if reason and reason != kind.remedy]:
+        what += f". Here a repair would be refused: {'; '.join(why)}"
+    if kind.severity != NOTE and not reasons and advice.refused:
+        what += ". Here a repair would be refused because of what else was found"
+    if kind is damages.UNREADABLE:
+        return Step(what, line("ckpt-patches", "audit", path))
+    if kind is damages.STALE_LIST:
+        return Step(what, line("rm", path / repair_list.NAME))
+    if kind is damages.LARGE_PADDING:
+        return Step(what, _convert(path, _beside(path, "universal")))
+    if kind in (damages.ELEMENT_COUNT, damages.INTERRUPTED):
+        return Step(what, _converted_again(report, advice))
+    return Step(what, "" if kind.severity == NOTE else advice.repair)
+
+
+def line(*words: "str | Path") -> str:
+    """A command line that a shell reads as these words; a path in it is absolute."""
+    return " ".join(_quoted(os.path.abspath(word) if isinstance(word, Path) else word) for word in words)
+
+
+def _quoted(word: str) -> str:
+    """Quoted for a shell, in characters that can be shown."""
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = "".join(
+        chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(word)
+    )
+    return f"$'{shown}'"
+
+
+def _planned(report: Report, others: tuple[Report, ...]) -> tuple[Report | None, repair.Plan]:
+    """How a checkpoint is repaired, with the newest whole one before it that allows it, or with none."""
+    for older in sorted((other for other in others if _is_older(other, report)), key=_step, reverse=True):
+        made = repair.plan(report, older)
+        if not made.refused and _of_moments(made):
+            return older, made
+    return None, repair.plan(report, None)
+
+
+def _is_older(other: Report, report: Report) -> bool:
+    alike = other.checkpoint.format == report.checkpoint.format
+    return alike and other.verdict == WHOLE and report.checkpoint.step is not None and _step(other) < _step(report)
+
+
+def _step(report: Report) -> int:
+    return -1 if report.checkpoint.step is None else report.checkpoint.step
+
+
+def _of_moments(plan: repair.Plan) -> bool:
+    return any(fill.source != repair.FROM_WEIGHT for fill in plan.fills)
+
+
+def _instead(report: Report, others: tuple[Report, ...]) -> Step:
+    """What to take where a checkpoint cannot be repaired."""
+    whole = [
+        other for other in others if other.verdict == WHOLE and other.checkpoint.format == report.checkpoint.format
+    ]
+    begin = "It cannot be repaired" if report.verdict == DAMAGED else "Whether it is whole could not be told"
+    if whole:
+        best = max(whole, key=_step)
+        step = f", step {best.checkpoint.step}" if best.checkpoint.step is not None else ""
+        return Step(f"{begin}. Whole is {best.checkpoint.path.name}{step}.")
+    parent = Path(os.path.abspath(report.checkpoint.path)).parent
+    return Step(f"{begin}. Which of its neighbours are whole tells this:", line("ckpt-patches", "audit", parent))
+
+
+def _migrate(report: Report, path: Path) -> tuple[Step, ...]:
+    """Where only megatron-core up to 0.15 loads a checkpoint."""
+    found = report.checkpoint
+    is_old = found.sharding in OLD and not (found.sharding == OLD[-1] and found.names_sharding)
+    if found.format != "megatron zarr" and not (found.format == "megatron torch_dist" and is_old):
+        return ()
+    what = "For megatron-core 0.16 and later, which do not load this format, migrate it:"
+    return (Step(what, line("ckpt-patches", "migrate", path, "--output", _beside(path, "migrated"))),)
+
+
+def _converted_again(report: Report, advice: Advice) -> str:
+    """From the ZeRO checkpoint of the same step, if it was audited too."""
+    step = report.checkpoint.step
+    zero = [other.checkpoint for other in advice.others if other.checkpoint.format == "deepspeed zero"]
+    source = [own.path for own in zero if own.step == step]
+    return _convert(source[0] if len(source) == 1 else "ZERO_CHECKPOINT", _beside(report.checkpoint.path, "again"))
+
+
+def _convert(source: "str | Path", to: Path) -> str:
+    return line("ckpt-patches", "to-universal", "--input-folder", source, "--output-folder", to)
+
+
+def _beside(path: Path, word: str) -> Path:
+    path = Path(os.path.abspath(path))
+    return path.with_name(f"{path.name}-{word}")

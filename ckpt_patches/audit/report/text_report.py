@@ -1,0 +1,89 @@
+"""What an audit says: a table for people, JSON for programs."""
+
+from typing import Any
+
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report
+from ckpt_patches.audit.damages import NOTE, Finding
+from ckpt_patches.runtime.terminal import paint
+from ckpt_patches.runtime.units import in_bytes
+
+SCHEMA = 1  # of the JSON; goes up when a key changes its meaning or goes away
+COLORS = {DAMAGED: "red", WHOLE: "green"}  # of verdicts
+MOST_LINES = 20  # of one kind in a table; JSON has them all
+
+
+def as_json(reports: list[Report]) -> dict[str, Any]:
+    """The schema is documented in docs/json.md."""
+    return {"schema": SCHEMA, "checkpoints": [checkpoint_as_json(report) for report in reports]}
+
+
+def line_as_json(report: Report) -> dict[str, Any]:
+    """One checkpoint of several, in a document of its own."""
+    return {"schema": SCHEMA, **checkpoint_as_json(report)}
+
+
+def checkpoint_as_json(report: Report) -> dict[str, Any]:
+    """One of its checkpoints."""
+    found = report.checkpoint
+    return {
+        "path": str(found.path),
+        "format": found.format,
+        "verdict": report.verdict,
+        "step": found.step,
+        "data_parallel": found.data_parallel,
+        "bytes": found.nbytes,
+        "findings": [_finding(finding) for finding in report.findings],
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.kind.name,
+        "severity": finding.kind.severity,
+        "array": finding.array,
+        "shard": finding.shard,
+        "range": None if finding.begin is None else [finding.begin, finding.end],
+        "detail": finding.detail,
+    }
+
+
+def as_text(report: Report, *, notes: bool) -> str:
+    """The verdict, and a line for each finding; the notes where they are asked for."""
+    verdict = paint(report.verdict.upper(), COLORS.get(report.verdict, "yellow"))
+    lines = [f"{report.checkpoint.path}: {verdict} ({about(report)})"]
+    shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
+    rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    for kind in dict.fromkeys(finding.kind for finding in shown):
+        lines.append(f"  {kind.name}: {kind.meaning}; {kind.remedy}")
+    hidden = len(report.findings) - len(shown)
+    if hidden:
+        lines.append(f"  and {hidden} notes (--notes)")
+    return "\n".join(lines)
+
+
+def about(report: Report) -> str:
+    """What a checkpoint is: its format, size, step and ranks."""
+    found = report.checkpoint
+    known = [found.format, in_bytes(found.nbytes)]
+    known += [f"step {found.step}"] if found.step is not None else []
+    known += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
+    return ", ".join(known)
+
+
+def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:
+    own = [finding for finding in findings if finding.kind.name == name]
+    rows: list[tuple[str, ...]] = [
+        (f.kind.severity, name, f.array, f.shard, in_range(f), f.detail) for f in own[:MOST_LINES]
+    ]
+    if len(own) > MOST_LINES:
+        rows.append(("", name, f"and {len(own) - MOST_LINES} more", "", "", ""))
+    return rows
+
+
+def in_range(finding: Finding) -> str:
+    """Elements of the shard, the end not included."""
+    return "" if finding.begin is None else f"[{finding.begin}, {finding.end})"

@@ -1,0 +1,506 @@
+"""The command `ckpt-patches`: status, diff, apply, revert, and the tools."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_patches import __version__
+from ckpt_patches.audit import audit_command as audit
+from ckpt_patches.cli import completion
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.engine.trees import select
+from ckpt_patches.errors import UserError, one_line, unknown
+from ckpt_patches.fingerprint import fingerprint_command as fingerprint
+from ckpt_patches.migrate import migrate_command as migrate
+from ckpt_patches.runtime import terminal
+from ckpt_patches.runtime.distributed import OtherRankError
+from ckpt_patches.runtime.options import Parser, described, spelled
+
+if TYPE_CHECKING:
+    from ckpt_patches.cli.status import Installed, Status
+    from ckpt_patches.engine.fix import Fix
+    from ckpt_patches.engine.fix_table import Row
+    from ckpt_patches.fingerprint.states import Fingerprint
+
+AFTER = """Each command has its own --help. Documentation: ckpt-patches explain lists all pages.
+
+exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2 wrong usage, or a file that cannot be
+read or written; 3 no verdict on a checkpoint is possible"""
+
+TO_UNIVERSAL = "to-universal"
+# Of the JSON of status and list; raised when a key is renamed, removed or changes its meaning.
+SCHEMA = 1
+JSON_HELP = "print JSON (ckpt-patches explain json)"
+MATCH_STATUS = "exit status: 0 success, 1 a fix does not match, 2 wrong usage or an unreadable file"
+
+MEANING = {
+    Outcome.APPLIES: "applied",
+    Outcome.ALREADY_THERE: "already there",
+    Outcome.NOT_PRESENT: "not present in this release",
+    Outcome.NO_MATCH: "NO MATCH",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is found here, and not when the interpreter ends
+    except OtherRankError:
+        return 2
+    except UserError as error:
+        return _failed(str(error))
+    except KeyboardInterrupt:
+        return _failed("interrupted", 130)
+    except BrokenPipeError:
+        _discard_output()
+        return 0
+    except OSError as error:
+        _discard_output()
+        # Only errors of files that are open already come without a name; standard output is the one that main knows.
+        return _failed(one_line(error, "cannot write the output"))
+    return status
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if arguments[:1] == [TO_UNIVERSAL]:
+        from ckpt_patches.convert import convert_command
+
+        return convert_command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
+    options = _parsers()[0].parse_args(spelled(arguments))
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
+
+
+def _failed(message: str, status: int = 2) -> int:
+    print(f"ckpt-patches: {message}", file=sys.stderr)
+    return status
+
+
+def _discard_output() -> None:
+    """If standard output cannot be written, forget what is left for it: the interpreter would try again at its end."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's, and that of each command in it."""
+    parser: argparse.ArgumentParser = Parser(
+        "ckpt-patches",
+        **described(
+            "Checkpoint fixes for megatron-core and DeepSpeed, and tools for their checkpoints.",
+            "ckpt-patches status",
+            "ckpt-patches list --for megatron-core==0.16.1",
+            "ckpt-patches audit /checkpoints/run1",
+            after=AFTER,
+        ),
+    )
+    parser.add_argument("--version", action="version", version=f"training-checkpoint-patches {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_reports(commands)
+    _add_patches(commands)
+    # Its options are its own module's, which the other commands do without.
+    commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
+    audit.add_to(commands, _fingerprints_of_zero)
+    migrate.add_to(commands)
+    fingerprint.add_to(commands, _fingerprints_of_zero)
+    _add_others(commands)
+    return parser, commands.choices
+
+
+def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    status = commands.add_parser(
+        "status",
+        help="show what is installed, and what every fix does here",
+        **described(
+            "Show the installed packages and, for every fix: active, applied in place, fixed upstream, not present, NO "
+            "MATCH, switched off or inactive.",
+            "ckpt-patches status --require megatron-core",
+            after="exit status: 0 success, 1 a needed fix or a required package is missing, or nothing to patch is "
+            "installed",
+        ),
+    )
+    status.add_argument("--json", action="store_true", help=JSON_HELP)
+    status.add_argument(
+        "--tree",
+        metavar="PATH",
+        help="a checkout that training scripts run in, or a --target folder (default: what this command imports)",
+    )
+    status.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        type=_distribution,
+        metavar="PACKAGE",
+        help="exit with 1 if megatron-core or deepspeed is not installed; repeatable",
+    )
+    status.set_defaults(run=_status)
+    listed = commands.add_parser(
+        "list",
+        help="list the bugs by symptom, with their releases and fixes",
+        **described(
+            "List every bug that has a fix: symptom, affected releases, affected stacks and the fix.",
+            "ckpt-patches list --for megatron-core==0.16.1",
+        ),
+    )
+    listed.add_argument("--json", action="store_true", help=JSON_HELP)
+    which = listed.add_mutually_exclusive_group()
+    which.add_argument("--for", dest="release", metavar="PACKAGE==VERSION", help="those of a tested release")
+    which.add_argument("--tree", metavar="PATH", help="those whose fixes apply to a checkout or a folder of packages")
+    listed.set_defaults(run=_list)
+    explained = commands.add_parser(
+        "explain",
+        help="print the page of a fix or of a topic",
+        **described(
+            "Print a page of the documentation, of a fix or of a topic. Without a NAME: list all pages.",
+            "ckpt-patches explain",
+            "ckpt-patches explain dp_zero_empty_state",
+        ),
+    )
+    explained.add_argument("page", nargs="?", metavar="NAME", help="of a fix or a topic (default: list all pages)")
+    explained.set_defaults(run=_explain)
+
+
+def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    diff = commands.add_parser(
+        "diff",
+        help="print the fixes as a unified diff",
+        **described(
+            "Print the fixes as one unified diff for `git apply`, or write each into a file for `git am`.",
+            "ckpt-patches diff numpy2_product --tree ~/Megatron-LM --with-test > fix.patch",
+            "ckpt-patches diff --split patches --tree ~/Megatron-LM",
+            after=MATCH_STATUS,
+        ),
+    )
+    diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
+    diff.add_argument(
+        "--split",
+        type=Path,
+        metavar="DIR",
+        help="write each fix, with its test, into its own file there, as `git format-patch` does: for `git am`",
+    )
+    diff.set_defaults(run=_diff)
+    show = commands.add_parser(
+        "show",
+        help="print a module as the hook runs it",
+        **described(
+            "Print the source of an upstream module with all fixes that are not switched off.",
+            "ckpt-patches show --diff megatron.core.optimizer.distrib_optimizer",
+            after="\n  ".join(["modules:", *_edited_modules()]) + f"\n\n{MATCH_STATUS}",
+        ),
+    )
+    show.add_argument("module", metavar="MODULE", help="such as megatron.core.optimizer.distrib_optimizer")
+    show.add_argument("--diff", action="store_true", help="the changes alone, as a unified diff")
+    show.set_defaults(run=_show)
+    apply = commands.add_parser(
+        "apply",
+        help="write the fixes into the installed files",
+        **described(
+            "Write the fixes into the files of a tree. Idempotent, and atomic for each package.",
+            "ckpt-patches apply",
+            after=MATCH_STATUS,
+        ),
+    )
+    apply.set_defaults(run=_apply)
+    revert = commands.add_parser(
+        "revert",
+        help="remove applied fixes from the files again",
+        **described(
+            "Remove applied fixes from the files of a tree, byte for byte.", "ckpt-patches revert numpy2_product"
+        ),
+    )
+    revert.set_defaults(run=_revert)
+    for command in (diff, apply, revert):
+        command.add_argument("fixes", nargs="*", metavar="FIX", help="names from `ckpt-patches list` (default: all)")
+    for command in (diff, show, apply, revert):
+        command.add_argument(
+            "--tree",
+            metavar="PATH",
+            help="a checkout, site-packages or --target folder (default: what this Python imports)",
+        )
+
+
+def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    completed = commands.add_parser(
+        "completion",
+        help="print a completion script for a shell",
+        **described(
+            "Print a script that completes commands, options and names of fixes.",
+            "source <(ckpt-patches completion bash)",
+        ),
+    )
+    completed.add_argument("shell", choices=completion.SHELLS)
+    completed.set_defaults(run=_completion)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from ckpt_patches.cli import explain
+
+    print(explain.overview() if options.page is None else explain.text(options.page).rstrip())
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from ckpt_patches.cli import explain
+    from ckpt_patches.convert import convert_command
+
+    parsers = {**_parsers()[1], TO_UNIVERSAL: convert_command.parser(TO_UNIVERSAL)}
+    words = {
+        **dict.fromkeys(("diff", "apply", "revert"), FIXES),
+        "show": _edited_modules(),
+        "explain": explain.names(),
+        "completion": completion.SHELLS,
+    }
+    print(completion.script(parsers, words, options.shell), end="")
+    return 0
+
+
+def _fingerprints_of_zero(path: Path, trust: bool) -> "Iterator[Fingerprint]":
+    from ckpt_patches.convert.zero_fingerprints import fingerprints
+
+    return fingerprints(path, trust=trust)
+
+
+def _distribution(name: str) -> str:
+    """The name of an upstream package as pip has it."""
+    found = name.lower().replace("_", "-")
+    if found not in DISTRIBUTIONS.values():
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(DISTRIBUTIONS.values())}, found {name}")
+    return found
+
+
+def _status(options: argparse.Namespace) -> int:
+    from ckpt_patches.cli import status
+
+    found = status.collect(options.tree, options.require)
+    if options.json:
+        fixes = [{**asdict(fix), "package": DISTRIBUTIONS[fix.package]} for fix in found.fixes]
+        print(json.dumps({"schema": SCHEMA, **asdict(found), "fixes": fixes, "complete": found.complete}, indent=1))
+    else:
+        _print_status(found)
+    return 0 if found.complete else 1
+
+
+def _list(options: argparse.Namespace) -> int:
+    from ckpt_patches.engine import fix_table
+    from ckpt_patches.engine.fix import load
+
+    names, unmatched = _listed(options)
+    fixes = [load(name) for name in names]
+    if options.json:
+        print(json.dumps({"schema": SCHEMA, "fixes": [_as_json(fix) for fix in fixes]}, indent=1))
+    else:
+        print("\n\n".join(_table_of(*group) for group in fix_table.groups(fixes)) or "no fix applies")
+    return _tell(unmatched)
+
+
+def _table_of(title: str, rows: "Sequence[Row]") -> str:
+    from ckpt_patches.engine.fix_table import HEADS
+
+    lines = terminal.table([HEADS, *rows], terminal.width(), wrapped=(0, 1, 2))
+    return "\n".join([terminal.paint(title, "bold"), *lines])
+
+
+def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
+    """The fixes to list, and of a tree those that do not match it."""
+    if options.release:
+        from ckpt_patches.engine.fix import load
+        from ckpt_patches.engine.plan import fixes_for
+        from ckpt_patches.engine.releases import recorded_release
+
+        package, version = recorded_release(options.release)
+        return [name for name in fixes_for(package) if load(name).affects(version)], []
+    if options.tree is None:
+        return list(FIXES), []
+    plans = [plan_tree(s.root, s.package, s.names) for s in select([], options.tree)]
+    for plan in plans:
+        plan.check_readable()
+    unmatched = [result for plan in plans for result in plan.results if result.outcome is Outcome.NO_MATCH]
+    return [name for plan in plans for name in plan.named(Outcome.APPLIES)], unmatched
+
+
+def _as_json(fix: "Fix") -> dict[str, object]:
+    from ckpt_patches.engine.fix import sentence
+
+    return {
+        "name": fix.name,
+        "does": sentence(fix.name),
+        "package": DISTRIBUTIONS[fix.package],
+        "symptom": fix.symptom,
+        "releases": fix.releases,
+        "stacks": fix.stacks,
+        "silent": fix.silent,
+        "upstream": fix.upstream,
+    }
+
+
+def _print_status(found: "Status") -> None:
+    from ckpt_patches.cli.status import python
+
+    print(f"training-checkpoint-patches {found.version}, mode {found.mode}, {python()}")
+    print(f"import hook: {'active' if found.hook_active else f'NOT ACTIVE: {found.hook_reason}'}\n")
+    print("\n".join(terminal.table([_row(package) for package in found.installed])))
+    for package in found.installed:
+        _print_fixes(found, package)
+    for warning in found.warnings:
+        print(f"\nwarning: {warning}")
+    for error in found.errors:
+        print(f"\nerror: {error}")
+    print(f"\n{found.summary()}")
+
+
+def _row(package: "Installed") -> tuple[str, ...]:
+    why = f"({package.why})" if package.why else ""
+    return package.name, package.version or "not installed", f"{package.location or ''} {why}".strip()
+
+
+def _print_fixes(found: "Status", package: "Installed") -> None:
+    """The fixes of a package that is installed, problems first."""
+    from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, MISSING, NOT_NEEDED
+
+    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, *NOT_NEEDED))}
+    own = [fix for fix in found.fixes if DISTRIBUTIONS[fix.package] == package.name]
+    if not package.version or not own:
+        return
+    rows = [(fix.name, fix.state, fix.reason) for fix in sorted(own, key=lambda fix: rank[fix.state])]
+    colors = {**dict.fromkeys(MISSING, "red"), ACTIVE: "green", APPLIED_IN_PLACE: "green"}
+    print("\n" + terminal.paint(f"{package.name} {package.version}", "bold"))
+    print("\n".join(terminal.table(rows, terminal.width(), wrapped=(2,), colors=colors)))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from ckpt_patches.engine.diffs import tree_diff
+
+    if options.split is not None:
+        return _split(options)
+    plans = [plan_tree(s.root, s.package, s.names, for_upstream=True) for s in select(options.fixes, options.tree)]
+    for plan in plans:
+        plan.check_readable()
+    for plan in plans:
+        sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
+    sys.stdout.flush()
+    _tell_missing_dependencies(plans)
+    return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
+
+
+def _tell_missing_dependencies(plans: Sequence[TreePlan]) -> None:
+    """Report on stderr the fixes of a diff whose dependencies apply here, and are not in it."""
+    from ckpt_patches.engine.fix import load
+
+    for plan in plans:
+        there = {result.name for result in plan.results}
+        for name in plan.named(Outcome.APPLIES):
+            needs = [other for other in load(name).depends_on if other not in there]
+            if missing := plan_tree(plan.root, plan.package, needs, for_upstream=True).named(Outcome.APPLIES):
+                print(f"{name}: depends on {', '.join(missing)}, not in this diff; name it as well", file=sys.stderr)
+
+
+def _split(options: argparse.Namespace) -> int:
+    """A numbered series for `git am`; one for each package where the tree has both."""
+    from ckpt_patches.engine.format_patch import author_of, files_of
+    from ckpt_patches.engine.series import plan_series
+
+    selected = select(options.fixes, options.tree)
+    results: list[FixResult] = []
+    for tree in selected:
+        series = plan_series(tree.root, tree.package, tree.names)
+        for result in series.results:
+            if result.unreadable:
+                raise UserError(result.reason)
+        results += series.results
+        folder = options.split if len(selected) == 1 else options.split / DISTRIBUTIONS[tree.package]
+        if series.patches:
+            _write_patches(folder, files_of(series, author_of(tree.root)))
+    return _tell([result for result in results if result.outcome is not Outcome.APPLIES])
+
+
+def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
+    """Write a series into a folder. `git am DIR/*.patch` takes all that is there, so no other patch may be."""
+    from ckpt_patches.runtime.durable import make_folder, replace_durably
+
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"expected a folder for the patches, found a file: {folder}")
+    if others := sorted({path.name for path in folder.glob("*.patch")} - files.keys()):
+        raise UserError(f"expected no patches of another series in {folder}, found {others[0]}; remove it")
+    make_folder(folder)
+    for name, data in files.items():
+        replace_durably(folder / name, data)
+        print(folder / name)
+
+
+def _show(options: argparse.Namespace) -> int:
+    """The whole module with all fixes that are not switched off; what was written into the file already is in it."""
+    from ckpt_patches import Switches
+    from ckpt_patches.engine.diffs import file_diff
+    from ckpt_patches.engine.plan import fixes_for, module_path
+
+    edited = _edited_modules()
+    if options.module not in edited:
+        raise UserError(unknown("fix edits the module", options.module, edited, "ckpt-patches show --help"))
+    package = TARGETS[options.module]
+    (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
+    switches = Switches(os.environ)
+    plan = plan_tree(tree.root, package, fixes_for(package, switches.skip, switches.overlays))
+    plan.check_readable()
+    file = plan.files.get(options.module)
+    path = Path(module_path(tree.root, options.module))
+    if file is None and not path.exists():
+        raise UserError(f"expected {path}, found no such file: this release does not have the module")
+    if file is not None:
+        sys.stdout.buffer.write(file_diff(plan.root, file) if options.diff else file.patched)
+    elif not options.diff:
+        sys.stdout.buffer.write(path.read_bytes())
+    sys.stdout.flush()
+    return _tell([one for one in plan.results if options.module in FIXES[one.name]])
+
+
+def _edited_modules() -> list[str]:
+    return sorted({module for modules in FIXES.values() for module in modules})
+
+
+def _apply(options: argparse.Namespace) -> int:
+    from ckpt_patches.inplace import rewrite
+
+    results: list[FixResult] = []
+    for selection in select(options.fixes, options.tree):
+        before = rewrite.read_state(selection.root, selection.package).fixes
+        plan = rewrite.apply(selection.root, selection.package, selection.names)
+        results += [_as_before(r, before) for r in plan.results if r.name in selection.names]
+    return _tell(results)
+
+
+def _as_before(result: FixResult, before: Sequence[str]) -> FixResult:
+    """A fix that an earlier run applied is there already."""
+    if result.outcome is Outcome.APPLIES and result.name in before:
+        return FixResult(result.name, Outcome.ALREADY_THERE)
+    return result
+
+
+def _revert(options: argparse.Namespace) -> int:
+    from ckpt_patches.inplace import rewrite
+
+    for selection in select(options.fixes, options.tree):
+        removed = rewrite.revert(selection.root, selection.package, selection.names)
+        for name in selection.names:
+            print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
+    return 0
+
+
+def _tell(results: Sequence[FixResult]) -> int:
+    """Say on stderr what each fix did; 1 if one does not match."""
+    for result in results:
+        reason = f": {result.reason}" if result.reason else ""
+        print(f"{result.name}: {MEANING[result.outcome]}{reason}", file=sys.stderr)
+    return 1 if any(result.outcome is Outcome.NO_MATCH for result in results) else 0

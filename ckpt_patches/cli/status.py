@@ -1,0 +1,245 @@
+"""What is installed, and what every fix does here. Reads files; imports nothing of torch, megatron or deepspeed."""
+
+import importlib.metadata
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches import Switches, __version__
+from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, locate, version_in
+from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path
+from ckpt_patches.engine.plan_cache import plan_or_kept
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.errors import UserError
+from ckpt_patches.hook import running
+from ckpt_patches.inplace import rewrite
+from ckpt_patches.startup import installed_finder
+
+ACTIVE = "active"
+APPLIED_IN_PLACE = "applied in place"
+FIXED_UPSTREAM = "fixed upstream"
+NOT_PRESENT = "not present"
+NO_MATCH = "NO MATCH"
+SWITCHED_OFF = "switched off"
+INACTIVE = "inactive"
+# The bug is there, and its fix is not.
+MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
+NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A package of the stack: its release and the tree it is imported from; None if it is not installed."""
+
+    name: str
+    version: str | None
+    location: str | None
+    why: str = ""  # of the upstream packages: how this tree was come by
+
+
+@dataclass(frozen=True)
+class FixStatus:
+    """What a fix does in this environment, and why where that needs saying."""
+
+    name: str
+    package: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """All that `ckpt-patches status` shows."""
+
+    version: str
+    mode: str
+    hook_active: bool
+    hook_reason: str  # why it is not
+    installed: tuple[Installed, ...]
+    fixes: tuple[FixStatus, ...]
+    warnings: tuple[str, ...]
+    errors: tuple[str, ...]  # packages that are missing
+
+    @property
+    def complete(self) -> bool:
+        """Whether every required package is installed, and no fix that is needed here is missing."""
+        return not self.errors and not any(fix.state in MISSING for fix in self.fixes)
+
+    def summary(self) -> str:
+        """The number of fixes by what they do, of the packages that are installed."""
+        here = {DISTRIBUTIONS[package] for package in (CORE, DEEPSPEED)} & {
+            package.name for package in self.installed if package.version
+        }
+        states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
+        in_place = states.count(APPLIED_IN_PLACE)
+        return ", ".join(
+            [
+                f"{states.count(ACTIVE)} active",
+                *([f"{in_place} applied in place"] if in_place else []),
+                f"{sum(state in NOT_NEEDED for state in states)} not needed",
+                f"{sum(state in MISSING for state in states)} missing",
+            ]
+        )
+
+
+def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
+    """Look at the environment of this Python, or (`tree`) at a tree as it would be with that first on the path.
+
+    Args:
+        tree: a folder with megatron/core/ or deepspeed/.
+        required: distributions whose absence is an error.
+
+    Raises:
+        UserError: there is no megatron/core/ or deepspeed/ in `tree`, or a file of it cannot be read.
+    """
+    switches = Switches(dict(os.environ))
+    reason = _why_inactive(switches)
+    roots = {package: _root(package, tree) for package in (CORE, DEEPSPEED)}
+    if tree is not None and not any(roots.values()):
+        raise UserError(f"expected megatron/core/ or deepspeed/ in {tree}, found none")
+    fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
+    if reason:
+        fixes = [_inactive(fix, switches) for fix in fixes]
+    installed = [
+        Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
+        if root
+        else Installed(DISTRIBUTIONS[package], None, None)
+        for package, root in roots.items()
+    ]
+    others = [_distribution(name) for name in ("torch", "zarr", "apex")]
+    # What this command's Python lacks, the one that runs a tree may have.
+    installed += [package for package in others if tree is None or package.version]
+    warnings = [*switches.errors, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
+    if tree is None:
+        warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
+    errors = _errors(roots, tree, required)
+    return Status(
+        __version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings), tuple(errors)
+    )
+
+
+def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
+    """The packages that this environment lacks."""
+    where = f"for {sys.executable}" if tree is None else f"in {tree}"
+    absent = [DISTRIBUTIONS[package] for package, root in roots.items() if root is None]
+    if len(absent) == len(roots):
+        return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found neither"]
+    return [f"expected {name} to be installed {where}, found none" for name in absent if name in required]
+
+
+def _why_inactive(switches: Switches) -> str:
+    if switches.mode == "off":
+        return "CKPT_PATCHES=off"
+    if installed_finder() is None:
+        return "this Python read no .pth file of ours: install the package into its site-packages, or use apply"
+    return ""
+
+
+def _root(package: str, tree: str | None) -> Path | None:
+    if tree is None:
+        return locate(package)
+    return Path(os.path.abspath(tree)) if contains(tree, package) else None
+
+
+def _why_this_tree(root: Path, tree: str | None) -> str:
+    """How the tree was come by; a training script may come by another one."""
+    if tree is not None:
+        return "--tree"
+    if str(root) in map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        return "PYTHONPATH"
+    if str(root) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        return "site-packages"
+    if root == Path.cwd():
+        return "the current folder, where python -m looks first"
+    return "sys.path of this command"
+
+
+def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
+    """A script imports what lies beside it; a console script does not look into the current folder."""
+    here = Path.cwd()
+    if here == root or not contains(here, package):
+        return []
+    return [
+        f"{here / package.replace('.', '/')} is {DISTRIBUTIONS[package]} {version_in(here, package)}: a script in this "
+        "folder, or python -m, imports that one and not what is shown above: ckpt-patches status --tree ."
+    ]
+
+
+def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches, why_inactive: str) -> list[FixStatus]:
+    """What each fix does in a tree."""
+    if root is None:
+        reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
+        return [FixStatus(name, package, NOT_PRESENT, reason) for name in fixes_for(package)]
+    in_place = rewrite.read_state(root, package).fixes
+    if tree is None and not why_inactive:  # what this process would import, by whichever hook
+        plan, _ = running.make_plan(str(root), package, switches)
+        skipped = plan_or_kept(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
+        results = {result.name: result for result in (*plan.results, *skipped.results)}
+    else:
+        whole = plan_or_kept(str(root), package, fixes_for(package))
+        if tree is not None:
+            whole.check_readable()
+        results = {result.name: result for result in whole.results}
+    return [_fix(results[name], package, in_place, switches) for name in fixes_for(package)]
+
+
+def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
+    state, reason = NOT_PRESENT, "this release does not have the code"
+    if result.outcome is Outcome.ALREADY_THERE:
+        state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
+    elif result.outcome is Outcome.NO_MATCH:
+        state, reason = NO_MATCH, result.reason
+    elif result.outcome is Outcome.APPLIES:
+        skipped = result.name in switches.skip
+        state, reason = (SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}") if skipped else (ACTIVE, "")
+    return FixStatus(result.name, package, state, reason)
+
+
+def _inactive(fix: FixStatus, switches: Switches) -> FixStatus:
+    """A fix where there is no hook; why is said once for all."""
+    if fix.state != ACTIVE:
+        return fix
+    return FixStatus(fix.name, fix.package, SWITCHED_OFF if switches.mode == "off" else INACTIVE)
+
+
+def _distribution(name: str) -> Installed:
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Installed(name, None, None)
+    return Installed(name, found.version, os.path.abspath(str(found.locate_file(""))))
+
+
+def _zarr_warning(core: Path | None, installed: list[Installed]) -> list[str]:
+    """megatron-core's zarr strategy needs zarr 2 and names no bound; zarr 3 ignores the synchronizer."""
+    version = next(package.version for package in installed if package.name == "zarr")
+    if core is None or version is None or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 3:
+        return []
+    if not os.path.exists(module_path(str(core), "megatron.core.dist_checkpointing.strategies.zarr")):
+        return []
+    release = version_in(core, CORE)
+    return [
+        f"zarr {version} is installed, and the zarr checkpoints of megatron-core {release} need zarr below 3 (zarr 3 "
+        "ignores the locks that keep a save whole): pip install 'zarr<3'"
+    ]
+
+
+def _apex_warning() -> list[str]:
+    """`apex` on the package index is not NVIDIA's."""
+    spec = find_spec("apex")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    if spec is None or any(os.path.isdir(os.path.join(folder, "optimizers")) for folder in folders):
+        return []
+    where = folders[0] if folders else spec.origin
+    return [
+        f"the package apex in {where} is not NVIDIA's (no apex.optimizers in it): uninstall it, or install "
+        "NVIDIA's from its repository"
+    ]
+
+
+def python() -> str:
+    """The interpreter that the status is of."""
+    return f"Python {sys.version.split()[0]} ({sys.executable})"

@@ -1,0 +1,1 @@
+"""Convert a DeepSpeed ZeRO checkpoint to a universal checkpoint in one pass."""

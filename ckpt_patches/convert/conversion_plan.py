@@ -1,0 +1,309 @@
+"""Turn the headers of a checkpoint into a plan: which bytes of which file go where in which file of the output.
+
+Pure: nothing is read or written, and everything that the headers can tell to be wrong is found here.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_patches.convert import layout
+from ckpt_patches.convert.experts import Experts, LocalExpert
+from ckpt_patches.convert.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
+from ckpt_patches.convert.headers import Checkpoint, Rank
+from ckpt_patches.convert.merge import Merge, expert_outputs
+from ckpt_patches.convert.output_files import (
+    CopiedOutput,
+    EqualPieces,
+    Link,
+    Output,
+    Pieces,
+    Plan,
+    Slice,
+    TorchOutput,
+    as_float32,
+    bare,
+    saved,
+)
+from ckpt_patches.convert.traits import Traits
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.paths import is_within
+from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.universal import state_file
+from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
+
+BY_NUMBERS = (
+    "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed since 0.14.1 "
+    "loads with the fix universal_experts, and at which it stops without"
+)
+
+
+def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:
+    """The plan for a checkpoint. `strict` refuses what upstream's converter would do although it looks wrong.
+
+    Raises:
+        UserError: fragments overlap or leave a hole, ranks are at different steps, or a rule does not fit.
+    """
+    _check_steps(checkpoint)
+    found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
+    found.append(_common_state(checkpoint))
+    if any(len(expert.ranks) > 1 for expert in checkpoint.local_experts.values()):
+        warnings = [*warnings, BY_NUMBERS]
+    for output in found:
+        _check_name(output.name)
+    links = tuple(output for output in found if isinstance(output, Link))
+    outputs = [output for output in found if not isinstance(output, Link)]
+    outputs += [saved(checkpoint.files[index].path.name, value, index) for index, value in checkpoint.rewritten]
+    for index in checkpoint.copied:
+        file = checkpoint.files[index]
+        outputs.append(CopiedOutput(file.path.name, index, file.size))
+    return Plan(checkpoint.files, tuple(outputs), links, tuple(warnings))
+
+
+def _check_steps(checkpoint: Checkpoint) -> None:
+    """All ranks of a parameter group are at one step: DeepSpeed demands it of a group that it loads."""
+    first: dict[int, Step] = {}
+    for rank in checkpoint.ranks:
+        for step in (partition.step for partition in rank.partitions if partition.step):
+            expected = first.setdefault(step.group, step)
+            if step.known != expected.known:
+                one, other = (checkpoint.files[file].path for file in (expected.file, step.file))
+                raise UserError(
+                    f"{one} and {other} are at different steps of parameter group {step.group}: the folder has files "
+                    "of two checkpoints"
+                )
+
+
+class _Stage3:
+    """Each parameter is cut in equal parts, one a rank; upstream writes it flat, and no step."""
+
+    def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
+        self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+
+    def outputs(self) -> tuple[list[Output | Link], list[str]]:
+        groups = [self._groups(tp) for tp in range(self.checkpoint.tp_degree)]
+        names = list(groups[0])
+        if self.checkpoint.tp_degree == 1:
+            outputs: list[Output | Link] = list(self._experts())
+            for name in names:
+                for key in STATES:
+                    numel, kind, slice_ = groups[0][name](key)
+                    outputs.append(bare(state_file(name, key), kind, layout.whole((numel,)), slice_))
+            return outputs, []
+        return self._merged(names, groups)
+
+    def _experts(self) -> Iterator[Output]:
+        """Of those that AutoEP has spread: each expert-parallel rank's experts, in equal parts on the ranks of it."""
+        known = self.checkpoint.experts
+        by_ep = []
+        for ep, model in enumerate(self.checkpoint.expert_models):
+            own = {dp for experts in known.values() for dp in experts.ranks[ep]}
+            groups = [shapes if known.keys() & shapes.keys() else {} for shapes in model.shapes]
+            found = self._parts(groups, [rank for rank in self.checkpoint.ranks if rank.dp in own])
+            shapes = {name: shape for group in groups for name, shape in group.items()}
+            by_ep.append((found, shapes))
+        for name, experts in known.items():
+            held = [(found[name], shapes[name]) if name in found else (None, None) for found, shapes in by_ep]
+            like = next((shape for _, shape in held if shape), None)
+            if like is None:
+                raise UserError(f"{name}: expected its shape, as a parameter of experts, found none")
+            shapes_of = [shape or (0, *like[1:]) for _, shape in held]
+            states = {}
+            for key in STATES:
+                slices = [part(key) if part else None for part, _ in held]
+                kinds = [slice_[1] for slice_ in slices if slice_]
+                states[key] = (_common_kind(name, kinds), [slice_[2] if slice_ else Pieces.of([]) for slice_ in slices])
+            yield from expert_outputs(name, experts, shapes_of, states)
+
+    def _groups(self, tp: int) -> dict[str, Any]:
+        """By parameter that is not of experts: a function from a state's key to its elements, type and slice."""
+        known = self.checkpoint.experts
+        groups = [{} if known.keys() & shapes.keys() else shapes for shapes in self.checkpoint.models[tp].shapes]
+        return self._parts(groups, [rank for rank in self.checkpoint.ranks if rank.tp == tp])
+
+    def _parts(self, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> dict[str, Any]:
+        """By parameter of these groups, which these ranks share; an empty group is left out."""
+        found: dict[str, Any] = {}
+        for group, shapes in enumerate(groups):
+            if not shapes:
+                continue
+            partitions = [_group_of(self.checkpoint, rank.file, rank.partitions, group) for rank in ranks]
+            bases = {key: self._bases(partitions, key) for key in STATES}
+            end = 0
+            for name, share in shares(shapes, len(ranks)):
+                found[name] = _equal_pieces(share, bases)
+                end = share.start + share.each
+            self._check_size(partitions, end, group)
+        return found
+
+    def _bases(self, partitions: Sequence[Partition], key: str) -> tuple[ElementType, tuple[tuple[int, int], ...]]:
+        flats = [partition.states[key] for partition in partitions]
+        return one_kind(self.checkpoint, flats), tuple((flat.file, flat.offset) for flat in flats)
+
+    def _check_size(self, partitions: Sequence[Partition], numel: int, group: int) -> None:
+        for partition in partitions:
+            for key, flat in partition.states.items():
+                if flat.numel < numel:
+                    path = self.checkpoint.files[flat.file].path
+                    raise UserError(
+                        f"{path}: expected {numel} elements of {key} of group {group}, "
+                        f"the shares of its parameters, found {flat.numel}"
+                    )
+
+    def _merged(self, names: Sequence[str], groups: Sequence[dict[str, Any]]) -> tuple[list[Output | Link], list[str]]:
+        """Tensor-parallel as well: put together like the parameters of stage 1 and 2."""
+        merge = Merge(self.checkpoint, self.traits, self.strict)
+        outputs: list[Output | Link] = []
+        shapes = _shapes(self.checkpoint, self.traits)
+        for name in names:
+            slices = {key: [groups[tp][name](key) for tp in range(self.checkpoint.tp_degree)] for key in STATES}
+            outputs += merge.outputs(
+                name, shapes[name], {key: (s[0][1], [part for *_, part in s]) for key, s in slices.items()}
+            )
+        return outputs, merge.check_patterns()
+
+
+class _Stage1And2:
+    """Each parameter group is flattened, and cut in equal partitions, one a rank."""
+
+    def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
+        self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+        self.merge = Merge(checkpoint, traits, strict)
+        self.fragments = fragments_of(checkpoint, self.merge.rules)
+        self._steps: dict[Hashable, str] = {}  # the first file of each
+
+    def outputs(self) -> tuple[list[Output | Link], list[str]]:
+        outputs: list[Output | Link] = []
+        for name, shapes in _shapes(self.checkpoint, self.traits).items():
+            if name in self.checkpoint.experts:
+                outputs += self._experts(name, shapes[0], self.checkpoint.experts[name])
+                continue
+            if name in self.checkpoint.local_experts:
+                outputs += self._local_experts(name, shapes[0], self.checkpoint.local_experts[name])
+                continue
+            by_tp = [self.fragments.get((name, tp), ()) for tp in range(self.checkpoint.tp_degree)]
+            if any(by_tp) or not self.traits.module_weights:
+                outputs += self._parameter(name, shapes, by_tp)
+        if self.traits.module_weights:
+            outputs += self._module_weights({output.name for output in outputs})
+        return outputs, self.merge.check_patterns()
+
+    def _parameter(
+        self, name: str, shapes: Sequence[Shape], by_tp: Sequence[Sequence[Fragment]]
+    ) -> Iterator[Output | Link]:
+        for tp, fragments in enumerate(by_tp):
+            where = f"{name}, tensor-parallel rank {tp}" if self.checkpoint.tp_degree > 1 else name
+            check_fragments(self.checkpoint, where, shapes[tp], fragments, self.strict)
+        yield from self._steps_of(name, by_tp)
+        yield from self.merge.outputs(name, shapes, self._states(by_tp))
+
+    def _experts(self, name: str, shape: Shape, experts: Experts) -> Iterator[Output | Link]:
+        """A parameter that AutoEP has spread: of each expert-parallel rank its experts, `shape` those of the first."""
+        fragments = self.fragments.get((name, 0), ())
+        by_ep = [[fragment for fragment in fragments if fragment.dp in ranks] for ranks in experts.ranks]
+        shapes = [shape, *((len(held), *shape[1:]) for held in experts.held[1:])]
+        for ep, (own, ranks) in enumerate(zip(by_ep, experts.ranks, strict=True)):
+            check_fragments(self.checkpoint, f"{name}, expert-parallel rank {ep}", shapes[ep], own, self.strict, ranks)
+        yield from self._steps_of(name, by_ep)
+        yield from expert_outputs(name, experts, shapes, self._states(by_ep))
+
+    def _local_experts(self, name: str, shape: Shape, expert: LocalExpert) -> Iterator[Output | Link]:
+        """What is another expert's on each expert-parallel rank: a folder each, by the experts' numbers."""
+        fragments = self.fragments.get((name, 0), ())
+        for own_name, ranks in zip(expert.folders, expert.ranks, strict=True):
+            own = [fragment for fragment in fragments if fragment.dp in ranks]
+            check_fragments(self.checkpoint, own_name, shape, own, self.strict, ranks)
+            yield from self._steps_of(own_name, [own])
+            yield from self.merge.outputs(own_name, [shape], self._states([own]))
+
+    def _steps_of(self, name: str, by_slice: Sequence[Sequence[Fragment]]) -> Iterator[Output | Link]:
+        step = next((f.partition.step for fragments in by_slice for f in fragments if f.partition.step), None)
+        if step and self.traits.steps:
+            yield self._step_file(state_file(name, "step"), step)
+
+    def _states(self, by_slice: Sequence[Sequence[Fragment]]) -> dict[str, tuple[ElementType, Sequence[Slice]]]:
+        """By state its type and its slices."""
+        states: dict[str, tuple[ElementType, Sequence[Slice]]] = {}
+        for key in STATES:
+            flats = [fragment.partition.states[key] for fragments in by_slice for fragment in fragments]
+            kind = one_kind(self.checkpoint, flats) if flats else ElementType("float32")
+            states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_slice])
+        return states
+
+    def _step_file(self, name: str, step: Step) -> Output | Link:
+        """A file with a step; where the group has the same one already, only another name of that.
+
+        DeepSpeed demands that a group's parameters are at one step, so that a change to one would be one to all.
+        """
+        first = self._steps.setdefault(_same_file(step) or name, name)
+        return saved(name, step.value, step.file) if first == name else Link(name, first)
+
+    def _module_weights(self, names: set[str]) -> Iterator[Output]:
+        """The model's own weights of what the optimizer does not hold: frozen parameters, tied ones, buffers."""
+        for model in self.checkpoint.models:
+            for name, tensor in model.module.items():
+                output = state_file(name, "fp32")
+                if output not in names:
+                    names.add(output)
+                    yield as_float32(output, model, tensor)
+
+
+def _same_file(step: Step) -> Hashable:
+    """Steps come out as the same file where this is the same; None where that cannot be told."""
+    value = step.value
+    if type(value) in (int, float):
+        return step.group, type(value), value
+    if isinstance(value, TensorHeader) and value.numel == value.storage.numel and not value.wrapping:
+        return step.group, step.known, value.shape, value.stride, value.requires_grad, value.storage.dtype
+    return None
+
+
+def _check_name(name: str) -> None:
+    """A parameter's name is a folder's; no checkpoint writes elsewhere."""
+    if not is_within(name):
+        raise UserError(f"{name!r} is no name of a file in the output folder")
+
+
+def _common_kind(name: str, kinds: Sequence[ElementType]) -> ElementType:
+    """Of slices; as torch.cat, what is put together requires a gradient if one of them does."""
+    if len({kind.dtype for kind in kinds}) != 1:
+        raise UserError(
+            f"{name}: expected one type on all expert-parallel ranks, found {[kind.dtype for kind in kinds]}"
+        )
+    return ElementType(kinds[0].dtype, any(kind.requires_grad for kind in kinds))
+
+
+def _equal_pieces(share: Shares, bases: Mapping[str, Any]) -> Any:
+    def of(key: str) -> tuple[int, ElementType, Slice]:
+        kind, where = bases[key]
+        size = ITEM_SIZE[kind.dtype]
+        return share.numel, kind, EqualPieces(where, share.start * size, share.each * size)
+
+    return of
+
+
+def _group_of(checkpoint: Checkpoint, file: int, partitions: Sequence[Partition], group: int) -> Partition:
+    if group >= len(partitions):
+        path = checkpoint.files[file].path
+        raise UserError(f"{path}: expected the state of parameter group {group}, found {len(partitions)} groups")
+    return partitions[group]
+
+
+def _shapes(checkpoint: Checkpoint, traits: Traits) -> dict[str, list[Shape]]:
+    """By parameter and tensor-parallel rank."""
+    found: dict[str, dict[int, Shape]] = {}
+    for index, model in enumerate(checkpoint.models):
+        for group in model.shapes:
+            for name, shape in group.items():
+                tp = index % checkpoint.tp_degree
+                if found.setdefault(name, {}).setdefault(tp, shape) != shape:
+                    raise UserError(f"{name} has the shapes {found[name][tp]} and {shape} in two pipeline stages")
+    for name, shapes in found.items():
+        if len(shapes) != checkpoint.tp_degree or (not traits.shard_widths and len(set(shapes.values())) > 1):
+            raise UserError(f"{name}: expected a shape for each tensor-parallel rank, found {shapes}")
+    return {name: [shapes[tp] for tp in range(checkpoint.tp_degree)] for name, shapes in found.items()}
+
+
+def _common_state(checkpoint: Checkpoint) -> TorchOutput:
+    first = checkpoint.ranks[0].file
+    return saved("zero/optimizer_state.pt", checkpoint.optimizer_state, first)

@@ -1,0 +1,147 @@
+"""The command line: upstream's options, and some more."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ckpt_patches.convert.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
+from ckpt_patches.convert.file_systems import LOCAL
+from ckpt_patches.convert.zero_folder import look
+from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.runtime.distributed import OtherRankError, joined
+from ckpt_patches.runtime.options import (
+    Parser,
+    add_distributed,
+    add_no_sync,
+    add_trust,
+    add_workers,
+    described,
+    spelled,
+)
+from ckpt_patches.runtime.processes import WorkerDefect
+from ckpt_patches.runtime.units import in_bytes
+
+DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
+EPILOG = (
+    "exit status: 0 converted; 1 a defect, with a traceback to report; 2 not converted: a line names the reason, and "
+    "the same command continues from there; 130 interrupted"
+)
+# Upstream's options without a meaning here, and why.
+OBSOLETE = {
+    "num_merge_workers": "nothing is merged: each file is written once, by --workers processes",
+    "keep_temp_folder": "there is no temporary folder",
+}
+SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+UNITS = {"k": 10, "m": 20, "g": 30}
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal") -> int:
+    """Run the command; the exit status."""
+    begin = time.monotonic() - time.process_time()  # with the imports
+    options = parser(program).parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
+
+    def say(message: str) -> None:
+        print(f"{program}: {message}", file=sys.stderr)
+
+    for name, reason in OBSOLETE.items():
+        if getattr(options, name):
+            say(f"--{name.replace('_', '-')} has no meaning any more: {reason}")
+    try:
+        look(Path(options.input_folder))  # before torch is imported, and waited for other ranks
+        with joined(options.distributed, say) as ranks:
+            summary = convert(
+                options.input_folder, options.output_folder, _chosen(options), ranks=ranks, begin=begin, warn=say
+            )
+    except OtherRankError:
+        return 2
+    except (UserError, OSError) as error:
+        say(one_line(error))
+        return 2
+    except WorkerDefect as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on from here")
+        return 130
+    if ranks.rank == 0:
+        print(json.dumps({"schema": SCHEMA, **asdict(summary)}) if options.json else text(summary))
+    return 0
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """Of its options."""
+    command = program if " " in program else "python -m deepspeed_patches.ds_to_universal"
+    example = f"{command} --input-folder step10 --output-folder universal"
+    made = Parser(program, **described(DESCRIPTION, example, after=EPILOG))
+    _add_arguments(made)
+    return made
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input-folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
+    parser.add_argument("--output-folder", required=True, metavar="FOLDER", help="to be made")
+    add_workers(parser, "--num-extract-workers", default=WORKERS)
+    parser.add_argument("--num-merge-workers", type=int, metavar="N", help="of upstream, without a meaning here")
+    parser.add_argument("--keep-temp-folder", action="store_true", help="of upstream, without a meaning here")
+    parser.add_argument(
+        "--no-strict",
+        dest="strict",
+        action="store_false",
+        help="convert although patterns match no parameter, fragments do not follow on one another, or states are not "
+        "as the run has recorded them",
+    )
+    parser.add_argument(
+        "--inject-missing-state", action="store_true", help="convert a checkpoint without universal_checkpoint_info"
+    )
+    add_trust(parser)
+    parser.add_argument(
+        "--bytes-in-flight",
+        type=size,
+        default=BYTES_IN_FLIGHT,
+        metavar="BYTES",
+        help="of all workers together; 16M is 16 MiB, the default",
+    )
+    parser.add_argument(
+        "--access", choices=("read", "mmap"), default="read", help="read ranges of the files, or map them into memory"
+    )
+    parser.add_argument(
+        "--direct",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help=f"write past the page cache (default: on {' and '.join(LOCAL)}, but not with --no-sync)",
+    )
+    add_no_sync(parser)
+    add_distributed(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
+
+
+def _chosen(options: argparse.Namespace) -> Options:
+    return Options(
+        workers=options.workers,
+        bytes_in_flight=options.bytes_in_flight,
+        access=options.access,
+        strict=options.strict,
+        inject_missing_state=options.inject_missing_state,
+        trust_checkpoint=options.trust_checkpoint,
+        direct=options.direct,
+        sync=options.sync,
+    )
+
+
+def size(text: str) -> int:
+    """'16M' in bytes."""
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
+    if not number.isdigit() or unit not in ("", *UNITS) or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"expected bytes, like 16777216 or 16M, found {text!r}")
+    return int(number) << UNITS.get(unit, 0)
+
+
+def text(summary: Summary) -> str:
+    before = f" ({summary.files_before} were there already)" if summary.files_before else ""
+    written = f"{in_bytes(summary.bytes)} in {summary.files} files{before}"
+    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning), {in_bytes(summary.rate)}/s"
+    return f"{summary.output_folder}: {written}, {times}"

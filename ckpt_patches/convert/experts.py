@@ -1,0 +1,311 @@
+"""Mixtures of experts: which expert-parallel rank holds which experts, as a checkpoint's model-states files say.
+
+AutoEP stacks the experts of a layer in three parameters, w1, w2 and w3: a rank has those of its own experts, and a
+universal checkpoint all of them. In layers of `deepspeed.moe` each expert is a module; a rank counts its own from 0, so
+that ranks have different experts by one name. https://www.deepspeed.ai/tutorials/mixture-of-experts/
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.convert import layout
+from ckpt_patches.convert.layout import Block, Layout
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.zero import Folder, Shape, required
+
+INFO = "universal_checkpoint_info"
+KEY, LEGACY_KEY = "ds_autoep_layers", "autoep_layers"
+# Of a layer, what the model-states files keep in a universal checkpoint of stage 1 and 2.
+KEPT = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
+WEIGHTS = ("w1", "w2", "w3")
+PATTERNS = "expert_parameter_patterns"
+PARTITIONED = "zero3_partitioned"  # the format of stage 3
+VERSION = 1  # of it, of placements and of maps; the latest that is known
+LOCAL = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+# In the names of folders. A rank that counts its own experts from 0 finds none of its names, and not other experts.
+GLOBAL = "global_"
+DATA_FIRST = "use_data_before_expert_parallelism"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How the experts of a parameter are spread."""
+
+    count: int
+    held: tuple[tuple[int, ...], ...]  # by expert-parallel rank, the experts' numbers in the order of its tensor
+    ranks: tuple[tuple[int, ...], ...]  # by expert-parallel rank, its data-parallel ranks in the order of their parts
+    recorded: Mapping[str, Any] | None = None  # an affine map of it, if the checkpoint has one
+
+    @property
+    def sharing(self) -> int:
+        """How many data-parallel ranks share an expert-parallel one's."""
+        return len(self.ranks[0])
+
+
+@dataclass(frozen=True)
+class LocalExpert:
+    """A parameter by whose name each expert-parallel rank has another expert's."""
+
+    names: tuple[str, ...]  # by expert-parallel rank, with the expert's number among all
+    folders: tuple[str, ...]  # of the output
+    ranks: tuple[tuple[int, ...], ...]  # as above
+
+    @property
+    def sharing(self) -> int:
+        """How many data-parallel ranks share an expert-parallel one's."""
+        return len(self.ranks[0])
+
+
+def local_experts(
+    path: Path, groups: Sequence[Iterable[str]], sharing: Sequence[int], dp_degree: int, neighbours: bool
+) -> dict[str, LocalExpert]:
+    """Of layers of `deepspeed.moe`, by the names in the optimizer's groups; so many ranks share each group.
+
+    Raises:
+        UserError: a group has parameters of experts and others, or its ranks do not divide.
+    """
+    matches = [{name: LOCAL.fullmatch(name) for name in names} for names in groups]
+    held: dict[str, set[str]] = {}  # by layer; its experts may be in several groups
+    for known in (match for of_group in matches for match in of_group.values() if match):
+        held.setdefault(known[1], set()).add(known[2])
+    found = {}
+    for group, of_group in enumerate(matches):
+        if not any(of_group.values()):
+            continue
+        if not all(of_group.values()) or group >= len(sharing) or sharing[group] < 1 or dp_degree % sharing[group]:
+            raise UserError(f"{path}: expected the ranks that share group {group}, of experts alone, found {sharing}")
+        ranks = ranks_of(dp_degree, dp_degree // sharing[group], neighbours)
+        for name, match in of_group.items():
+            if match:
+                numbers = [ep * len(held[match[1]]) + int(match[2]) for ep in range(len(ranks))]
+                names = tuple(f"{match[1]}{number}{match[3]}" for number in numbers)
+                folders = tuple(f"{match[1]}{GLOBAL}{number}{match[3]}" for number in numbers)
+                found[name] = LocalExpert(names, folders if len(ranks) > 1 else names, ranks)
+    return found
+
+
+def check_local(
+    path: Path, known: Mapping[str, LocalExpert], shapes: Mapping[str, Shape], files: Mapping[str, Shape]
+) -> None:
+    """That the experts which the optimizer has are those that have files, `files` by the names in these.
+
+    Raises:
+        UserError: one has no file, or no state, or other shapes.
+    """
+    own = {name: shapes[local] for local, expert in known.items() for name in expert.names}
+    for name, shape in own.items():
+        if files.get(name) != shape:
+            raise UserError(
+                f"{path}: expected {name} of the shape {shape} in a file layer_*_expert_*, found {files.get(name)}"
+            )
+    numbered = {match[1] + match[2] for match in map(LOCAL.fullmatch, own) if match}
+    for name in files:
+        match = LOCAL.fullmatch(name)
+        if match and match[1] + match[2] not in numbered:
+            raise UserError(f"{path}: expected the optimizer's state of the expert {match[1]}{match[2]}, found none")
+
+
+def layers_of(path: Path, model: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """What a model-states file says of AutoEP's layers; None where it has none.
+
+    Raises:
+        UserError: it is no list of dicts.
+    """
+    found = model.get(KEY)
+    found = model.get(LEGACY_KEY) if found is None else found
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(layer, dict) for layer in found):
+        raise UserError(f"{path}: expected a list of layers in {KEY}, found {found!r:.200}")
+    return found
+
+
+def with_layers(model: dict[str, Any], layers: list[dict[str, Any]] | None, pattern: str) -> dict[str, Any]:
+    """A model-states file as the universal checkpoint has it: it says which parameters are of experts."""
+    info = {**(model.get(INFO) or {}), PATTERNS: [pattern], KEY: layers}
+    return {**model, INFO: info}
+
+
+def shortened(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The layers without their placements, as upstream keeps them at stage 1 and 2."""
+    return [{key: layer[key] for key in KEPT if key in layer} for layer in layers]
+
+
+def joined_layers(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The layers of all pipeline stages.
+
+    Raises:
+        UserError: two files do not agree on one.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path, model in models:
+        for layer in layers_of(path, model) or ():
+            prefix = required(layer, "expert_key_prefix", path)
+            if found.setdefault(prefix, layer) != layer:
+                raise UserError(f"{path} says something else of the experts {prefix} than the files of other ranks")
+    return list(found.values())
+
+
+def data_first(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> bool:
+    """Whether neighbouring ranks have the same experts.
+
+    Raises:
+        UserError: the files do not agree on it.
+    """
+    found = {(model.get("ds_config") or {}).get(DATA_FIRST, False) for _, model in models}
+    if len(found) > 1 or not found <= {True, False}:
+        raise UserError(
+            f"{models[0][0]}: expected one value of {DATA_FIRST} in all files, found {sorted(found, key=str)}"
+        )
+    return found == {True}
+
+
+def ranks_of(dp_degree: int, ep_degree: int, neighbours: bool) -> tuple[tuple[int, ...], ...]:
+    """By expert-parallel rank its data-parallel ranks, which are neighbours, or each `ep_degree`th.
+
+    Raises:
+        UserError: they do not divide into so many.
+    """
+    if ep_degree < 1 or dp_degree % ep_degree:
+        raise UserError(
+            f"{dp_degree} data-parallel ranks cannot be {ep_degree} expert-parallel ones, and equally many each"
+        )
+    each = dp_degree // ep_degree
+    if neighbours:
+        return tuple(tuple(range(ep * each, (ep + 1) * each)) for ep in range(ep_degree))
+    return tuple(tuple(range(ep, dp_degree, ep_degree)) for ep in range(ep_degree))
+
+
+def layers_of_stage_3(path: Path, model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A rank's own layers.
+
+    Raises:
+        UserError: it has none, or not those of stage 3.
+    """
+    layers = layers_of(path, model)
+    if not layers:
+        raise UserError(f"{path}: expected {KEY}, as the files of other ranks have it, found none")
+    for layer in layers:
+        said = (layer.get("checkpoint_format"), layer.get("checkpoint_format_version"))
+        if said != (PARTITIONED, VERSION):
+            raise UserError(f"{path}: expected experts in format {PARTITIONED}, version {VERSION}, found {said}")
+    return layers
+
+
+def ranks_by_layers(path: Path, layers: Sequence[Sequence[dict[str, Any]]]) -> tuple[tuple[int, ...], ...]:
+    """By expert-parallel rank its data-parallel ranks, of each of which these are the layers.
+
+    Raises:
+        UserError: the files do not say it alike.
+    """
+    own = [{(layer["ep_rank"], layer["expert_data_parallel_world_size"]) for layer in of_rank} for of_rank in layers]
+    degree = required(layers[0][0], "ep_size", path)
+    ranks = tuple(
+        tuple(dp for dp, said in enumerate(own) if {ep for ep, _ in said} == {rank}) for rank in range(degree)
+    )
+    if sorted(dp for of_one in ranks for dp in of_one) != list(range(len(own))) or any(
+        {count for _, count in own[dp]} != {len(of_one)} for of_one in ranks for dp in of_one
+    ):
+        raise UserError(f"{path}: expected each rank on one of {degree} expert-parallel ones, found {own}")
+    return ranks
+
+
+def parameters(path: Path, layers: Sequence[dict[str, Any]], ranks: tuple[tuple[int, ...], ...]) -> dict[str, Experts]:
+    """By name, the parameters of the experts of some layers.
+
+    Raises:
+        UserError: a layer's placement leaves an expert out, or is of other ranks.
+    """
+    found: dict[str, Experts] = {}
+    for layer in layers:
+        prefix, held = required(layer, "expert_key_prefix", path), _held(path, layer)
+        if len(held) != len(ranks):
+            raise UserError(f"{path}: {prefix} is on {len(held)} expert-parallel ranks, another layer on {len(ranks)}")
+        maps = layer.get("affine_maps") or {}
+        if maps.get("version", VERSION) != VERSION:
+            raise UserError(f"{path} has affine maps of version {maps['version']}, which is not known")
+        for weight in WEIGHTS:
+            name = f"{prefix}.{weight}"
+            if name in found:
+                raise UserError(f"{path} has two layers of the experts {prefix}")
+            recorded = required(maps["params"], name, path) if maps else None
+            found[name] = Experts(layer["num_experts"], held, ranks, recorded)
+    return found
+
+
+def _held(path: Path, layer: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """By expert-parallel rank; without a placement, as before 0.19.8, each has the next ones."""
+    count, local, degree = (required(layer, key, path) for key in ("num_experts", "num_local_experts", "ep_size"))
+    placement = layer.get("expert_placement")
+    if placement is None:
+        held = tuple(tuple(range(ep * local, (ep + 1) * local)) for ep in range(degree))
+    else:
+        if placement.get("version") != VERSION:
+            raise UserError(f"{path} has experts' placements of version {placement.get('version')}, which is not known")
+        by_rank = {entry["rank"]: tuple(entry["experts"]) for entry in placement["ranks"]}
+        held = tuple(by_rank[ep] for ep in range(degree))
+    if {expert for experts in held for expert in experts} != set(range(count)):
+        raise UserError(f"{path}: expected {count} experts on the {degree} expert-parallel ranks, found {held}")
+    return held
+
+
+def check_files(folder: Folder, layers: Sequence[dict[str, Any]]) -> None:
+    """At stage 1 and 2 each expert has a file of its own: of one tensor-parallel rank.
+
+    Raises:
+        UserError: one is missing, or of several.
+    """
+    for layer in layers:
+        for expert in range(layer["num_experts"]):
+            prefix = f"layer_{layer['moe_layer_id']}_expert_{expert}_mp_rank_"
+            files = folder.starting_with(prefix)
+            if len(files) != 1:
+                raise UserError(f"{folder.path}: expected one file {prefix}*, found {files or 'none'}")
+
+
+def stacked(name: str, experts: Experts, shapes: Sequence[Shape]) -> Layout:
+    """Where the experts of each rank's tensor lie in the whole, of shapes by expert-parallel rank.
+
+    Raises:
+        UserError: the shapes are not those of so many experts, or the recorded map says something else.
+    """
+    for ep, (shape, held) in enumerate(zip(shapes, experts.held, strict=True)):
+        if not shape or shape[0] != len(held) or shape[1:] != shapes[0][1:]:
+            raise UserError(
+                f"{name}: expected {len(held)} experts on expert-parallel rank {ep}, found the shape {shape}"
+            )
+    each = layout.whole(shapes[0][1:]).blocks
+    numel = each[0].length if each else 0
+    found = Layout((experts.count, *shapes[0][1:]), *_blocks(experts.held, numel))
+    if experts.recorded is not None and numel:
+        recorded = layout.affine(name, experts.recorded, shapes)
+        if recorded.shape != found.shape or _places(recorded, numel) != _places(found, numel):
+            raise UserError(f"{name}: the affine map that is recorded of it is not that of its experts' placement")
+    return found
+
+
+def _blocks(held: Sequence[Sequence[int]], numel: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """One an expert, and those that hold an expert of another rank again."""
+    blocks: dict[int, Block] = {}
+    copies = []
+    for ep, experts in enumerate(held):
+        for index, expert in enumerate(experts):
+            block = Block(ep, index * numel, numel, expert * numel, numel, numel, 1)
+            if blocks.setdefault(expert, block) is not block:
+                copies.append(block)
+    return (tuple(blocks.values()), tuple(copies)) if numel else ((), ())
+
+
+def _places(placed: Layout, numel: int) -> set[tuple[int, float, float]]:
+    """Slice, index in it, and expert, of each."""
+
+    def experts(block: Block) -> Iterator[tuple[int, float, float]]:
+        for row in range(block.count):
+            source, target = block.source + row * block.source_stride, block.target + row * block.target_stride
+            for at in range(0, block.length, numel):
+                yield block.slice, (source + at) / numel, (target + at) / numel
+
+    return {place for block in (*placed.blocks, *placed.copies) for place in experts(block)}

@@ -1,0 +1,102 @@
+"""Stage 1 and 2: where the fragments of a parameter are in the partitions of the ranks, and whether all are there."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckpt_patches.convert import rules
+from ckpt_patches.convert.headers import Checkpoint
+from ckpt_patches.convert.output_files import Pieces, Run
+from ckpt_patches.convert.rules import Rules
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.zero import ElementType, Flat, Partition, Shape
+
+
+class Fragment(NamedTuple):
+    """A part of a parameter in a rank's partition of its group."""
+
+    dp: int
+    partition: Partition
+    start: int  # elements
+    numel: int
+
+
+def fragments_of(checkpoint: Checkpoint, known: Rules) -> dict[tuple[str, int], list[Fragment]]:
+    """By parameter and tensor-parallel rank, in the order of the data-parallel ranks."""
+    found: dict[tuple[str, int], list[Fragment]] = {}
+    stage_of: dict[tuple[str, int], int] = {}
+    for rank in checkpoint.ranks:
+        for partition in rank.partitions:
+            for name, (start, numel) in partition.fragments.items():
+                if rank.pp > 0 and known.is_replicated_in_pipeline(name):
+                    continue
+                key = (name, rank.tp)
+                if stage_of.setdefault(key, rank.pp) != rank.pp:
+                    raise UserError(
+                        f"{name} is in pipeline stages {stage_of[key]} and {rank.pp}, and no pattern of "
+                        f"{rules.PIPELINE_REPLICATED} says that it is the same in both"
+                    )
+                found.setdefault(key, []).append(Fragment(rank.dp, partition, start, numel))
+    return found
+
+
+def check_fragments(
+    checkpoint: Checkpoint,
+    where: str,
+    shape: Shape,
+    fragments: Sequence[Fragment],
+    strict: bool,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """They are all of the parameter, each within its partition, and follow on one another from rank to rank.
+
+    The parameter is shared by `ranks`, or else by all.
+    """
+    for fragment in fragments:
+        for key, flat in fragment.partition.states.items():
+            if fragment.start + fragment.numel > flat.numel:
+                raise UserError(
+                    f"{checkpoint.files[flat.file].path}: the fragment of {where} ends at element "
+                    f"{fragment.start + fragment.numel} of {key}, which has {flat.numel}"
+                )
+    numel = sum(fragment.numel for fragment in fragments)
+    if numel != math.prod(shape):
+        found = f"{fragments[0].dp} to {fragments[-1].dp}" if fragments else "none"
+        raise UserError(
+            f"{where}: expected {math.prod(shape)} elements, found {numel} in the fragments of data-parallel ranks "
+            f"{found}: {'a fragment is missing' if numel < math.prod(shape) else 'fragments overlap'}"
+        )
+    held = [fragment for fragment in fragments if fragment.numel]
+    for one, other in itertools.pairwise(held):
+        ends = one.start + one.numel == one.partition.states["fp32"].numel
+        gap = other.start or not ends or other.dp != _next(one.dp, ranks)
+        if gap and strict:
+            raise UserError(
+                f"{where}: the fragments of data-parallel ranks {one.dp} and {other.dp} do not follow on one another "
+                "(--no-strict converts nevertheless)"
+            )
+
+
+def _next(dp: int, ranks: Sequence[int] | None) -> int:
+    """The rank after one of some ranks, or of all."""
+    return dp + 1 if ranks is None else next((rank for rank in ranks if rank > dp), -1)
+
+
+def pieces(fragments: Sequence[Fragment], key: str, kind: ElementType) -> Pieces:
+    size = ITEM_SIZE[kind.dtype]
+    flats = [(fragment.partition.states[key], fragment.start, fragment.numel) for fragment in fragments]
+    return Pieces.of(
+        [Run(flat.file, flat.offset + start * size, numel * size) for flat, start, numel in flats if numel]
+    )
+
+
+def one_kind(checkpoint: Checkpoint, flats: Sequence[Flat]) -> ElementType:
+    """Of what is put together of these; as torch.cat, it requires a gradient if one of them does."""
+    dtype = flats[0].type.dtype
+    for flat in flats:
+        if flat.type.dtype != dtype:
+            one, other = (checkpoint.files[f.file].path for f in (flats[0], flat))
+            raise UserError(f"{one} has {dtype} where {other} has {flat.type.dtype}")
+    return ElementType(dtype, any(flat.type.requires_grad for flat in flats))

@@ -1,0 +1,282 @@
+"""Where the elements of tensor-parallel slices lie in the whole parameter. Pure arithmetic; all sizes are elements."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_patches.convert.rules import SubParams
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.zero import Shape
+
+Widths = Sequence[Sequence[int]]  # by sub-parameter and slice
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a slice, and where they go: row i from source + i * source_stride to target + i * target_stride."""
+
+    slice: int  # index of the slice
+    source: int
+    source_stride: int
+    target: int
+    target_stride: int
+    length: int  # of a row
+    count: int  # of rows
+
+    def scaled(self, size: int) -> "Block":
+        """In bytes, for elements of a size."""
+        return Block(
+            self.slice,
+            self.source * size,
+            self.source_stride * size,
+            self.target * size,
+            self.target_stride * size,
+            self.length * size,
+            self.count,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A whole parameter."""
+
+    shape: Shape
+    blocks: tuple[Block, ...]
+    copies: tuple[Block, ...] = ()  # hold what others have placed already, and have to be equal to it
+
+
+def whole(shape: Shape, index: int = 0) -> Layout:
+    """One slice that is the parameter."""
+    numel = math.prod(shape)
+    return Layout(shape, (Block(index, 0, numel, 0, numel, numel, 1),) if numel else ())
+
+
+def replicated(name: str, shapes: Sequence[Shape]) -> Layout:
+    """Every slice is the parameter."""
+    if len(set(shapes)) > 1:
+        raise UserError(f"{name}: expected slices of one shape, found {_text(shapes)}")
+    copies = [block for index in range(1, len(shapes)) for block in whole(shapes[0], index).blocks]
+    return Layout(shapes[0], whole(shapes[0]).blocks, tuple(copies))
+
+
+def concatenated(name: str, shapes: Sequence[Shape], dim: int) -> Layout:
+    """The slices one behind the other, along a dimension."""
+    first = shapes[0]
+    if len(shapes) == 1:
+        return whole(first)
+    if dim >= len(first) or any(s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in shapes):
+        raise UserError(f"{name}: slices of the shapes {_text(shapes)} cannot be put together along dimension {dim}")
+    return interleaved(first, dim, [[shape[dim] for shape in shapes]])
+
+
+def in_two_halves(name: str, shapes: Sequence[Shape]) -> Layout:
+    """Two sub-parameters in every slice, the first half of its rows and the second."""
+    if any(not shape or shape[0] < 2 or shape[1:] != shapes[0][1:] for shape in shapes):
+        raise UserError(f"{name}: slices of the shapes {_text(shapes)} have no two sub-parameters along dimension 0")
+    first = [-(-shape[0] // 2) for shape in shapes]
+    return interleaved(shapes[0], 0, [first, [shape[0] - half for shape, half in zip(shapes, first, strict=True)]])
+
+
+def interleaved(shape: Shape, dim: int, widths: Widths) -> Layout:
+    """Every slice holds its share of each sub-parameter; the whole has each sub-parameter in one piece.
+
+    `shape` is a slice's (or the whole's) but for the dimension `dim`.
+    """
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    slices = range(len(widths[0]))
+    held = [sum(shares[i] for shares in widths) for i in slices]
+    total = sum(held)
+    blocks, target, source = [], 0, [0] * len(held)
+    for shares in widths:
+        for i in slices:
+            sizes = (source[i] * inner, held[i] * inner, target * inner, total * inner, shares[i] * inner, outer)
+            blocks.append(_joined(Block(i, *sizes)))
+            source[i] += shares[i]
+            target += shares[i]
+    return Layout((*shape[:dim], total, *shape[dim + 1 :]), tuple(block for block in blocks if block.length))
+
+
+def _joined(block: Block) -> Block:
+    """Rows without gaps are one."""
+    if block.source_stride == block.target_stride == block.length or block.count == 1:
+        length = block.length * block.count
+        return Block(block.slice, block.source, length, block.target, length, length, 1)
+    return block
+
+
+# Sub-parameters as a checkpoint describes them
+
+
+def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
+    """As the converter does since it knows recorded widths; and the description with the widths in it."""
+    sizes, described = _sizes(name, sub, shapes), sub.shape
+    if not isinstance(sub.shape[sub.partition_dim], tuple) and sub.widths is None:
+        described = (*sub.shape[: sub.partition_dim], sizes, *sub.shape[sub.partition_dim + 1 :])
+    widths = sub.widths if sub.widths is not None else _even(name, sizes, len(shapes))
+    if len(widths) != len(sizes) or any(
+        len(shares) != len(shapes) or sum(shares) != size for shares, size in zip(widths, sizes, strict=True)
+    ):
+        raise UserError(f"{name}: expected the shares of sub-parameters of {list(sizes)} elements, found {widths}")
+    logical = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
+    logical[sub.partition_dim] = sum(sizes)
+    shape = _resolved(name, logical, sum(math.prod(s) for s in shapes))
+    layout = interleaved(shape, sub.partition_dim, widths)
+    _check_slices(name, layout.shape, sub.partition_dim, widths, shapes)
+    return layout, described
+
+
+def sub_params_even(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
+    """As earlier converters do: a number in place of widths is one width, and the description stays."""
+    size, dim = sub.shape[sub.partition_dim], sub.partition_dim
+    sizes = size if isinstance(size, tuple) else (size,)
+    widths = [[size // len(shapes)] * len(shapes) for size in sizes]
+    partition = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
+    partition[dim] //= len(shapes)
+    if min(sizes) < 0 or partition[dim] != sum(shares[0] for shares in widths):
+        raise UserError(f"{name}: {len(shapes)} even shares of sub-parameters of {list(sizes)} elements leave some out")
+    shape = _resolved(name, partition, math.prod(shapes[0]))
+    layout = interleaved(shape, dim, widths)
+    _check_slices(name, layout.shape, dim, widths, shapes)
+    return layout, sub.shape
+
+
+def _sizes(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """The widths of sub-parameters; before they were recorded, a number was how many of equal width there are."""
+    said = sub.shape[sub.partition_dim]
+    if isinstance(said, tuple) or sub.widths is not None:
+        return tuple(said)
+    width = sum(shape[sub.partition_dim] for shape in shapes)
+    if said <= 0 or width % said:
+        raise UserError(f"{name}: {width} elements along dimension {sub.partition_dim} are no {said} sub-parameters")
+    return (width // said,) * int(said)
+
+
+def _even(name: str, sizes: Sequence[int], slices: int) -> list[list[int]]:
+    if any(size < 0 or size % slices for size in sizes):
+        raise UserError(
+            f"{name}: sub-parameters of {list(sizes)} elements cannot have been cut evenly for {slices} "
+            "tensor-parallel ranks, and the checkpoint does not say how they were"
+        )
+    return [[size // slices] * slices for size in sizes]
+
+
+def _resolved(name: str, shape: Sequence[int], numel: int) -> Shape:
+    """A shape in which one dimension may be -1, for what is left."""
+    known = math.prod(size for size in shape if size >= 0)
+    unknown = [i for i, size in enumerate(shape) if size < 0]
+    if len(unknown) > 1 or (unknown and (known == 0 or numel % known)) or (not unknown and known != numel):
+        raise UserError(f"{name}: {numel} elements have not the shape {list(shape)} that the sub-parameters say")
+    return tuple(size if size >= 0 else numel // known for size in shape)
+
+
+def _check_slices(name: str, shape: Shape, dim: int, widths: Widths, shapes: Sequence[Shape]) -> None:
+    for i, found in enumerate(shapes):
+        expected = [*shape[:dim], sum(shares[i] for shares in widths), *shape[dim + 1 :]]
+        if math.prod(expected) != math.prod(found):
+            raise UserError(
+                f"{name}: tensor-parallel rank {i} holds {math.prod(found)} elements, by its shares of the "
+                f"sub-parameters it would be {math.prod(expected)}"
+            )
+
+
+# Affine maps: for each tensor-parallel rank, views of its slice and of the whole, as torch.as_strided takes them
+
+
+def affine(name: str, entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Layout:
+    """By the map that the checkpoint records. What several ranks hold is placed once, and compared after that."""
+    shape = tuple(entry["logical_shape"])
+    blocks: list[Block] = []
+    copies: list[Block] = []
+    written: set[int] = set()
+    for rank, held in entry["ranks"].items():
+        tp = int(rank)
+        if tp >= len(shapes) or math.prod(held["shard_shape"]) != math.prod(shapes[tp]):
+            raise UserError(f"{name}: its affine map is of a slice {held['shard_shape']} on tensor-parallel rank {tp}")
+        for piece in held["pieces"]:
+            if piece.get("scale", 1.0) != 1.0:
+                raise UserError(f"{name}: its affine map has a scale, which changes the optimizer's state")
+            is_copy = len(piece["locations"]) > 1 and piece["source"][0] in written
+            (copies if is_copy else blocks).extend(_blocks_of(tp, piece))
+            written.add(piece["source"][0])
+    return Layout(shape, tuple(blocks), tuple(copies))
+
+
+def _blocks_of(tp: int, piece: Mapping[str, Any]) -> Iterator[Block]:
+    """Rows as long as possible; what is left of the piece's dimensions is walked through.
+
+    Upstream calls the whole parameter the source and the slice the destination.
+    """
+    (first_target, target_strides), (first_source, source_strides) = piece["source"], piece["dest"]
+    dims = [dim for dim in zip(piece["shape"], target_strides, source_strides, strict=True) if dim[0] != 1]
+    length = 1
+    while dims and dims[-1][1] == dims[-1][2] == length:
+        length *= dims.pop()[0]
+    count, target_stride, source_stride = dims.pop() if dims else (1, length, length)
+    for index in itertools.product(*(range(size) for size, *_ in dims)):
+        target = first_target + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
+        source = first_source + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
+        if length and count:
+            yield Block(tp, source, source_stride, target, target_stride, length, count)
+
+
+def check(name: str, layout: Layout, shapes: Sequence[Shape]) -> None:
+    """That a layout is of these slices and of all of the parameter; the numbers may be a checkpoint's.
+
+    Raises:
+        UserError: it is not.
+    """
+    numel = math.prod(layout.shape)
+    for block in (*layout.blocks, *layout.copies):
+        places = (block.source, block.source_stride, block.target, block.target_stride, block.length, block.count)
+        whole = all(type(place) is int and place >= 0 for place in places) and block.target_stride >= block.length
+        steps = block.count - 1
+        if not whole or (
+            block.source + steps * block.source_stride + block.length > math.prod(shapes[block.slice])
+            or block.target + steps * block.target_stride + block.length > numel
+        ):
+            raise UserError(f"{name}: slices of the shapes {_text(shapes)} do not make the shape {layout.shape}")
+    filled = sum(block.length * block.count for block in layout.blocks)
+    if filled != numel or not _are_disjoint(name, layout.blocks):
+        raise UserError(f"{name}: the slices have not all elements of the shape {layout.shape}, or some twice")
+
+
+# Rows that are looked at one by one; those of slices that follow on one another in every row are not.
+MOST_ROWS = 5_000_000
+
+
+def _are_disjoint(name: str, blocks: Sequence[Block]) -> bool:
+    """Whether no element of the whole parameter is placed twice."""
+    by_rows: dict[tuple[int, int], list[Block]] = {}
+    for block in blocks:
+        by_rows.setdefault((block.target_stride, block.count), []).append(block)
+    ranges: list[tuple[int, int]] = []
+    apart: list[Block] = []
+    for (stride, count), group in by_rows.items():
+        begin = min(block.target for block in group)
+        if count > 1 and _fill(group, begin, stride):
+            ranges.append((begin, begin + stride * count))
+        else:
+            apart += group
+    if sum(block.count for block in apart) > MOST_ROWS:
+        raise UserError(f"{name}: its affine map has more than {MOST_ROWS} pieces, too many to check")
+    ranges += [
+        (block.target + row * block.target_stride, block.target + row * block.target_stride + block.length)
+        for block in apart
+        for row in range(block.count)
+    ]
+    return all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(ranges)))
+
+
+def _fill(blocks: Sequence[Block], begin: int, stride: int) -> bool:
+    """Whether the first rows of blocks follow on one another, and fill a row of the whole: then all of them do."""
+    for block in sorted(blocks, key=lambda block: block.target):
+        if block.target != begin:
+            return False
+        begin += block.length
+    return begin == min(block.target for block in blocks) + stride
+
+
+def _text(shapes: Sequence[Shape]) -> str:
+    return ", ".join(map(str, sorted(set(shapes))))

@@ -1,0 +1,142 @@
+"""How a parameter is put together from the slices of the tensor-parallel ranks, by `universal_checkpoint_info`.
+
+The format is upstream's: lists of regular expressions on parameters' names, and descriptions of sub-parameters.
+https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/checkpoint/constants.py
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_patches.convert.traits import Traits
+from ckpt_patches.convert.zero_folder import UPSTREAM
+from ckpt_patches.errors import UserError
+
+REPLICATED = "tp_replicated_parameter_patterns"
+AVERAGED = "parameter_to_average_patterns"
+ROW_PARALLEL = "parameter_with_row_parallelism_patterns"
+VOCABULARY = "vocabulary_parameter_patterns"
+TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
+SUB_PARAMS = "parameter_with_sub_params"
+SHARD_WIDTHS = "sub_param_shard_widths"
+PIPELINE_REPLICATED = "pipeline_replicated_parameter_patterns"
+UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+LISTS = (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS)
+AFFINE = "affine_map"
+AFFINE_VERSION = 1  # the latest that is known
+
+
+@dataclass(frozen=True)
+class SubParams:
+    """Parameters that are stored as one, and sliced each on its own."""
+
+    pattern: str
+    patterns: Any
+    shape: Sequence[Any]  # at `partition_dim` the widths of the sub-parameters, or how many there are
+    partition_dim: int
+    widths: tuple[tuple[int, ...], ...] | None = None  # by sub-parameter and tensor-parallel rank, if recorded
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the slices of one parameter: `how` is one of the constants above, "" for the plain ones."""
+
+    how: str
+    sub_params: SubParams | None = None
+    affine_map: dict[str, Any] | None = None
+    original_vocab_size: int | None = None  # rows behind it are padding
+
+
+class Rules:
+    """Finds each parameter's rule, and knows in the end which patterns no parameter has used."""
+
+    def __init__(self, info: dict[str, Any], traits: Traits) -> None:
+        self.info = info
+        self.traits = traits
+        self.sub_params = _sub_params(info, traits)
+        self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
+        self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
+        if info.get(UNSUPPORTED):
+            raise UserError(
+                f"the checkpoint says of {', '.join(sorted(info[UNSUPPORTED]))} that it cannot be converted"
+            )
+        maps = (info.get(AFFINE) or {}) if traits.affine_maps else {}
+        if maps.get("version", AFFINE_VERSION) > AFFINE_VERSION:
+            raise UserError(f"the checkpoint has affine maps of version {maps['version']}; {UPSTREAM}")
+        self.affine_maps: dict[str, Any] = maps.get("params", {})
+
+    def of(self, name: str) -> Rule:
+        """A parameter's rule.
+
+        Raises:
+            UserError: two patterns of a list match it.
+        """
+        affine_map = self._affine_map(name)
+        how, sub_params = self._how(name) if affine_map is None else (AFFINE, None)
+        vocabulary = None
+        if self._matches(VOCABULARY, name):
+            vocabulary = self.info.get("original_vocab_size")
+            if type(vocabulary) is not int:
+                raise UserError(f"{name} is of the vocabulary; expected original_vocab_size, found {vocabulary!r}")
+        return Rule(how, sub_params, affine_map, vocabulary)
+
+    def is_replicated_in_pipeline(self, name: str) -> bool:
+        return any(re.match(pattern, name) for pattern in self.info.get(PIPELINE_REPLICATED, []))
+
+    def _affine_map(self, name: str) -> dict[str, Any] | None:
+        """A map comes before the patterns, which the checkpoint has for earlier releases; they count as used."""
+        found = [pattern for pattern in self.affine_maps if re.match(pattern, name)]
+        if len(found) > 1:
+            raise UserError(f"more than one affine map is of {name}: {', '.join(found)}")
+        if not found:
+            return None
+        for key in LISTS:
+            self._matches(key, name)
+        self._matching_sub_params(name)
+        return dict(self.affine_maps[found[0]])
+
+    def _how(self, name: str) -> tuple[str, SubParams | None]:
+        """In upstream's order: what an earlier list has is not looked up in a later one."""
+        matching = self._matching_sub_params(name)
+        for key in (REPLICATED, AVERAGED, TWO_SUB_PARAMS):
+            if self._matches(key, name):
+                return key, None
+        if matching:
+            return SUB_PARAMS, matching
+        return (ROW_PARALLEL if self._matches(ROW_PARALLEL, name) else ""), None
+
+    def _matches(self, key: str, name: str) -> bool:
+        found = [pattern for pattern in self._patterns(key) if re.match(pattern, name)]
+        if len(found) > 1:
+            raise UserError(f"more than one pattern of {key} matches {name}: {', '.join(found)}")
+        self.unused.difference_update(found)
+        return bool(found)
+
+    def _patterns(self, key: str) -> Sequence[str]:
+        known = key != TWO_SUB_PARAMS or self.traits.two_sub_params
+        return self.info.get(key, []) if known else []
+
+    def _matching_sub_params(self, name: str) -> SubParams | None:
+        for sub_params in self.sub_params:
+            for pattern in sub_params.patterns:
+                if re.match(pattern, name):
+                    self.unused.discard(pattern)
+                    return _with_widths(sub_params, pattern, self.info, self.traits)
+        return None
+
+
+def _sub_params(info: dict[str, Any], traits: Traits) -> Sequence[SubParams]:
+    entries = info.get(SUB_PARAMS, []) if traits.sub_params else []
+    return [SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries]
+
+
+def _with_widths(found: SubParams, pattern: str, info: dict[str, Any], traits: Traits) -> SubParams:
+    """Since version 0.4 of its format a checkpoint says how wide each rank's part of a sub-parameter is."""
+    widths = None
+    if traits.shard_widths and info.get("universal_checkpoint_version", 0.0) >= 0.4:
+        recorded = info.get(SHARD_WIDTHS, {}).get(pattern)
+        if recorded is None:
+            raise UserError(f"expected {SHARD_WIDTHS} of {pattern}, which has sub-parameters; the checkpoint has none")
+        widths = tuple(tuple(shares) for shares in recorded)
+    return SubParams(pattern, found.patterns, found.shape, found.partition_dim, widths)

@@ -1,0 +1,221 @@
+"""Write files of the output: their storages in windows of bounded size, then each file under its own name at once."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_patches.convert.layout import Block
+from ckpt_patches.convert.new_file import PAGE, NewFile, pages
+from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Slice, TorchOutput
+from ckpt_patches.convert.source_files import Access, Sources
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_writer import torch_file
+from ckpt_patches.runtime.unfinished import TEMPORARY, reported
+
+SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place
+COMPARED = 1 << 20  # bytes at once
+# So many files are waited for together: what the disk has to do for one of them it then does for all.
+FILES_TOGETHER = 32
+BYTES_TOGETHER = 64 << 20
+
+Moved = Callable[[int], object]
+Fill = Callable[[Sources, Content, int, memoryview, memoryview], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all files of a conversion have in common."""
+
+    folder: Path  # that they are written to
+    paths: list[Path]  # of the checkpoint's files
+    access: Access
+    bytes_in_flight: int
+    sync: bool = True  # have a file on the disk before it gets its name
+    direct: bool = False  # write past the page cache
+
+
+class Writer:
+    """Writes outputs of a job one by one; `moved` is told of every window of bytes.
+
+    A file has its name when it is on the disk: at the latest after `finish`.
+    """
+
+    def __init__(self, job: Job, sources: Sources, moved: Moved) -> None:
+        self.job, self.sources, self.moved = job, sources, moved
+        # A second buffer takes rows on their way, or the slices that are averaged or compared.
+        memory = pages(max(job.bytes_in_flight, 2 * PAGE))
+        half = len(memory) // PAGE // 2 * PAGE
+        self.buffer, self.rows = memory[:half], memory[half:]
+        # By chance and not by process: those of two containers have the same numbers.
+        self._temporary = f"{TEMPORARY}{os.urandom(4).hex()}-"
+        self._unnamed: list[tuple[NewFile, str, str]] = []  # with their temporary names, and their own
+        self._folders: set[str] = set()  # that are there
+
+    def write(self, output: Output) -> None:
+        """Write a file under a temporary name.
+
+        Raises:
+            UserError: the disk is full, or a file cannot be read.
+        """
+        path = f"{self.job.folder}/{output.name}"  # of a `Path` this takes as long as to write a small file
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/{self._temporary}{name}"
+        with reported(path):
+            if folder not in self._folders:
+                os.makedirs(folder, exist_ok=True)
+                self._folders.add(folder)
+            file = NewFile(temporary, self.buffer, direct=self.job.direct)
+            try:
+                self._fill(file, output)
+            except BaseException:
+                file.close()
+                os.unlink(temporary)
+                raise
+            if isinstance(output, CopiedOutput):
+                shutil.copystat(self.job.paths[output.file], temporary)
+        self._unnamed.append((file, temporary, path))
+        if len(self._unnamed) >= FILES_TOGETHER or sum(file.tell() for file, *_ in self._unnamed) >= BYTES_TOGETHER:
+            self.finish()
+
+    def _fill(self, file: NewFile, output: Output) -> None:
+        if isinstance(output, TorchOutput):
+            with torch_file(file, os.path.basename(output.name).removesuffix(".pt"), output.value) as records:
+                for key, content in output.contents.items():
+                    records.add_storage(key, content.nbytes, self.windows(file, content, output.name))
+        else:
+            self._copy(output, file)
+        file.finish()
+
+    def finish(self) -> None:
+        """Have the files that were written on the disk, and give them their names."""
+        while self._unnamed:
+            file, temporary, path = self._unnamed.pop(0)
+            with reported(path):
+                if self.job.sync:
+                    file.sync()
+                file.close()
+                os.replace(temporary, path)
+
+    def _copy(self, output: CopiedOutput, file: NewFile) -> None:
+        begin = 0
+        while begin < output.nbytes:
+            piece = file.room(output.nbytes - begin)
+            self.sources.read(output.file, begin, piece)
+            begin += file.write(piece)
+            self.moved(len(piece))
+
+    def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
+        """A storage's bytes, in pieces that lie in the file's buffer."""
+        fill = made_by(content.how)
+        begin = 0
+        while begin < content.nbytes:
+            window = file.room(content.nbytes - begin)
+            fill(self.sources, content, begin, window, self.rows)
+            _check_copies(self.sources, content, begin, window, self.rows, name)
+            yield window
+            begin += len(window)
+            self.moved(len(window))
+
+
+def made_by(how: str) -> Fill:
+    """The function that makes a content; `arithmetic` is imported for those only that need it."""
+    if how == "place":
+        return place
+    if how == "zeros":
+        return zeros
+    from ckpt_patches.convert import arithmetic
+
+    fills: dict[str, Fill] = {"averaged": arithmetic.averaged, "float32": arithmetic.as_float32}
+    return fills[how]
+
+
+def _check_copies(
+    sources: Sources, content: Content, begin: int, window: memoryview, rows: memoryview, name: str
+) -> None:
+    """That every slice that holds a part of the window holds the same.
+
+    Raises:
+        UserError: one does not.
+    """
+    size = ITEM_SIZE[content.dtype]
+    copies = content.layout.copies if content.how == "place" else ()
+    for block in copies:
+        for source, target, nbytes in _rows(block.scaled(size), begin, begin + len(window)):
+            found, expected = rows[:nbytes], window[target - begin : target - begin + nbytes]
+            sources.read_slice(content.slices[block.slice], source, found)
+            if not _same(found, expected, content.dtype):
+                raise UserError(
+                    f"{name}: the checkpoint says that tensor-parallel rank {block.slice} holds the same as others of "
+                    "this parameter, and it does not"
+                )
+
+
+def _same(one: memoryview, other: memoryview, dtype: str) -> bool:
+    """Views compare byte by byte; bytes do at once."""
+    if all(bytes(one[at : at + COMPARED]) == bytes(other[at : at + COMPARED]) for at in range(0, len(one), COMPARED)):
+        return True
+    from ckpt_patches.convert import arithmetic
+
+    return arithmetic.equal(one, other, dtype)
+
+
+def place(sources: Sources, content: Content, begin: int, window: memoryview, rows: memoryview) -> None:
+    """Fill a window of the whole parameter, from byte `begin` on, with what the slices hold of it."""
+    size = ITEM_SIZE[content.dtype]
+    for block in content.layout.blocks:
+        slice_ = content.slices[block.slice]
+        if block.count > 1 and block.source_stride == block.length and block.length * size <= SHORT:
+            _place_short_rows(sources, slice_, block.scaled(size), begin, window, rows)
+        else:
+            for source, target, nbytes in _rows(block.scaled(size), begin, begin + len(window)):
+                sources.read_slice(slice_, source, window[target - begin : target - begin + nbytes])
+
+
+def zeros(_sources: Sources, _content: Content, _begin: int, window: memoryview, _rows: memoryview) -> None:
+    """Fill a window with zeros."""
+    window[:] = bytes(len(window))
+
+
+def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Of a block's rows, in bytes, what lies between `begin` and `end` of the target: source, target, length."""
+    for row in range(max(0, (begin - block.target) // block.target_stride), block.count):
+        target = block.target + row * block.target_stride
+        if target >= end:
+            return
+        low, high = max(target, begin), min(target + block.length, end)
+        if low < high:
+            yield block.source + row * block.source_stride + low - target, low, high - low
+
+
+def _place_short_rows(
+    sources: Sources, slice_: Slice, block: Block, begin: int, window: memoryview, rows: memoryview
+) -> None:
+    """Read many rows at once, which follow on one another in the slice, and then put each in its place."""
+    batch: list[tuple[int, int, int]] = []
+    nbytes = 0
+    for row in _rows(block, begin, begin + len(window)):
+        if nbytes + row[2] > len(rows):
+            _scatter(sources, slice_, batch, begin, window, rows[:nbytes])
+            batch, nbytes = [], 0
+        batch.append(row)
+        nbytes += row[2]
+    _scatter(sources, slice_, batch, begin, window, rows[:nbytes])
+
+
+def _scatter(
+    sources: Sources,
+    slice_: Slice,
+    batch: list[tuple[int, int, int]],
+    begin: int,
+    window: memoryview,
+    rows: memoryview,
+) -> None:
+    if not batch:
+        return
+    first = batch[0][0]
+    sources.read_slice(slice_, first, rows)
+    for source, target, nbytes in batch:
+        window[target - begin : target - begin + nbytes] = rows[source - first : source - first + nbytes]

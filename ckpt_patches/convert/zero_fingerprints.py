@@ -1,0 +1,45 @@
+"""The fingerprints of a ZeRO checkpoint: of what a conversion would write, which is not written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_patches.convert import traits
+from ckpt_patches.convert.convert import Options, planned
+from ckpt_patches.convert.new_file import pages
+from ckpt_patches.convert.output_files import Content, TorchOutput
+from ckpt_patches.convert.source_files import Sources
+from ckpt_patches.convert.write import made_by
+from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
+from ckpt_patches.formats import universal
+from ckpt_patches.formats.zero import STATES
+
+
+def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
+    """Of every parameter, whole, in the order of their names: what ranks share is put together as a conversion does.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of a kind that is not converted.
+    """
+    plan = planned(path, traits.installed()[0], Options(trust_checkpoint=trust, inject_missing_state=True))
+    outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
+    outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
+    with Sources([file.path for file in plan.files]) as sources:
+        for name in sorted(outputs):
+            folder, _, file = name.rpartition("/")
+            state = file.removesuffix(".pt")
+            if folder.startswith(f"{universal.FOLDER}/") and state in STATES:
+                tensor = universal.tensor_of(outputs[name].value)
+                assert tensor is not None, name  # it is what the plan is made of
+                content = outputs[name].contents[tensor.storage.key]
+                value = of_blocks(_windows(sources, content), tensor.dtype)
+                parameter = folder.removeprefix(f"{universal.FOLDER}/")
+                yield Fingerprint(parameter, state_named(state), tensor.numel, value)
+
+
+def _windows(sources: Sources, content: Content) -> Iterator[memoryview]:
+    """All bytes of a parameter's state, in order, one block after another in the same memory."""
+    fill, memory, rows = made_by(content.how), pages(BLOCK), pages(BLOCK)
+    for begin in range(0, content.nbytes, BLOCK):
+        window = memory[: min(BLOCK, content.nbytes - begin)]
+        fill(sources, content, begin, window, rows)
+        yield window

@@ -1,0 +1,157 @@
+"""The command `ckpt-patches fingerprint`. Its work is imported when it is run: it needs NumPy, others do not."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.options import add_trust, described
+
+if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.offline import Checked
+    from ckpt_patches.fingerprint.states import Difference, Fingerprint, OfZero
+
+SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
+
+exit status: 0 all checksums are equal to those compared with, 1 some differ, 2 a checkpoint cannot be read"""
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
+    """Add it to the command line."""
+    command = commands.add_parser(
+        "fingerprint",
+        help="print a layout-independent checksum of every tensor",
+        **described(
+            "Print a 64-bit checksum of the main parameter and of each moment of every parameter in a DeepSpeed "
+            "checkpoint (ZeRO or universal), or of every tensor in a Megatron checkpoint (torch_dist or zarr). Equal "
+            "values have equal checksums in every layout.",
+            "ckpt-patches fingerprint out/global_step1000",
+            "ckpt-patches fingerprint ckpt/iter_0001000 --against migrated/iter_0001000",
+            after=AFTER,
+        ),
+    )
+    command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder, like global_step1000")
+    command.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
+    command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
+    add_trust(command)
+    command.set_defaults(run=lambda options: run(options, of_zero))
+
+
+def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
+    """Run the command; the exit status."""
+    try:
+        import ckpt_patches.fingerprint.states  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"a fingerprint needs {error.name}, which is not installed: pip install {error.name}") from None
+    found, checked = _read(options.path, options.trust_checkpoint, of_zero)
+    if options.against is None:
+        _print(found, checked, as_json=options.json)
+        if checked is None:
+            print(f"{options.path}: no recorded fingerprints, nothing was compared", file=sys.stderr)
+        return 1 if checked is not None and checked.differences else 0
+    return _compare(options, found, _read(options.against, options.trust_checkpoint, of_zero)[0])
+
+
+def _read(path: Path, trust: bool, of_zero: "OfZero") -> "tuple[list[Fingerprint], Checked | None]":
+    """What the files have, and whether that is what the run has recorded; None where it has recorded nothing."""
+    from ckpt_patches.fingerprint import megatron_files, universal_states
+    from ckpt_patches.formats import megatron_torch
+    from ckpt_patches.formats.universal import is_universal
+
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder, expected that of a checkpoint")
+    if is_universal(path):
+        return _of_deepspeed(path, list(universal_states.fingerprints(path, trust=trust)))
+    if megatron_files.is_megatron(path):
+        return _of_megatron(path)
+    if megatron_torch.folders(path):
+        return _of_megatron_torch(path)
+    return _of_deepspeed(path, list(of_zero(path, trust)))
+
+
+def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> "tuple[list[Fingerprint], Checked | None]":
+    from ckpt_patches.fingerprint import offline, record_files
+
+    plain = record_files.of_deepspeed(path)
+    return found, None if plain is None else offline.check(plain, found)
+
+
+def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+    from ckpt_patches.fingerprint import buckets, megatron_files, offline, record_files
+    from ckpt_patches.formats.megatron_names import is_bucket
+
+    stored, plain = megatron_files.read(path), record_files.of_megatron(path)
+    found = list(megatron_files.fingerprints(path, stored))
+    in_buckets = list(offline.of_buckets(plain, partial(buckets.in_distributed, path, stored)))
+    left_out = megatron_files.left_out(stored)
+    _say_what_has_none(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
+    found += in_buckets
+    return found, None if plain is None else offline.check(plain, found)
+
+
+def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+    """Of the states alone: parameters are those of each rank, by the rank's folder."""
+    from ckpt_patches.fingerprint import offline
+
+    ranks = list(offline.of_torch(path))
+    if all(one.plain is None for one in ranks):
+        raise UserError(
+            f"{path}: expected a record of the run in the `torch` format (CKPT_PATCHES_FINGERPRINT=1), found none, and "
+            "the files themselves do not say where parameters begin in the buffers"
+        )
+    found = [own._replace(parameter=f"{one.label}{own.parameter}") for one in ranks for own in one.found]
+    return found, offline.together([one.checked() for one in ranks])
+
+
+def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
+    for why, count in Counter(left_out.values()).items():
+        example = next(name for name, its in left_out.items() if its == why)
+        tensors = f"{count} tensors have" if count > 1 else "1 tensor has"
+        print(f"{path}: {tensors} no fingerprint, as {example}: {why}", file=sys.stderr)
+
+
+def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bool) -> None:
+    if as_json:
+        rows = [{**one._asdict(), "value": one.hexadecimal} for one in found]
+        recorded = None if checked is None else _as_json(checked)
+        print(json.dumps({"schema": SCHEMA, "fingerprints": rows, "recorded": recorded}, indent=1))
+        return
+    width = max((len(one.parameter) for one in found), default=0)
+    for one in found:
+        print(f"{one.hexadecimal}  {one.parameter:{width}}  {one.state:10}  {one.numel:>14,} elements")
+    if checked is None:
+        return
+    for each in checked.differences:
+        print(f"{each.parameter}  {each.state}  not as recorded: {each.what}")
+    for what, why in checked.unchecked.items():
+        print(f"{what}  not compared: {why}")
+    print(checked.sentence())
+
+
+def _as_json(checked: "Checked") -> dict[str, object]:
+    return {**checked._asdict(), "differences": [each._asdict() for each in checked.differences]}
+
+
+def _comparison(one: "list[Fingerprint]", found: "list[Difference]") -> dict[str, object]:
+    return {"schema": SCHEMA, "compared": len(one), "differences": [each._asdict() for each in found]}
+
+
+def _compare(options: argparse.Namespace, one: "list[Fingerprint]", other: "list[Fingerprint]") -> int:
+    from ckpt_patches.fingerprint.states import differences
+
+    found = differences(one, other)
+    if options.json:
+        print(json.dumps(_comparison(one, found), indent=1))
+    elif found:
+        for each in found:
+            print(f"{each.parameter}  {each.state}  {each.what}")
+        print(f"{len(found)} of {len(one)} states differ: {options.path} and {options.against}")
+    else:
+        parameters = len({each.parameter for each in one})
+        print(f"equal: {len(one)} states of {parameters} parameters in {options.path} and {options.against}")
+    return 1 if found else 0

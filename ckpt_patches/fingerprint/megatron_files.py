@@ -1,0 +1,125 @@
+"""The fingerprints of Megatron's distributed checkpoints, torch_dist and zarr: of every tensor, as it is named there.
+
+Its place in a tensor is the same in all of these formats, whatever the parallelism of the run that saved. Layers that
+are stacked into one tensor are one. Buckets are left out: which of their elements are padding, and where parameters
+begin, is not in the checkpoint.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint.boxes import Box, of_box
+from ckpt_patches.fingerprint.element_hash import MODULUS
+from ckpt_patches.fingerprint.states import FLOATS, Fingerprint, bits_of, blocks, state_named
+from ckpt_patches.formats import torch_dist, zarr
+from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
+from ckpt_patches.formats.ranged import RangedFiles
+
+Stored = Mapping[str, torch_dist.Tensor | zarr.Array]  # what a checkpoint says of its tensors, by name
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a folder is one of these checkpoints."""
+    return (path / torch_dist.INDEX).exists() or bool(zarr.arrays(path))
+
+
+def read(path: Path) -> Stored:
+    """What a checkpoint has; no element is read.
+
+    Raises:
+        UserError: its index or an array's metadata is damaged, or of a kind that is not read.
+    """
+    if (path / torch_dist.INDEX).exists():
+        return torch_dist.read_index(path).tensors
+    return {array.name: array for array in map(zarr.read_array, zarr.arrays(path))}
+
+
+def left_out(stored: Stored) -> dict[str, str]:
+    """The names of tensors that have none, and why not."""
+    why = {name: _why_none(name, tensor.dtype) for name, tensor in sorted(stored.items())}
+    return {name: reason for name, reason in why.items() if reason}
+
+
+def _why_none(name: str, dtype: str) -> str | None:
+    if is_bucket(name):
+        return "a bucket, and where parameters begin in it is not in the checkpoint"
+    return None if dtype in FLOATS else f"elements of {dtype}, expected {', '.join(FLOATS)}"
+
+
+def fingerprints(path: Path, stored: Stored) -> Iterator[Fingerprint]:
+    """Of every tensor but for those that are left out, in the order of their names.
+
+    Raises:
+        UserError: the checkpoint is damaged, or a chunk is missing.
+    """
+    with RangedFiles() as files:
+        for name, tensor in sorted(stored.items()):
+            if not _why_none(name, tensor.dtype):
+                yield fingerprint(files, path, tensor)
+
+
+def fingerprint(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> Fingerprint:
+    """Of one tensor that has one; raises as `fingerprints`."""
+    return Fingerprint(*parameter_and_state(tensor.name), *_of_tensor(files, path, tensor))
+
+
+def parameter_and_state(name: str) -> tuple[str, str]:
+    """Of a tensor's name: `optimizer.state.exp_avg.decoder.weight` is the state exp_avg of decoder.weight."""
+    before, found, rest = name.partition(OPTIMIZER_STATE)
+    state, _, parameter = rest.partition(".")
+    return (f"{before}{parameter}", state_named(state)) if found and parameter else (name, "model")
+
+
+def _of_tensor(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> tuple[int, int]:
+    """Its number of elements, and what they come to."""
+    return _of_zarr(files, tensor) if isinstance(tensor, zarr.Array) else _of_torch_dist(files, path, tensor)
+
+
+def _of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> tuple[int, int]:
+    found, numel = 0, 0
+    for offsets in tensor.chunks:
+        if offsets not in tensor.places:
+            raise UserError(f"{path}: the index has no place of the chunk {list(offsets)} of {tensor.name}")
+        box, first, count = _of_chunk(tensor, offsets)
+        header = torch_dist.read_chunk(files, path, tensor, offsets).value
+        file = path / tensor.places[offsets].file
+        found += _of_file(files, file, header.offset, tensor.dtype, box, first, count)
+        numel += count
+    expected = math.prod(tensor.whole or tensor.size)
+    if numel != expected:
+        raise UserError(f"{path}: expected {expected:,} elements of {tensor.name}, found {numel:,}")
+    return numel, found % MODULUS
+
+
+def _of_chunk(tensor: torch_dist.Tensor, offsets: torch_dist.Offsets) -> tuple[Box, int, int]:
+    """The box that a chunk lies in, its first element there, and how many it has; a flattened one is no box itself."""
+    if tensor.whole is None:
+        box = Box(offsets, tensor.chunks[offsets], tensor.size)
+        return box, 0, box.numel
+    grid = tensor.size[: len(tensor.whole)]
+    local = tuple(size // parts for size, parts in zip(tensor.whole, grid, strict=True))
+    begin = tuple(index * size for index, size in zip(offsets, local, strict=False))
+    return Box(begin, local, tensor.whole), offsets[-1], tensor.chunks[offsets][-1]
+
+
+def _of_zarr(files: RangedFiles, array: zarr.Array) -> tuple[int, int]:
+    if any(size % chunk for size, chunk in zip(array.shape, array.chunks, strict=True)):
+        raise UserError(f"{array.path}: expected chunks {list(array.chunks)} to divide {list(array.shape)}")
+    found = 0
+    for offsets, label in array.places():
+        box = Box(offsets, array.chunks, array.shape)
+        found += _of_file(files, array.path / label, 0, array.dtype, box, 0, box.numel)
+    return math.prod(array.shape), found % MODULUS
+
+
+def _of_file(files: RangedFiles, path: Path, offset: int, dtype: str, box: Box, first: int, count: int) -> int:
+    """Of `count` elements that lie in a file from a byte on, of a box from its element `first` on."""
+    found = 0
+    for block in blocks(files, path, offset, count * item_size(dtype)):
+        bits = bits_of(block, dtype)
+        found += of_box(bits, first, box)
+        first += len(bits)
+    return found

@@ -1,0 +1,118 @@
+"""What the import hook says in a job's log: one line on what is active, a warning for each fix that is not."""
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ckpt_patches import __version__
+from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
+from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
+from ckpt_patches.engine.registry import EVERYTHING, SWITCHED, TARGETS
+from ckpt_patches.errors import StrictModeError
+from ckpt_patches.runtime.ranks import is_rank_zero
+
+if TYPE_CHECKING:
+    from ckpt_patches import Switches
+
+logger = logging.getLogger("ckpt_patches")
+# What this process has logged.
+_logged: set[str] = set()
+
+
+def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None:
+    """Say on rank 0 what is active in a tree, once a process group, and warn of what is not.
+
+    `at_exit`: on stderr, as logging is shut down by then.
+
+    Raises:
+        StrictModeError: something is not, in strict mode; on every rank.
+    """
+    if not at_exit:
+        _announce(plan)
+    messages = [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
+    for message in messages:
+        _warn(message, at_exit)
+    if messages and switches.mode == "strict":
+        raise StrictModeError(messages[0])
+
+
+def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
+    """Warn that a module is loaded without its fixes, whichever they are; in strict mode raise StrictModeError."""
+    names = fixes_for(TARGETS[module], switches.skip, switches.overlays)
+    fixes = [name for name in names if module in EVERYTHING[name]]
+    if not fixes:
+        return
+    message = (
+        f"{', '.join(fixes)} NOT active: {module} ({path}): {error}. The bug may be there: install "
+        f"{module.split('.')[0]} with its source files, or set CKPT_PATCHES_SKIP={','.join(fixes)} to go on without"
+    )
+    _warn(message, at_exit)
+    if switches.mode == "strict":
+        raise StrictModeError(message) from error
+
+
+def mismatch(plan: TreePlan, result: FixResult) -> str:
+    """The message for a fix that does not run."""
+    page = next((page for page, parts in SWITCHED.items() if result.name in parts), result.name)
+    return (
+        f"the fix {result.name} is NOT active on {_upstream(plan)}: {result.reason}. The bug may be there: see "
+        f"`ckpt-patches explain {page}`; report a release that it does not match, or set "
+        f"CKPT_PATCHES_SKIP={result.name} to go on without it"
+    )
+
+
+def _announce(plan: TreePlan) -> None:
+    """Log what is active in a tree, once a process, and not in the workers of a data loader."""
+    upstream = _upstream(plan)
+    if upstream in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
+        return
+    _logged.add(upstream)
+    none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
+    active = ", ".join(plan.named(Outcome.APPLIES)) or none
+    _say(logging.INFO, f"training-checkpoint-patches {__version__} on {upstream}: {active}")
+
+
+def _warn(message: str, at_exit: bool) -> None:
+    """One warning, on rank 0 alone, once a process."""
+    if is_rank_zero(os.environ) and message not in _logged:
+        _logged.add(message)
+        if at_exit:
+            _print(logging.WARNING, message)
+        else:
+            _say(logging.WARNING, message)
+
+
+def _is_worker() -> bool:
+    """Whether this is a daemon of `multiprocessing`, as a data loader starts; a rank that it starts is none."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and bool(process.current_process().daemon)
+
+
+def _upstream(plan: TreePlan) -> str:
+    return f"{DISTRIBUTIONS[plan.package]} {version_in(plan.root, plan.package)} ({plan.root})"
+
+
+def _enabled(level: int) -> bool:
+    return not _is_set_up() or logger.isEnabledFor(level)
+
+
+def _is_set_up() -> bool:
+    """Whether the program has set up logging, and has not switched off all loggers that were there before."""
+    return logger.hasHandlers() and not logger.disabled
+
+
+def _say(level: int, message: str) -> None:
+    """Log it; where nobody has set up logging yet, which is so while modules are imported, on stderr."""
+    if not _is_set_up():
+        _print(level, message)
+        return
+    try:
+        logger.log(level, message)
+    except Exception as error:  # of a handler of the program's: an import must not fail for it
+        _print(level, f"{message} ({type(error).__name__} in a logging handler: {error})")
+
+
+def _print(level: int, message: str) -> None:
+    if sys.stderr is not None:
+        print(f"[{logger.name}] {logging.getLevelName(level)}: {message}", file=sys.stderr)

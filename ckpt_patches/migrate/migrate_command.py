@@ -1,0 +1,150 @@
+"""The command `ckpt-patches migrate`. Its work is imported when it is run: it needs NumPy, others do not."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.runtime.options import MANY, add_distributed, add_no_sync, add_trust, add_workers, described
+from ckpt_patches.runtime.units import in_bytes
+
+if TYPE_CHECKING:
+    from ckpt_patches.migrate.migrate import Options, Summary
+    from ckpt_patches.migrate.migration_plan import Plan
+
+MOST_SHOWN = 10  # findings
+SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW.unfinished, and the same
+command continues from there.
+
+exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated or nothing to do (a line names
+the reason), 130 interrupted"""
+
+
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add it to the command line."""
+    migrate = commands.add_parser(
+        "migrate",
+        help="convert an old Megatron checkpoint for megatron-core 0.16 and later",
+        **described(
+            "Convert a checkpoint that megatron-core up to 0.15 wrote (zarr, or optimizer state in flattened ranges) "
+            "to one that 0.16 and later load and resume from, bit for bit.",
+            "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run",
+            "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000",
+            "torchrun --nproc-per-node 4 -m ckpt_patches migrate OLD --output NEW",
+            after=AFTER,
+        ),
+    )
+    migrate.add_argument("path", type=Path, metavar="OLD", help="the checkpoint's folder, like iter_0001000")
+    migrate.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
+    migrate.add_argument("--dry-run", action="store_true", help="print the plan, and write nothing")
+    migrate.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
+    migrate.add_argument(
+        "--step", type=_step, metavar="N", help="the optimizer's step, where parameter groups have different ones"
+    )
+    migrate.add_argument(
+        "--damaged-as-is", action="store_true", help="migrate although elements are damaged: they stay as they are"
+    )
+    add_trust(migrate)
+    add_workers(migrate, many=MANY)
+    add_no_sync(migrate)
+    add_distributed(migrate)
+    migrate.set_defaults(run=run)
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of steps, found {text!r}")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Migrate, or show what would be done; the exit status."""
+    try:
+        from ckpt_patches.migrate import migrate, old_checkpoint
+    except ModuleNotFoundError as error:
+        raise UserError(f"migrate needs {error.name}, which is not installed: pip install {error.name}") from None
+    from ckpt_patches.runtime.distributed import joined
+    from ckpt_patches.runtime.processes import WorkerDefect
+
+    try:
+        if options.dry_run:
+            _, planned = migrate.prepare(options.path, options.step, trust=options.trust_checkpoint)
+            found = _plan_as_json(planned) if options.json else _plan_as_text(planned)
+        else:
+            old_checkpoint.check(options.path)  # before torch is imported, and waited for other ranks
+            with joined(options.distributed, _say) as ranks:
+                summary = migrate.migrate(options.path, options.output, _chosen(options), ranks=ranks, warn=_say)
+            if ranks.rank:
+                return 0
+            found = _summary_as_json(summary) if options.json else _summary_as_text(summary)
+    except migrate.DamagedError as error:
+        _say(str(error))
+        return 1
+    except (OSError, WorkerDefect) as error:
+        raise UserError(one_line(error)) from None
+    print(found)
+    return 0
+
+
+def _chosen(options: argparse.Namespace) -> "Options":
+    from ckpt_patches.migrate.migrate import Options
+
+    return Options(
+        workers=options.workers,
+        step=options.step,
+        damaged_as_is=options.damaged_as_is,
+        trust=options.trust_checkpoint,
+        sync=options.sync,
+    )
+
+
+def _say(message: str) -> None:
+    print(f"ckpt-patches: {message}", file=sys.stderr)
+
+
+def _plan_as_text(planned: "Plan") -> str:
+    """A table: what becomes of which tensors."""
+    rows = [("", "of the source", "becomes", "tensors", "size")]
+    rows += [(row.what, row.source, row.target, str(row.tensors), in_bytes(row.nbytes)) for row in planned.rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    kind = f"{planned.source_type or 'not distributed'} -> {planned.target_type or 'the same'}"
+    last = f"optimizer's state: {kind}; {in_bytes(planned.nbytes)} in {len(planned.files)} files; nothing was written"
+    return "\n".join([*lines, *(f"note: {warning}" for warning in planned.warnings), last])
+
+
+def _plan_as_json(planned: "Plan") -> str:
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "source_type": planned.source_type,
+        "target_type": planned.target_type,
+        "bytes": planned.nbytes,
+        "files": [file.name for file in planned.files],
+        "rows": [dataclasses.asdict(row) for row in planned.rows],
+        "notes": list(planned.warnings),
+    }
+    return json.dumps(content, indent=1)
+
+
+def _summary_as_text(summary: "Summary") -> str:
+    before = f" ({summary.files_before} were there already)" if summary.files_before else ""
+    written = f"{in_bytes(summary.bytes)} in {summary.files} files{before}"
+    kind = f"{summary.source_type or 'weights'} -> {summary.target_type or 'torch_dist'}"
+    lines = [
+        f"{found.kind.severity}: {found.kind.name} {found.array} {found.shard} {found.detail}".rstrip()
+        for found in summary.findings[:MOST_SHOWN]
+    ]
+    more = len(summary.findings) - MOST_SHOWN
+    lines += [f"and {more} more findings: ckpt-patches audit lists them"] if more > 0 else []
+    verdict = f", {summary.verdict}" if summary.verdict else ""
+    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning)"
+    return "\n".join([*lines, f"{summary.output}: {kind}{verdict}, {written}, {times}"])
+
+
+def _summary_as_json(summary: "Summary") -> str:
+    findings = [{**dataclasses.asdict(own), "kind": own.kind.name} for own in summary.findings]
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(summary), "findings": findings})
