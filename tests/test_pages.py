@@ -8,6 +8,8 @@ It has to exit with 0. The commands find
     TREE         a git checkout of megatron-core 0.16.1
     CHECKPOINTS  a folder with a checkpoint of a real DeepSpeed run
     OLD          a Megatron checkpoint of the form that releases before 0.16 saved
+    DAMAGED      a zarr checkpoint of a real run that lost slices, and OLDER, a complete one of the same run
+    COMMIT       the commit of REPO
 """
 
 import os
@@ -24,6 +26,8 @@ import pytest
 import installs
 import old_checkpoints
 import zero_checkpoints
+from ckpt_patches.audit.audit import DAMAGED, audit
+from megatron_checkpoints import ZARR, written
 from upstream import REPOSITORY, tree
 
 pytestmark = pytest.mark.slow
@@ -60,9 +64,10 @@ def matches(shown: str, printed: str) -> bool:
     return bool(re.fullmatch(pattern, "\n".join(line.rstrip() for line in printed.strip("\n").split("\n"))))
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
-    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def committed(folder: Path) -> Path:
@@ -81,6 +86,8 @@ def world(tmp_path: Path) -> dict[str, str]:
     committed(upstream)
     checkpoint = zero_checkpoints.trained("0.19.8", "stage1")["stage1"]
     shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
+    runs = written(ZARR)
+    damaged = next(path for path in runs.raced if audit(path).verdict == DAMAGED)
     old = old_checkpoints.flattened(tmp_path / "old", {"weight": (8, 6)})[0].write(old_checkpoints.settings())
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
@@ -100,6 +107,9 @@ def world(tmp_path: Path) -> dict[str, str]:
         "TREE": str(upstream),
         "CHECKPOINTS": str(tmp_path / "checkpoints" / "run1"),
         "OLD": str(old),
+        "DAMAGED": str(damaged),
+        "OLDER": str(runs.whole[-1]),
+        "COMMIT": git(source, "rev-parse", "HEAD"),
         "NO_COLOR": "1",
     }
 
@@ -123,6 +133,25 @@ def test_the_commands_of_a_page(page: Path, world: dict[str, str], tmp_path: Pat
         assert not command.output or matches(command.output, printed), (
             f"{command.text}\nshown:\n{command.output}\nprinted:\n{printed}"
         )
+
+
+NOT_RUN = {
+    "fingerprint": "trains with Megatron-LM's own script, which no package on the index has",
+    "upstream_suites": "clones upstream's repositories",
+    "ds_to_universal": "srun and mpirun: a cluster",
+}
+
+
+@pytest.mark.parametrize(
+    "page", [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))], ids=lambda p: p.stem
+)
+def test_a_block_of_commands_is_run_or_cannot_run_here(page: Path) -> None:
+    """Blocks without a language are commands; a page with one that is not run has its reason here."""
+    opened = re.findall(r"^```([^\n]*)\n.*?^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    shown = {
+        language for language in opened if not language.startswith(("console run", "text", "python", "dockerfile"))
+    }
+    assert shown <= ({""} if page.stem in NOT_RUN else set())
 
 
 def test_output_is_compared() -> None:
