@@ -101,7 +101,7 @@ def _filled(root: Path, template: str, values: dict[str, str]) -> str:
 
 def _with_entry(changes: str, name: str) -> str:
     before, heading, after = changes.partition(UNRELEASED)
-    kind, entry = "\n### Fixed\n", f"- What was wrong before: `{name}`.\n"
+    kind, entry = "\n### Fixed\n", f"- Added `{name}`: what it changes, and in which releases.\n"
     if after.startswith(kind):
         return f"{before}{heading}{kind}{entry}{after.removeprefix(kind)}"
     return f"{before}{heading}{kind}{entry}{after}"
