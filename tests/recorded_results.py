@@ -81,22 +81,6 @@ def ranges(versions: Iterable[str], known: Sequence[str]) -> str:
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]}{EN_DASH}{run[-1]}" for run in runs)
 
 
-def table_rows(cells: Mapping[tuple[str, str], str], known: Sequence[str]) -> list[tuple[str, str, str]]:
-    """The rows of a table: names, ranges of releases, and the cell that they share.
-
-    Args:
-        cells: by name and release.
-        known: all releases, oldest first.
-    """
-    releases: dict[tuple[str, str], list[str]] = {}
-    for (name, version), cell in cells.items():
-        releases.setdefault((name, cell), []).append(version)
-    names: dict[tuple[str, str], list[str]] = {}
-    for (name, cell), versions in releases.items():
-        names.setdefault((ranges(versions, known), cell), []).append(name)
-    return [(", ".join(of_row), versions, cell) for (versions, cell), of_row in names.items()]
-
-
 def _for_any_release(test: str, version: str) -> str:
     name, bracket, parameters = test.partition("[")
     general = name + bracket + parameters.replace(version, ANY)

@@ -1,14 +1,15 @@
 """A resume is exact: every optimizer, checkpoint format and release, at the same and at another data-parallel size.
 
-What the runs find is the table of docs/resume.md.
+What the runs find is a table of docs/resume.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import generated
 import resume_table
 from megatron_resumes import SOME_HYBRID, inner_optimizers, refused_by_upstream, resumes
 from recorded_results import EN_DASH, read
@@ -52,8 +53,14 @@ def test_a_resume_is_exact(
 @pytest.mark.skipif(all_releases(), reason="such a run writes the record anew, and then the page")
 def test_the_page_is_that_of_the_record() -> None:
     page = resume_table.PAGE.read_text(encoding="utf-8")
-    assert page.startswith(resume_table.page(read(resume_table.RECORD))), "make compatibility"
-    assert resume_table.across(read(resume_table.ACROSS)) in page, "make compatibility"
+    assert generated.filled(page, resume_table.blocks()) == page, "make compatibility"
+
+
+def test_every_combination_was_run_at_both_sizes_with_the_fixes_and_without() -> None:
+    rows = [row for found in read(resume_table.RECORD).values() for row in found]
+    keys = ("version", "inner", "optimizer", "format")
+    runs = {(*(row[key] for key in keys), row["ranks"], row["delivery"]) for row in rows}
+    assert runs == {(*run[:4], ranks, how) for run in runs for ranks in (2, 4) for how in ("none", "hook")}
 
 
 def test_rounding_of_another_split_is_not_taken_for_a_loss() -> None:
@@ -68,32 +75,34 @@ def test_rounding_of_another_split_is_not_taken_for_a_loss() -> None:
     )
 
 
-def test_the_page_says_what_was_found_and_nothing_else() -> None:
-    row = {"version": "0.16.1", "inner": "fused", "optimizer": "hybrid-1.0", "format": "torch"}
-    found = [
-        {**row, "ranks": 2, "delivery": "none", "result": "load died: KeyError: 'step'"},
-        {**row, "ranks": 2, "delivery": "hook", "result": "bit-equal"},
-        {**row, "ranks": 4, "delivery": "hook", "result": "bit-equal"},
-        {**row, "format": "other", "ranks": 2, "delivery": "hook", "result": "differs by 0.1"},
+def rows_of(results: Mapping[str, str], **found: object) -> list[dict[str, Any]]:
+    """A row for each release."""
+    row = {"inner": "fused", "optimizer": "plain", "format": "torch", "ranks": 2, "delivery": "none"}
+    return [{**row, **found, "version": version, "result": result} for version, result in results.items()]
+
+
+def test_the_table_has_what_was_found_and_nothing_else() -> None:
+    """Releases with the same results are ranges, optimizers with the same results one row."""
+    results = {"0.15.3": "bit-equal", "0.16.0": "bit-equal", "0.16.1": "load died: KeyError: 'step'"}
+    rows = [row for name in ("plain", "precision-aware") for row in rows_of(results, optimizer=name)]
+    rows += rows_of({"0.17.0": "differs by 0.1"}, optimizer="hybrid-1.0-overlap", format="dp_reshardable")
+    blocks = resume_table.megatron({"test": rows})
+    assert blocks["megatron-core without"].splitlines()[2:] == [
+        f"| fused / fused + precision-aware | exact 0.15.3{EN_DASH}0.16.0; KeyError 0.16.1 |  |",
+        "| fused + offload |  | differs |",
     ]
-    page = resume_table.page({"test": found})
-    assert "| fused | hybrid-1.0 | 0.16.1 | exact (upstream: KeyError / not run) |" in page.partition("## other")[0]
-    assert "| fused | hybrid-1.0 | 0.16.1 | **differs by 0.1** / not run (upstream: not run) |" in page
-    assert "0.15.3" not in page
 
 
-def test_releases_and_optimizers_with_the_same_results_share_a_row() -> None:
-    results = {"0.15.3": "bit-equal", "0.16.0": "bit-equal", "0.16.1": "differs by 0.1", "0.17.0": "bit-equal"}
+def test_what_is_not_exact_with_the_fixes_is_listed() -> None:
     rows = [
-        {"inner": "fused", "optimizer": optimizer, "format": "torch", "ranks": ranks, "delivery": delivery}
-        | {"version": version, "result": result}
-        for version, result in results.items()
-        for optimizer in ("hybrid-1.0", "plain")
-        for ranks in (2, 4)
-        for delivery in ("none", "hook")
+        *rows_of({"0.16.0": "bit-equal", "0.16.1": "differs by 0.1"}, delivery="hook"),
+        *rows_of({"0.16.0": "bit-equal"}, delivery="hook", format="dp_reshardable"),
+        *rows_of({"0.9.0": "refused: as upstream does"}, delivery="hook", inner="torch"),
     ]
-    lines = [line for line in resume_table.page({"test": rows}).splitlines() if line.startswith("| fused")]
+    lines = resume_table.megatron({"test": rows})["megatron-core"].splitlines()
     assert lines == [
-        f"| fused | plain, hybrid-1.0 | 0.15.3{EN_DASH}0.16.0, 0.17.0 | exact |",
-        "| fused | plain, hybrid-1.0 | 0.16.1 | **differs by 0.1** (upstream: differs) |",
+        f"**With the fixes**, 0.9.0, 0.16.0{EN_DASH}0.16.1: exact, except",
+        "",
+        "- **differs**: fused, torch: 0.16.1",
+        "- *refused*: torch: 0.9.0",
     ]

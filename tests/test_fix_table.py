@@ -8,6 +8,7 @@ import pytest
 
 import compatibility
 import fix_tables
+import generated
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
 from ckpt_patches.engine.fix import Fix
@@ -143,12 +144,12 @@ def test_the_row_of_a_fix_is_current(path: Path, name: str) -> None:
 @pytest.mark.parametrize("path", PAGES)
 def test_the_table_of_a_page_is_in_order_and_has_nothing_else(path: Path) -> None:
     page = path.read_text()
-    shown = page.partition(f"{fix_tables.BEGIN}\n")[2].partition(fix_tables.END)[0].splitlines()
-    current = fix_tables.PAGES[path]().splitlines()
-    assert shown == [line for line in current if line in shown]
-    assert fix_tables.render(fix_tables.render(page, "stale"), "\n".join(shown)) == page
+    shown = generated.block(page, fix_tables.BLOCK)
+    assert shown == [line for line in fix_tables.PAGES[path]().splitlines() if line in shown]
+    stale = generated.filled(page, {fix_tables.BLOCK: "stale"})
+    assert generated.filled(stale, {fix_tables.BLOCK: "\n".join(shown)}) == page
 
 
 def test_a_page_without_the_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="found 0 pairs"):
-        fix_tables.render("# A page\n", "")
+        generated.filled("# A page\n", {fix_tables.BLOCK: ""})

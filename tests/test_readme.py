@@ -46,7 +46,7 @@ def test_the_table_of_bugs_has_four_columns_and_the_command_for_one_release() ->
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert {row.replace("\\|", "").count("|") for row in rows} == {5}
     assert "`ckpt-patches list --for megatron-core==0.16.1`" in section
-    assert fix_tables.BEGIN in section
+    assert f"<!-- {fix_tables.BLOCK}: begin -->" in section
 
 
 def test_the_end_has_support_reports_security_and_affiliation_in_order() -> None:

@@ -1,0 +1,50 @@
+"""The parts of pages that programs write from records, between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ckpt_patches.runtime.durable import replace_durably
+from upstream import RELEASES
+
+# Releases, oldest first.
+KNOWN = {
+    distribution: [release.version for release in RELEASES if release.distribution == distribution]
+    for distribution in ("megatron-core", "deepspeed")
+}
+
+
+def filled(page: str, blocks: Mapping[str, str]) -> str:
+    """A page with the text of each block between its markers.
+
+    Raises:
+        ValueError: the page does not have both markers of a block, once each and in order.
+    """
+    for name, text in blocks.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        page, count = re.subn(f"(?s)(?<={begin}\n).*?(?={end})", lambda _, text=text: f"{text}\n", page)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"expected one {begin} and, on a later line, {end}; found {count} pairs")
+    return page
+
+
+def block(page: str, name: str) -> list[str]:
+    """The lines between the markers of a block."""
+    return page.partition(f"<!-- {name}: begin -->\n")[2].partition(f"<!-- {name}: end -->")[0].splitlines()
+
+
+def write(path: Path, blocks: Mapping[str, str]) -> None:
+    """Bring the blocks of a page up to date."""
+    replace_durably(path, filled(path.read_text(encoding="utf-8"), blocks).encode())
+    print(f"wrote {path}")
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    columns = list(heads)
+    return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
+
+
+def line(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
