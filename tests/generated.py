@@ -1,6 +1,5 @@
 """The parts of pages that programs write from records, between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,10 +20,12 @@ def filled(page: str, blocks: Mapping[str, str]) -> str:
         ValueError: the page does not have both markers of a block, once each and in order.
     """
     for name, text in blocks.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        page, count = re.subn(f"(?s)(?<={begin}\n).*?(?={end})", lambda _, text=text: f"{text}\n", page)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"expected one {begin} and, on a later line, {end}; found {count} pairs")
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not ended or begin in after:
+            raise ValueError(f"expected one {begin.strip()} and, on a later line, one {end}")
+        page = f"{before}{begin}{text}\n{end}{after}"
     return page
 
 

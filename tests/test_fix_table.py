@@ -151,5 +151,5 @@ def test_the_table_of_a_page_is_in_order_and_has_nothing_else(path: Path) -> Non
 
 
 def test_a_page_without_the_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="found 0 pairs"):
+    with pytest.raises(ValueError, match="expected one <!-- fixes: begin -->"):
         generated.filled("# A page\n", {fix_tables.BLOCK: ""})

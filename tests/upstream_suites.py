@@ -24,11 +24,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import generated
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.registry import FIXES
@@ -36,7 +38,6 @@ from upstream import PROGRAMS, REPOSITORY, tree
 
 RECORD = REPOSITORY / "tests" / "recorded" / "upstream_suites.json"
 PAGE = REPOSITORY / "docs" / "upstream_suites.md"
-BEGIN, END = "<!-- run: by `tests/upstream_suites.py` -->", "<!-- run: end -->"
 
 SIDES = ("without", "with")
 # What a rank may say of a test, the worst first: of all ranks that counts. A test that did not end says nothing.
@@ -341,7 +342,7 @@ def run_suite(suite: Suite, checkout: Path, work: Path, limits: Limits, only: st
     for file, ranks in suite.files:
         if re.search(only, file) and (place.tree / suite.folder / file).exists():
             row = compare(place, file, ranks, limits)
-            print(f"{file}, {ranks or 'own'} ranks: {told(row)}", flush=True)
+            print(f"{file}, {ranks or 'own'} ranks: {'; '.join(told(row, side) for side in SIDES)}", flush=True)
             record(suite.package, row=row)
 
 
@@ -386,112 +387,55 @@ def record(package: str, changes: Mapping[str, Any] | None = None, row: Mapping[
 # The page
 
 
-def told(row: Mapping[str, Any]) -> str:
-    """Of both sides, in a few words."""
-    return "; ".join(f"{side} {' '.join(str(row[side][outcome]) for outcome in OUTCOMES)}" for side in SIDES)
+def told(row: Mapping[str, Any], side: str) -> str:
+    """Of one side, in a few words."""
+    numbers = (f"{row[side][outcome]} {outcome}" for outcome in reversed(OUTCOMES) if row[side][outcome])
+    return ", ".join(numbers) or "none ended"
 
 
-def page(whole: Mapping[str, Any]) -> str:
-    """What the record says, between the markers."""
-    return "\n\n".join(part for package in whole for part in section(package, whole[package]))
+def blocks(whole: Mapping[str, Any]) -> dict[str, str]:
+    """The part of each package, from the record."""
+    return {package: "\n\n".join(filter(None, section(package, suite))) for package, suite in whole.items()}
 
 
 def section(package: str, suite: Mapping[str, Any]) -> Iterator[str]:
-    name = {"megatron": "megatron-core", "deepspeed": "DeepSpeed"}[package]
-    yield f"## {name}, {suite['tag']}"
     applied = ", ".join(f"`{fix}`" for fix in suite["fixes"])
     yield (
-        f"Commit {suite['commit']} of {suite['commit_date']}, which calls itself {suite['release']}; run on "
-        f"{suite['run']} with Python {suite['python']} and torch {suite['torch']}. Fixes written into its files: "
-        f"{applied}."
+        f"{suite['tag']} (commit {suite['commit'][:10]}, {suite['commit_date']}), run on {suite['run']} with Python "
+        f"{suite['python']} and torch {suite['torch']}, with {applied}."
     )
-    ran = [row for row in suite["files"] if row["without"]["passed"] + row["with"]["passed"]]
-    heads = ["file", "ranks", *(f"{outcome}, {side}" for outcome in reversed(OUTCOMES) for side in SIDES)]
-    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(row) for row in ran), total(ran)]
-    yield "\n".join(table)
-    if suite.get("own"):
-        yield "### The fixes' own tests, each without its fix and with it alone\n\n" + own(suite["own"])
-    yield from (f"### {title}\n\n{text}" for title, text in (*ends(ran), *lost(ran), *differ(ran)) if text)
-    if missing := [f"`{file}` ({ranks({'ranks': number})})" for file, number in not_run(suite, SUITES[package])]:
-        yield "Not run, though the program has them in its list: " + ", ".join(missing) + "."
-    if nothing := [f"- `{row['file']}`, {ranks(row)}: {why(row)}" for row in suite["files"] if row not in ran]:
-        yield "### Nothing passes here, on either side\n\n" + "\n".join(nothing)
-    if partly := [f"- `{row['file']}`, {ranks(row)}: {why(row)}" for row in ran if row["reasons"]]:
-        yield "### Why tests do not pass without the fixes: the commonest reasons\n\n" + "\n".join(partly)
-
-
-def own(rows: Sequence[Mapping[str, Any]]) -> str:
-    shown = ("failed", "passed", "skipped")
-    heads = ["fix", *(f"{outcome}, {side}" for side in SIDES for outcome in shown)]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        lines.append(
-            f"| `{row['fix']}` | {' | '.join(str(row[side][outcome]) for side in SIDES for outcome in shown)} |"
-        )
-    return "\n".join(lines)
-
-
-def not_run(recorded: Mapping[str, Any], suite: Suite) -> list[tuple[str, int]]:
-    """What a shorter run has left out."""
-    known = {(row["file"], row["ranks"]) for row in recorded["files"]}
-    return [one for one in suite.files if one not in known]
-
-
-def line(row: Mapping[str, Any]) -> str:
-    numbers = [str(row[side][outcome]) for outcome in reversed(OUTCOMES) for side in SIDES]
-    return f"| `{row['file']}` | {ranks(row)} | {' | '.join(numbers)} |"
-
-
-def total(rows: Sequence[Mapping[str, Any]]) -> str:
-    numbers = [str(sum(row[side][outcome] for row in rows)) for outcome in reversed(OUTCOMES) for side in SIDES]
-    return f"| all | | {' | '.join(numbers)} |"
-
-
-def ranks(row: Mapping[str, Any]) -> str:
-    return {0: "the test's own", 1: "1 rank"}.get(row["ranks"], f"{row['ranks']} ranks")
-
-
-def why(row: Mapping[str, Any]) -> str:
-    texts = [f"{text or 'no reason given'} ({number})" for text, number in row["reasons"]]
-    return "; ".join(texts).replace("|", "\\|") or "no test ended in time"
-
-
-def ends(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    cut = [row for row in rows if not all(row["ended"].values())]
-    yield (
-        "Not to the end",
-        "\n".join(
-            f"- `{row['file']}`, {ranks(row)}: ended after {row['seconds']['without']} seconds without and "
-            f"{row['seconds']['with']} with the fixes; what came later has no outcome"
-            for row in cut
-        ),
-    )
-
-
-def lost(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    told = [
+    rows = suite["files"]
+    same = [f"{_file(row)}: {told(row, SIDES[0])}" for row in rows if row[SIDES[0]] == row[SIDES[1]]]
+    yield f"The same without the fixes and with them: {'; '.join(same)}."
+    if others := [(_file(row), *map(partial(told, row), SIDES)) for row in rows if row[SIDES[0]] != row[SIDES[1]]]:
+        yield generated.table(["Other files", "Without the fixes", "With them"], others)
+    if missing := [f"`{file}`" for file, ranks in SUITES[package].files if not _has(rows, file, ranks)]:
+        yield f"Not run: {', '.join(missing)}."
+    if own := [f"`{row['fix']}`" for row in suite.get("own", []) if fails_without(row)]:
+        yield f"Own tests that fail without their fix and pass with it alone: {', '.join(own)}."
+    lost = [
         f"- `{test}`: {AGAIN} more runs without: {', '.join(runs['without'])}; with: {', '.join(runs['with'])}"
         for row in rows
         for test, runs in row["again"].items()
     ]
-    yield "Passed without the fixes, and not with them", "\n".join(told) or "None."
+    yield "Tests that passed without the fixes and not with them:" + ("\n\n" + "\n".join(lost) if lost else " none.")
+    changed = [f"`{test}`" for row in rows for test in row["differ"] if test not in row["again"]]
+    yield f"Other tests with another outcome: {', '.join(changed) or 'none'}."
 
 
-def differ(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    told = [
-        f"- `{test}`: {sides['without'][0]} without ({_plain(sides['without'][1])}), {sides['with'][0]} with"
-        for row in rows
-        for test, sides in row["differ"].items()
-        if sides["without"][0] != "passed"
-    ]
-    yield "Not passed without the fixes, and another outcome with them", "\n".join(told) or "None."
+def _file(row: Mapping[str, Any]) -> str:
+    """Marked where it did not come to its end."""
+    return f"`{row['file']}`{'' if all(row['ended'].values()) else ' *'}"
 
 
-def write() -> None:
-    """The part of the page between the markers."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    made = page(json.loads(RECORD.read_text(encoding="utf-8")))
-    PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+def _has(rows: Sequence[Mapping[str, Any]], file: str, ranks: int) -> bool:
+    return any((row["file"], row["ranks"]) == (file, ranks) for row in rows)
+
+
+def fails_without(row: Mapping[str, Any]) -> bool:
+    """Whether a fix's own test fails without it, and nothing of it with it alone."""
+    failed, fixed = row["without"]["failed"], row["with"]
+    return bool(failed > 0 and fixed["failed"] == fixed["error"] == 0 and fixed["passed"] >= failed)
 
 
 def main() -> int:
@@ -510,8 +454,7 @@ def main() -> int:
             if checkout:
                 run_suite(suite, checkout.resolve(), work, Limits(60, options.seconds, options.compiler), options.only)
     if RECORD.exists():
-        write()
-        print(f"wrote {PAGE}")
+        generated.write(PAGE, blocks(json.loads(RECORD.read_text(encoding="utf-8"))))
     return 0
 
 
