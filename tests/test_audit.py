@@ -21,11 +21,12 @@ import pytest
 import torch
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit, find
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.audit.judging import coverage
 from ckpt_patches.audit.judging.judge import written_by
 from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Shard
+from ckpt_patches.audit.run_folder import saves
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
 from crafted_files import with_other_name
@@ -205,22 +206,22 @@ IN_ZARR: list[tuple[Change, set[str], str]] = [
     (lose_master, {"lost_master"}, DAMAGED),
     (lose_first_moment, {"lost_moment"}, DAMAGED),
     (lose_square, {"lost_moment"}, DAMAGED),
-    (lose_both_moments, {"moment_gap"}, UNCERTAIN),
+    (lose_both_moments, {"moment_gap"}, UNKNOWN),
     (lose_all_moments, {"no_moments"}, DAMAGED),
-    (lose_moments_of_one_parameter, {"parameter_without_moments"}, UNCERTAIN),
+    (lose_moments_of_one_parameter, {"parameter_without_moments"}, UNKNOWN),
     (reload_without_the_masters, {"unrounded_master"}, DAMAGED),
     (flip_one_bit_of_a_master, {"unrounded_master"}, DAMAGED),
     (put_nan, {"not_finite"}, DAMAGED),
     (put_infinity, {"not_finite"}, DAMAGED),
     (negate_a_square, {"negative_square"}, DAMAGED),
-    (put_counters, {"denormal_run"}, UNCERTAIN),
+    (put_counters, {"denormal_run"}, UNKNOWN),
     (remove_chunk, {"missing_chunk"}, DAMAGED),
     (shorten_chunk, {"short_chunk"}, DAMAGED),
     (lengthen_chunk, {"long_chunk"}, DAMAGED),
-    (add_chunk, {"stray_file"}, UNCERTAIN),
+    (add_chunk, {"stray_file"}, UNKNOWN),
     (remove_array, {"missing_array"}, DAMAGED),
     (remove_weights, {"missing_array"}, DAMAGED),
-    (remove_moments, {"missing_moments"}, UNCERTAIN),
+    (remove_moments, {"missing_moments"}, UNKNOWN),
     (remove_zarray, {"bad_metadata"}, DAMAGED),
     (break_zarray, {"bad_metadata"}, DAMAGED),
     (break_common, {"bad_metadata"}, DAMAGED),
@@ -521,7 +522,7 @@ def test_nan_in_a_bucket_cannot_be_told_from_padding(tmp_path: Path) -> None:
         file.seek(extent.offset + 400)
         file.write(np.float32(np.nan).tobytes())
     update_checksum(next(r for r in audit(path).checkpoint.records if r.offset == extent.offset))
-    assert (audit(path).verdict, names(audit(path))) == (UNCERTAIN, {"odd_in_bucket"})
+    assert (audit(path).verdict, names(audit(path))) == (UNKNOWN, {"odd_in_bucket"})
 
 
 # What is not read is not called damage
@@ -551,7 +552,7 @@ def name_a_new_type(path: Path) -> None:
 def test_what_is_not_read_is_no_damage(zarr: Path, change: Change) -> None:
     change(zarr)
     report = audit(zarr)
-    assert (report.verdict, names(report)) == (UNCERTAIN, {"not_read"})
+    assert (report.verdict, names(report)) == (UNKNOWN, {"not_read"})
 
 
 def with_buffer(path: Path, buffer: torch.Tensor) -> Path:
@@ -574,7 +575,7 @@ def test_a_buffer_of_a_type_that_came_later_is_not_read(zero: Path) -> None:
     with_other_name(file, b"float8_e8m0fnu", b"float9_e9m0fnu")
     report = audit(zero)
     assert (report.verdict, [f.array for f in report.findings if f.kind is damages.NOT_READ]) == (
-        UNCERTAIN,
+        UNKNOWN,
         ["module.buffer"],
     )
 
@@ -584,7 +585,7 @@ def test_a_buffer_of_which_elements_share_a_byte_is_named(zero: Path) -> None:
     with_buffer(zero, torch.quantize_per_tensor(torch.arange(7.0), 0.5, 1, torch.quint4x2))
     report = audit(zero)
     details = [f.detail for f in report.findings if f.kind is damages.NOT_READ]
-    assert (report.verdict, details) == (UNCERTAIN, ["elements of torch.quint4x2, several of which share a byte"])
+    assert (report.verdict, details) == (UNKNOWN, ["elements of torch.quint4x2, several of which share a byte"])
 
 
 # A checkpoint is the unit of failure
@@ -616,7 +617,7 @@ def test_one_that_cannot_be_read_is_a_finding_and_the_others_are_judged(
 def test_a_defect_of_the_audit_is_a_finding_with_its_place(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_patches.audit.readers.zarr_reader.read_array", defect)
     (finding,) = (f for f in audit(zarr).findings if f.kind is damages.UNREADABLE)
-    assert (audit(zarr).verdict, names(audit(zarr))) == (UNCERTAIN, {"unreadable"})
+    assert (audit(zarr).verdict, names(audit(zarr))) == (UNKNOWN, {"unreadable"})
     assert finding.detail.startswith("a defect of the audit, please report it: KeyError: 'ours' (test_audit.py, line ")
 
 
@@ -631,7 +632,7 @@ def test_one_that_vanishes_is_unreadable(zarr: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(coverage, "others", gone)
     report = audit(zarr)
-    assert (report.verdict, names(report)) == (UNCERTAIN, {"unreadable"})
+    assert (report.verdict, names(report)) == (UNKNOWN, {"unreadable"})
     assert all(str(zarr) in f.array for f in report.findings if f.kind is damages.UNREADABLE)
 
 
@@ -645,6 +646,7 @@ def test_every_kind_is_crafted_somewhere() -> None:
         "test_audit_many",
         "test_audit_shifted",
         "test_audit_model_files",
+        "test_audit_run_folder",
         "test_fingerprint_recorded",
     )
     modules = [sys.modules[__name__], *map(importlib.import_module, others)]
@@ -688,7 +690,7 @@ def test_exit_status_and_json(zarr: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_iterations_are_found_and_each_told(zarr: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(ZARR).whole[0].parent
-    assert len(list(find(run))) == 13
+    assert len(list(saves(run))) == 13
     assert main(["audit", str(run)]) == 1
     out = capsys.readouterr().out
     assert out.count(": WHOLE (megatron zarr") >= 3

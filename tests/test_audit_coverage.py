@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shared
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats import zero as zero_files
 from megatron_checkpoints import Configuration, written
@@ -56,7 +56,7 @@ def test_a_tensor_whose_elements_do_not_lie_in_order_is_named(zero: Path) -> Non
     change(zero / MODEL, lambda value: value["module"].update(part=base[:10], strided=base[20::2]))
     report = audit(zero)
     (finding,) = [f for f in report.findings if f.kind.name == "not_judged"]
-    assert (report.verdict, finding.array) == (UNCERTAIN, "module.strided")
+    assert (report.verdict, finding.array) == (UNKNOWN, "module.strided")
 
 
 @pytest.mark.parametrize("kind", ["stage2", "stage3"])

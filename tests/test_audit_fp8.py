@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.readers import quantized
 from ckpt_patches.formats import torch_file
@@ -134,7 +134,7 @@ def test_ordinary_weights_are_compared(tmp_path: Path) -> None:
 def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: Path) -> None:
     """As megatron-core saves them: as what they stand for, in the type of the others."""
     path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
-    assert found_in(path) == (UNCERTAIN, {"not_judged"})
+    assert found_in(path) == (UNKNOWN, {"not_judged"})
 
 
 @pytest.mark.parametrize("block", [128, 256, 512, 1000])
@@ -145,7 +145,7 @@ def test_they_are_known_however_they_are_read(
     """In parts of rows, and in several rows at once."""
     monkeypatch.setattr(quantized, "BLOCK", block)
     path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
-    assert found_in(path) == (UNCERTAIN, {"not_judged"})
+    assert found_in(path) == (UNKNOWN, {"not_judged"})
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZED)
@@ -172,7 +172,7 @@ def test_a_few_weights_or_a_vector_of_them_tell_no_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_weights_in_the_type_itself_are_held_against_nothing_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = (masters() / 1e-4).to(dtype)
-    assert found_in(saved(tmp_path / "one", weight, masters())) == (UNCERTAIN, {"not_judged"})
+    assert found_in(saved(tmp_path / "one", weight, masters())) == (UNKNOWN, {"not_judged"})
     weight.view(torch.uint8)[3, 5] = 0x7F  # NaN
     assert found_in(saved(tmp_path / "other", weight, masters())) == (DAMAGED, {"not_judged", "not_finite"})
 
@@ -187,7 +187,7 @@ def test_a_moment_in_codes_is_named(tmp_path: Path) -> None:
         checkpoint_id=path,
         no_dist=True,
     )
-    assert found_in(path) == (UNCERTAIN, {"not_judged"})
+    assert found_in(path) == (UNKNOWN, {"not_judged"})
 
 
 # torch.save
@@ -228,4 +228,4 @@ def test_a_weight_of_zero_that_no_master_was_held_against_is_named(
 ) -> None:
     path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
     change(path / MODEL, lambda value: value["module"].update({"w1.weight": weight}))
-    assert found_in(path) == (UNCERTAIN, expected)
+    assert found_in(path) == (UNKNOWN, expected)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.audit.judging import scan
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -91,4 +91,4 @@ def test_what_is_left_out_of_a_list_is_not_called_whole(tmp_path: Path, monkeypa
     for state in STATES[1:]:
         states[state][::2, :20] = 0
     report = audit(written(tmp_path / "many", states))
-    assert (report.verdict, set(found(report)) - {"moment_gap"}) == (UNCERTAIN, {"not_judged"})
+    assert (report.verdict, set(found(report)) - {"moment_gap"}) == (UNKNOWN, {"not_judged"})

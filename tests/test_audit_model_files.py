@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
@@ -62,7 +62,7 @@ def test_a_repaired_one_resumes_and_converts(tmp_path: Path, capsys: pytest.Capt
     assert after.keys() - before.keys() == {*FILES[1:], NAME}
     assert json.loads((output / NAME).read_text())["copied"] == [{"from": FILES[0], "to": FILES[1:]}]
     report = audit(output)
-    assert (report.verdict, names(report, notes=True)) == (WHOLE, {"repaired"})
+    assert (report.verdict, names(report, notes=True)) == (REPAIRED, {"repaired"})
 
     training = damaged.parent
     for name in ("truth.pt", "end.pt"):
@@ -177,4 +177,4 @@ def test_together_with_other_damage(damaged: Path) -> None:
     update_checksum(next(r for r in audit(damaged).checkpoint.records if r[:2] == (extent.path, extent.offset)))
     assert names(audit(damaged)) == {"one_model_file", "not_finite"}
     assert repair(damaged, damaged.parent / "new") == 0
-    assert audit(damaged.parent / "new").verdict == WHOLE
+    assert audit(damaged.parent / "new").verdict == REPAIRED

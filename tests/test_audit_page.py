@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, Report, audit
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.report import page, plot_layout, recommend
 from ckpt_patches.cli import main
@@ -94,7 +94,7 @@ def test_the_table_has_every_checkpoint_with_its_verdict(zarr: Path, tmp_path: P
         (zero, WHOLE, "deepspeed zero"),
     ):
         assert re.search(rf"{verdict}\s+{re.escape(str(path))}\s+{kind}", lines)
-    assert "3 checkpoints: 1 damaged, 2 whole" in found.text
+    assert "3 checkpoints: 1 DAMAGED, 2 WHOLE" in found.text
     links = {own["href"] for tag, own in found.elements if tag == "a"}
     assert links == {f"#{own['id']}" for tag, own in found.elements if tag == "section"}
 
@@ -103,7 +103,7 @@ def test_a_page_of_a_whole_checkpoint(tmp_path: Path) -> None:
     to = tmp_path / "page.html"
     assert main(["audit", str(written(ZARR).whole[-1]), "--html", str(to)]) == 0
     found = Parsed(to.read_text(encoding="utf-8"))
-    assert "1 checkpoint: 1 whole" in found.text
+    assert "1 checkpoint: 1 WHOLE" in found.text
     assert "It can be resumed from." in found.text
     assert found.count("figure") == 0
 
@@ -189,7 +189,7 @@ def test_the_command_of_the_page_repairs(zarr: Path, tmp_path: Path) -> None:
     lose_master(zarr)
     command = parsed(audit(zarr)).commands[0]
     assert main(shlex.split(command)[1:]) == 0
-    assert audit(tmp_path / f"{zarr.name}-repaired").verdict == WHOLE
+    assert audit(tmp_path / f"{zarr.name}-repaired").verdict == REPAIRED
 
 
 @pytest.mark.parametrize("change", [one[0] for one in IN_ZARR], ids=lambda change: change.__name__)
@@ -204,7 +204,7 @@ def test_the_page_has_a_command_for_a_repair_where_repair_does_one(
         assert main(repairs[0][1:]) == 0
     else:
         assert main(["repair", str(zarr), "--output", str(zarr.parent / "new")]) == 2
-        refused = "is whole" if report.verdict == WHOLE else "cannot be repaired, and nothing was written"
+        refused = "is WHOLE" if report.verdict == WHOLE else "cannot be repaired, and nothing was written"
         assert refused in capsys.readouterr().err
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_repaired_has_no_command_for_it(tmp_path: Path) -> None:
     assert not [command for command in found.commands if "ckpt-patches repair" in command]
     assert "It cannot be repaired" in found.text
     twin = dataclasses.replace(audit(trained("0.16.2", "stage2", "stage3")["stage2"]))
-    assert f"Whole is {twin.checkpoint.path.name}" in parsed(report, twin).text
+    assert f"Resume from {twin.checkpoint.path.name}" in parsed(report, twin).text
 
 
 def test_a_reason_why_a_repair_would_be_refused_is_told(zarr: Path) -> None:

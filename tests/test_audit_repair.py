@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.audit.audit import REPAIRED, WHOLE, audit
 from ckpt_patches.audit.repair.copies import in_copy
 from ckpt_patches.audit.repair.repair import FROM_OLDER, FROM_WEIGHT, RESET
 from ckpt_patches.audit.repair_list import NAME
@@ -63,7 +63,7 @@ def test_what_races_lost(run: Configuration, older: bool, tmp_path: Path) -> Non
         output = tmp_path / path.name
         assert main(["repair", str(path), "--output", str(output), *options]) == 0
         assert contents(path) == before
-        assert audit(output).verdict == WHOLE
+        assert audit(output).verdict == REPAIRED
         check_values(path, output, written(run).whole[-1], older)
 
 
@@ -104,7 +104,7 @@ def test_crafted_damage(zarr: Path, tmp_path: Path, change: Change) -> None:
     for number, options in enumerate(([], ["--from", str(written(ZARR).whole[-1])])):
         output = tmp_path / f"new{number}"
         assert main(["repair", str(zarr), "--output", str(output), *options]) == 0
-        assert audit(output).verdict == WHOLE
+        assert audit(output).verdict == REPAIRED
 
 
 @pytest.mark.parametrize("change", [remove_array, put_counters])
@@ -143,7 +143,7 @@ def test_masters_that_a_reload_did_not_reach(tmp_path: Path) -> None:
     }
     assert audit(stepped).verdict == WHOLE  # the weights are the masters' by then: it cannot be seen any more
     assert main(["repair", str(damaged), "--output", str(tmp_path / "new")]) == 0
-    assert audit(tmp_path / "new").verdict == WHOLE
+    assert audit(tmp_path / "new").verdict == REPAIRED
     run("load_distcp", tmp_path / "new", tree=tree("megatron-core", "0.14.0"))
 
 
@@ -197,7 +197,7 @@ def test_a_repaired_one_can_be_repaired_again(zarr: Path, tmp_path: Path) -> Non
     assert main(["repair", str(zarr), "--output", str(tmp_path / "once")]) == 0
     chunk(tmp_path / "once", state("exp_avg_sq"))[500] = np.nan
     assert main(["repair", str(tmp_path / "once"), "--output", str(tmp_path / "twice")]) == 0
-    assert audit(tmp_path / "twice").verdict == WHOLE
+    assert audit(tmp_path / "twice").verdict == REPAIRED
     assert len(listed(tmp_path / "twice")) > len(listed(tmp_path / "once"))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import shared
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, Report, audit
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.audit.judging.scan import read_elements
@@ -208,7 +208,7 @@ def test_after_the_repair_each_state_is_what_the_ranks_held_but_for_what_is_in_n
     output = repaired(how, tmp_path / "output")
     assert contents(path) == before
     report = audit(output)
-    assert (report.verdict, names(report)) == (WHOLE, set())
+    assert (report.verdict, names(report)) == (REPAIRED, set())
     by_name = {(shard.parameter, shard.label): shard for shard in report.checkpoint.shards}
     for old, lost in zip(shift_of(path).shards, shift_of(path).lost, strict=True):
         shard, truth = by_name[old.parameter, old.label], live(path, old)

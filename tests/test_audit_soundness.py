@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import UNCERTAIN, WHOLE, audit
+from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.dtypes import item_size
 from every_checkpoint import EVERY, Place, put, tensors
@@ -245,7 +245,7 @@ def test_what_can_be_told_of_any_tensor_is_not_called_whole(name: str, tmp_path:
     report = audit(folder, workers=1)
     may_be_odd = {"odd_in_bucket"} if name.endswith("buckets") else set()  # their padding is not initialised
     assert names(report) <= may_be_odd
-    assert report.verdict == WHOLE or (report.verdict == UNCERTAIN and may_be_odd)
+    assert report.verdict == WHOLE or (report.verdict == UNKNOWN and may_be_odd)
     checkpoint = Checkpoint(folder)
     assert len(checkpoint.places) > 10
     missed, told = [], 0

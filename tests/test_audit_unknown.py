@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit, find
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.run_folder import saves
 from every_checkpoint import EVERY, Place, put, tensors
 from test_audit import names
 from test_audit_coverage import MODEL, change
@@ -32,8 +33,8 @@ def test_every_chunk_of_a_bucket_is_judged_but_for_what_lies_between_parameters(
     judged = [shard for shard in audit(path, workers=1).checkpoint.shards if not shard.has_rows]
     assert sum(shard.numel * len(shard.streams) for shard in judged) == sum(place.numel for place in parts)
     told = {place.first[0]: verdict_of(path, place) for place in parts}
-    assert {begin % 64 == 0: verdict for begin, verdict in told.items()} == {True: UNCERTAIN, False: WHOLE}
-    assert all((begin % 64 == 0) == (verdict == UNCERTAIN) for begin, verdict in told.items())
+    assert {begin % 64 == 0: verdict for begin, verdict in told.items()} == {True: UNKNOWN, False: WHOLE}
+    assert all((begin % 64 == 0) == (verdict == UNKNOWN) for begin, verdict in told.items())
 
 
 def verdict_of(path: Path, place: Place) -> str:
@@ -51,7 +52,7 @@ def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
     parts = [place for place in tensors(path) if "bucket_idx" in place.name]
     assert {place.numel for place in parts} == {1024}
     for place in parts:
-        assert verdict_of(path, place) == UNCERTAIN
+        assert verdict_of(path, place) == UNKNOWN
 
 
 # How masters and weights are cut
@@ -80,7 +81,7 @@ def compared(path: Path) -> set[str]:
 
 def test_masters_that_are_cut_otherwise_than_their_weights_are_named(tmp_path: Path) -> None:
     assert found_in(saved(tmp_path / "one", masters().bfloat16(), masters().T.contiguous())) == (
-        UNCERTAIN,
+        UNKNOWN,
         {"not_judged"},
     )
 
@@ -94,7 +95,7 @@ def test_a_weight_in_other_chunks_than_its_master_is_named(tmp_path: Path) -> No
         (folder / str(number)).write_bytes(data[12 * number : 12 * (number + 1)])
     report = audit(path, workers=1)
     (finding,) = [finding for finding in report.findings if finding.kind.name == "not_judged"]
-    assert (report.verdict, finding.array) == (UNCERTAIN, "module.norm.bias")
+    assert (report.verdict, finding.array) == (UNKNOWN, "module.norm.bias")
 
 
 # What is not sharded
@@ -127,7 +128,7 @@ def test_a_step_that_is_no_number_is_damage_and_no_defect_of_the_audit(value: fl
     [
         ("", DAMAGED, {"bad_metadata"}),
         ("{}", DAMAGED, {"bad_metadata"}),
-        ('{"sharded_backend": "new"}', UNCERTAIN, {"not_read"}),
+        ('{"sharded_backend": "new"}', UNKNOWN, {"not_read"}),
     ],
     ids=["empty", "without the format", "another format"],
 )
@@ -137,7 +138,7 @@ def test_a_checkpoint_is_known_by_its_files_where_its_metadata_do_not_say_it(
     """It was left out of the report on the folder above it."""
     path = copy_of(kind, tmp_path)
     (path / "metadata.json").write_text(config)
-    assert list(find(tmp_path)) == [path]
+    assert list(saves(tmp_path)) == [path]
     assert found_in(path) == (verdict, expected)
 
 
@@ -145,7 +146,7 @@ def test_an_index_of_another_program_is_no_checkpoint_of_megatron(tmp_path: Path
     path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
     (path / "metadata.json").unlink()
     (path / "common.pt").unlink()
-    assert list(find(tmp_path)) == []
+    assert found_in(path) == (UNKNOWN, {"not_read"})
 
 
 def test_the_shape_of_an_array_without_end_is_damage(tmp_path: Path) -> None:

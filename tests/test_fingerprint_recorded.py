@@ -92,7 +92,7 @@ def test_the_files_are_what_the_run_has_recorded(gpt: Gpt, capsys: pytest.Captur
     status, out = said(capsys, "audit", "--json", str(saved(gpt)))
     (found,) = json.loads(out)["checkpoints"]
     # Of these buckets the padding is not initialised, and can look like damage.
-    assert status == 0 or (gpt.format == "fully_sharded_bucket_space" and found["verdict"] == "could not tell")
+    assert status == 0 or (gpt.format == "fully_sharded_bucket_space" and found["verdict"] == "UNKNOWN")
     noted = {finding["name"] for finding in found["findings"] if f"compared {states} states" in finding["detail"]}
     assert noted == {"recorded"}
 
@@ -195,7 +195,7 @@ def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str
     assert "embedding.word_embeddings.weight  exp_avg  not as recorded: other values" in out
     status, out = said(capsys, "audit", "--json", str(copy))
     (found,) = json.loads(out)["checkpoints"]
-    assert (status, found["verdict"]) == (1, "damaged")
+    assert (status, found["verdict"]) == (1, "DAMAGED")
     assert {finding["name"] for finding in found["findings"] if finding["severity"] != "note"} == {"not_as_recorded"}
 
 
@@ -214,7 +214,7 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
     assert command_line.main(["repair", str(copy), "--output", str(repaired)]) == 0
     capsys.readouterr()
     status, out = said(capsys, "audit", "--notes", str(repaired))
-    assert (status, "WHOLE" in out) == (0, True)
+    assert (status, "REPAIRED" in out) == (0, True)
     (line,) = [line for line in out.splitlines() if "master: other values" in line]
     assert line.split()[:3] == ["note", "repaired", "embedding.word_embeddings.weight"]
 
@@ -231,7 +231,7 @@ def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsy
     assert command_line.main(["migrate", str(repaired), "--output", str(new), "--no-sync"]) == 0
     capsys.readouterr()
     status, out = said(capsys, "audit", "--notes", str(new))
-    assert (status, "WHOLE" in out) == (0, True)
+    assert (status, "REPAIRED" in out) == (0, True)
     assert f"{elements} elements" in out
     (line,) = [line for line in out.splitlines() if "master: other values" in line]
     assert line.split()[:3] == ["note", "repaired", "embedding.word_embeddings.weight"]

@@ -39,8 +39,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[
     return found
 
 
-def check(command: str, found: dict[str, Any]) -> None:
-    assert found["schema"] == 1
+def check(command: str, found: dict[str, Any], schema: int = 1) -> None:
+    assert found["schema"] == schema
     assert next(iter(found)) == "schema"
     assert documented(command) | {"schema"} == found.keys()
 
@@ -58,9 +58,12 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_audit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "audit", "--json", old)
-    check("audit --json", found)
+    check("audit --json", found, schema=2)
     line = printed(capsys, "audit", "--json-lines", old)
-    assert line == {"schema": 1, **found["checkpoints"][0]}
+    assert line == {"schema": 2, **found["checkpoints"][0]}
+    (run,) = printed(capsys, "audit", "--json", old.parent)["runs"]
+    step = found["checkpoints"][0]["step"]
+    assert run == {"path": str(old.parent), "resume_from": str(old), "step": step, "trackers": []}
 
 
 def test_migrate(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_torch_itself_loads_every_element_of_what_was_migrated(tmp_path: Path) -
     assert found.keys() == {name.replace("fp32_param", "param") for name in truth}
     for name, tensor in truth.items():
         assert torch.equal(found[name.replace("fp32_param", "param")], tensor)
-    assert audit(tmp_path / "new", workers=1).verdict == "whole"
+    assert audit(tmp_path / "new", workers=1).verdict == "WHOLE"
 
 
 def test_what_is_not_sharded_says_how_the_state_is_cut_up_now(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_the_summary_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[
     old, _ = checkpoint(tmp_path / "old")
     migrate(old, tmp_path / "new", "--json")
     summary = json.loads(capsys.readouterr().out)
-    assert (summary["verdict"], summary["findings"]) == ("whole", [])
+    assert (summary["verdict"], summary["findings"]) == ("WHOLE", [])
 
 
 @pytest.mark.parametrize("what", ["no folder", "an empty folder", "no checkpoint of Megatron"])

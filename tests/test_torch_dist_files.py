@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.formats.paths import LeavesFolderError
@@ -92,7 +92,7 @@ def test_what_is_not_sharded_in_an_old_format_is_not_read_and_no_damage(folder: 
     torch.save(common(), folder / "common.pt", _use_new_zipfile_serialization=False)
     found = audit(folder)
     assert (found.verdict, [(f.kind.name, f.array) for f in found.findings if f.kind.severity != "note"]) == (
-        UNCERTAIN,
+        UNKNOWN,
         [("not_read", "common.pt")],
     )
 
@@ -181,7 +181,7 @@ def test_an_unknown_type_of_elements_is_not_read_and_no_damage(folder: Path) -> 
     path.write_bytes(index.replace(b"bfloat16", b"qfloat16"))
     found = audit(folder)
     assert (found.verdict, [f.kind.name for f in found.findings if f.kind.severity != "note"]) == (
-        UNCERTAIN,
+        UNKNOWN,
         ["not_read"],
     )
 

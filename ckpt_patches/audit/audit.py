@@ -2,7 +2,7 @@
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,27 +10,20 @@ from typing import TYPE_CHECKING
 from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
 from ckpt_patches.audit.judging import blocks, coverage, judge, record_checksums, recorded_states, scan, shifted
-from ckpt_patches.audit.readers import (
-    megatron_arrays,
-    megatron_torch_reader,
-    torch_dist_reader,
-    universal_reader,
-    zarr_reader,
-    zero_reader,
-)
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
+from ckpt_patches.audit.readers.formats import reader_of
+from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
-from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.states import OfZero
 
-WHOLE, DAMAGED, UNCERTAIN = "whole", "damaged", "could not tell"
-EXIT_STATUS = {WHOLE: 0, DAMAGED: 1, UNCERTAIN: 3}
+WHOLE, REPAIRED, DAMAGED, INCOMPLETE, UNKNOWN = "WHOLE", "REPAIRED", "DAMAGED", "INCOMPLETE", "UNKNOWN"
+EXIT_STATUS = {WHOLE: 0, REPAIRED: 0, DAMAGED: 1, INCOMPLETE: 1, UNKNOWN: 3}
+TO_RESUME_FROM = (WHOLE, REPAIRED)
 
 
 @dataclass(frozen=True)
@@ -46,34 +39,16 @@ class Report:
         severities = {finding.kind.severity for finding in self.findings}
         if DAMAGE in severities:
             return DAMAGED
-        return UNCERTAIN if SUSPICION in severities or not self.checkpoint.shards else WHOLE
+        if damages.INCOMPLETE in severities:
+            return INCOMPLETE
+        if SUSPICION in severities or not self.checkpoint.shards:
+            return UNKNOWN
+        return REPAIRED if any(finding.kind is damages.REPAIRED for finding in self.findings) else WHOLE
 
-
-def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
-    """The reader for what is in a folder; None if that is no checkpoint."""
-    backend = megatron_arrays.backend(path)
-    if backend is not None:
-        return {"zarr": zarr_reader.read, "torch_dist": torch_dist_reader.read}.get(backend)
-    if zero_reader.is_zero(path):
-        return zero_reader.read
-    if is_universal(path):
-        return universal_reader.read
-    return megatron_torch_reader.read if megatron_torch_folders(path) else None
-
-
-def find(path: Path) -> Iterator[Path]:
-    """The checkpoints in a path: itself, or what lies below it, in order; and what cannot be looked into."""
-    if not path.is_dir():
-        raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
-    try:
-        is_checkpoint = reader_of(path) is not None
-        folders = [] if is_checkpoint else sorted(f for f in path.iterdir() if f.is_dir() and not f.is_symlink())
-    except Exception:  # what it is, the audit says
-        is_checkpoint, folders = True, []
-    if is_checkpoint:
-        yield path
-    for folder in folders:
-        yield from find(folder)
+    @property
+    def repaired(self) -> int:
+        """Elements that are not the run's own, because `ckpt-patches repair` wrote them."""
+        return sum(end - begin for ranges in self.checkpoint.repaired.values() for begin, end in ranges)
 
 
 class UnreadableError(Exception):
@@ -137,6 +112,9 @@ def audit_together(path: Path, workers: int, ranks: Ranks, of_zero: "OfZero | No
 def _structure(path: Path) -> _Structure:
     found = Checkpoint(path, "unknown")
     try:
+        if why := _why_not_read(path):
+            found.findings.append(why)
+            return _Structure(found, [])
         reader = reader_of(path)
         if reader is not None:
             found = reader(path)
@@ -145,6 +123,16 @@ def _structure(path: Path) -> _Structure:
     except Exception as error:
         return _Structure(found, [], _unreadable(path, error))
     raise UserError(f"{path}: not a checkpoint in a format that is known")
+
+
+def _why_not_read(path: Path) -> Finding | None:
+    """A save that did not finish, or is in another format; None for what a reader knows, and for no save at all."""
+    if path.name.endswith(UNFINISHED) or not path.is_dir() or reader_of(path) is None:
+        if why := why_incomplete(path):
+            return Finding(damages.INCOMPLETE_SAVE, str(path), detail=why)
+        if is_other_save(path):
+            return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
+    return None
 
 
 def _unreadable(path: Path, error: Exception) -> Finding:

@@ -27,7 +27,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
         **described(
             "Read checkpoints on the CPU, without the training code, and report which are damaged and where.",
             "ckpt-patches audit /checkpoints/run1",
-            after="exit status: 0 all are whole, 1 one is damaged, 2 wrong usage, 3 a verdict is not possible",
+            after="exit status: 0 all are WHOLE or REPAIRED, 1 one is DAMAGED or INCOMPLETE, 2 wrong usage, "
+            "3 one is UNKNOWN",
         ),
     )
     audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
@@ -116,13 +117,14 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
 
 
 def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
-    from ckpt_patches.audit.audit import audit_together, find
+    from ckpt_patches.audit.audit import audit_together
     from ckpt_patches.audit.report import text_report
+    from ckpt_patches.audit.run_folder import saves
 
     def found() -> list[Path]:
         if ranks.rank == 0:
             _require_pictures(options)
-        return [found for path in options.paths for found in _found(path, list(find(path)))]
+        return [found for path in options.paths for found in _found(path, list(saves(path)))]
 
     reports: list[Report] = []
     for checkpoint in ranks.agree("looking for checkpoints", lambda: _reading(found), by=list):
@@ -139,17 +141,20 @@ def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -
 
 def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
     """What comes after the last checkpoint; the exit status."""
-    from ckpt_patches.audit.audit import DAMAGED, EXIT_STATUS, WHOLE
+    from ckpt_patches.audit.audit import EXIT_STATUS
     from ckpt_patches.audit.report import text_report
+    from ckpt_patches.audit.report.run_report import run_report
 
+    runs = [run for path in options.paths if (run := run_report(path, reports))]
     if options.json:
-        print(json.dumps(text_report.as_json(reports), indent=1))
+        print(json.dumps(text_report.as_json(reports, runs), indent=1))
+    elif not options.json_lines:
+        for run in runs:
+            print(run.as_text())
     _reading(lambda: _write_pictures(options, reports))
     sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
-    verdicts = {found.verdict for found in reports}
-    if DAMAGED in verdicts:
-        return EXIT_STATUS[DAMAGED]
-    return max(EXIT_STATUS[verdict] for verdict in verdicts | {WHOLE})
+    statuses = {EXIT_STATUS[found.verdict] for found in reports}
+    return 1 if 1 in statuses else max(statuses)
 
 
 def _require_pictures(options: argparse.Namespace) -> None:

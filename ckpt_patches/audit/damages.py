@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DAMAGE, SUSPICION, NOTE = "damage", "suspicion", "note"
+DAMAGE, INCOMPLETE, SUSPICION, NOTE = "damage", "incomplete", "suspicion", "note"
 
 
 class FindingKind(NamedTuple):
@@ -127,9 +127,14 @@ ELEMENT_COUNT = _kind(
     "to 0.19.2",
     "convert the ZeRO checkpoint again with the fix zero3_fragment_bounds",
 )
-INTERRUPTED = _kind(
-    "interrupted", DAMAGE, "the conversion did not come to its end", "convert the ZeRO checkpoint again"
+INTERRUPTED = _kind("interrupted", INCOMPLETE, "the conversion did not finish", "convert the ZeRO checkpoint again")
+INCOMPLETE_SAVE = _kind(
+    "incomplete_save",
+    INCOMPLETE,
+    "the save did not finish, or what a tracker names is not there",
+    "take an older checkpoint",
 )
+MISSING_STATE = _kind("missing_state", DAMAGE, "an optimizer state is missing that the files promise, or is too short")
 REPAIRED = _kind(
     "repaired", NOTE, "elements that `ckpt-patches repair` has repaired, by the list in the checkpoint", NO_HARM
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt_patches.audit import damages, repair_list
-from ckpt_patches.audit.audit import WHOLE, Report, audit_together
+from ckpt_patches.audit.audit import TO_RESUME_FROM, Report, audit_together
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.judging import blocks, record_checksums
 from ckpt_patches.audit.judging.blocks import as_float32
@@ -275,8 +275,8 @@ def _check_new(output: Path) -> None:
 
 
 def _check_damaged(report: Report | None) -> None:
-    if report and report.verdict == WHOLE:
-        raise UserError(f"{report.checkpoint.path} is whole: nothing to repair")
+    if report and report.verdict in TO_RESUME_FROM:
+        raise UserError(f"{report.checkpoint.path} is {report.verdict}: nothing to repair")
 
 
 def _planned(report: Report | None, older: Report | None) -> Plan:
@@ -292,7 +292,7 @@ def _planned(report: Report | None, older: Report | None) -> Plan:
 
 
 def _check_whole(path: Path, result: Report | None) -> None:
-    if result and result.verdict != WHOLE:
+    if result and result.verdict not in TO_RESUME_FROM:
         found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
         raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.audit.audit import DAMAGED, UNCERTAIN, WHOLE, Report
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.audit.report import plot_layout, recommend
 from ckpt_patches.audit.report.markup import Markup, element, joined
@@ -20,7 +20,8 @@ from ckpt_patches.runtime.units import in_bytes
 
 FEW = 12  # findings of a checkpoint; more are folded
 LENGTH = 1000  # units of a bar's picture, which is as wide as the page allows
-VERDICTS = {DAMAGED: "bad", UNCERTAIN: "odd", WHOLE: "good"}  # the classes of the style
+# By verdict the class of the style, the worst first.
+VERDICTS = {DAMAGED: "bad", INCOMPLETE: "bad", UNKNOWN: "odd", REPAIRED: "good", WHOLE: "good"}
 SEVERITIES = {DAMAGE: "bad", SUSPICION: "odd", NOTE: "note"}
 # Nothing is loaded and no script runs, whatever a name in a checkpoint says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -40,7 +41,7 @@ a { color: var(--link); }
 section { border: 1px solid var(--edge); border-radius: .5rem; padding: 1rem; margin: 1.5rem 0; }
 .soft { color: var(--soft); font-size: .875rem; overflow-wrap: anywhere; }
 .bad { color: var(--bad); } .odd { color: var(--odd); } .good { color: var(--good); } .note { color: var(--note); }
-.verdict { font-weight: 700; text-transform: uppercase; white-space: nowrap; }
+.verdict { font-weight: 700; white-space: nowrap; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--edge); }

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import WHOLE, Report
+from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
 from ckpt_patches.audit.report.plot_layout import INEXACT, Bar, Panel, colour, legend, panel
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
@@ -39,7 +39,7 @@ def draw(reports: list[Report], to: Path) -> int:
     Raises:
         OSError: it cannot be written; then nothing of it is there.
     """
-    panels = [panel(report) for report in reports if report.verdict != WHOLE]
+    panels = [panel(report) for report in reports if report.verdict not in TO_RESUME_FROM]
     replace_durably(to, picture(panels[:MOST_PANELS], rest(len(reports), panels), to.suffix.lstrip(".").lower()))
     return sum(len(drawn.bars) for drawn in panels[:MOST_PANELS])
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.audit import damages, repair_list
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, WHOLE, Report
 from ckpt_patches.audit.damages import NOTE, Finding, FindingKind
 from ckpt_patches.audit.repair import repair
 
+REFUSED = {DAMAGED: "It cannot be repaired", INCOMPLETE: "The save did not finish"}
 # Megatron's names of states that 0.16 and later do not load; the last one they do where the checkpoint names it.
 OLD = ("fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
@@ -36,8 +37,11 @@ class Advice:
 def advise(report: Report, reports: Iterable[Report]) -> Advice:
     """What to do about one of the checkpoints that were audited together."""
     others = tuple(other for other in reports if other is not report)
-    if report.verdict == WHOLE:
-        return Advice((Step("It can be resumed from."), *_migrate(report, report.checkpoint.path)), {}, "", others)
+    if report.verdict in TO_RESUME_FROM:
+        what = "It can be resumed from."
+        if report.verdict != WHOLE:
+            what += f" {report.repaired} elements are not the run's own: they were repaired."
+        return Advice((Step(what), *_migrate(report, report.checkpoint.path)), {}, "", others)
     older, plan = _planned(report, others)
     refused = dict(plan.refused)
     new = _beside(report.checkpoint.path, "repaired")
@@ -99,8 +103,13 @@ def _planned(report: Report, others: tuple[Report, ...]) -> tuple[Report | None,
 
 
 def _is_older(other: Report, report: Report) -> bool:
-    alike = other.checkpoint.format == report.checkpoint.format
-    return alike and other.verdict == WHOLE and report.checkpoint.step is not None and _step(other) < _step(report)
+    step = report.checkpoint.step
+    return _can_replace(other, report) and step is not None and _step(other) < step
+
+
+def _can_replace(other: Report, report: Report) -> bool:
+    """Whether another checkpoint can be resumed from instead."""
+    return other.verdict in TO_RESUME_FROM and other.checkpoint.format == report.checkpoint.format
 
 
 def _step(report: Report) -> int:
@@ -113,16 +122,14 @@ def _of_moments(plan: repair.Plan) -> bool:
 
 def _instead(report: Report, others: tuple[Report, ...]) -> Step:
     """What to take where a checkpoint cannot be repaired."""
-    whole = [
-        other for other in others if other.verdict == WHOLE and other.checkpoint.format == report.checkpoint.format
-    ]
-    begin = "It cannot be repaired" if report.verdict == DAMAGED else "Whether it is whole could not be told"
-    if whole:
-        best = max(whole, key=_step)
+    complete = [other for other in others if _can_replace(other, report)]
+    begin = REFUSED.get(report.verdict, "Whether it is complete could not be determined")
+    if complete:
+        best = max(complete, key=_step)
         step = f", step {best.checkpoint.step}" if best.checkpoint.step is not None else ""
-        return Step(f"{begin}. Whole is {best.checkpoint.path.name}{step}.")
+        return Step(f"{begin}. Resume from {best.checkpoint.path.name}{step}.")
     parent = Path(os.path.abspath(report.checkpoint.path)).parent
-    return Step(f"{begin}. Which of its neighbours are whole tells this:", line("ckpt-patches", "audit", parent))
+    return Step(f"{begin}. To find one to resume from among its neighbors:", line("ckpt-patches", "audit", parent))
 
 
 def _migrate(report: Report, path: Path) -> tuple[Step, ...]:

@@ -2,19 +2,21 @@
 
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, Report
 from ckpt_patches.audit.damages import NOTE, Finding
+from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.runtime.terminal import paint
 from ckpt_patches.runtime.units import in_bytes
 
-SCHEMA = 1  # of the JSON; goes up when a key changes its meaning or goes away
-COLORS = {DAMAGED: "red", WHOLE: "green"}  # of verdicts
+SCHEMA = 2  # of the JSON; goes up when a key changes its meaning or goes away
+COLORS = {DAMAGED: "red", INCOMPLETE: "red", WHOLE: "green", REPAIRED: "green"}  # of verdicts
 MOST_LINES = 20  # of one kind in a table; JSON has them all
 
 
-def as_json(reports: list[Report]) -> dict[str, Any]:
+def as_json(reports: list[Report], runs: list[RunReport]) -> dict[str, Any]:
     """The schema is documented in docs/json.md."""
-    return {"schema": SCHEMA, "checkpoints": [checkpoint_as_json(report) for report in reports]}
+    checkpoints = [checkpoint_as_json(report) for report in reports]
+    return {"schema": SCHEMA, "checkpoints": checkpoints, "runs": [run.as_json() for run in runs]}
 
 
 def line_as_json(report: Report) -> dict[str, Any]:
@@ -29,6 +31,7 @@ def checkpoint_as_json(report: Report) -> dict[str, Any]:
         "path": str(found.path),
         "format": found.format,
         "verdict": report.verdict,
+        "repaired": report.repaired,
         "step": found.step,
         "data_parallel": found.data_parallel,
         "bytes": found.nbytes,
@@ -49,7 +52,9 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 def as_text(report: Report, *, notes: bool) -> str:
     """The verdict, and a line for each finding; the notes where they are asked for."""
-    verdict = paint(report.verdict.upper(), COLORS.get(report.verdict, "yellow"))
+    verdict = paint(report.verdict, COLORS.get(report.verdict, "yellow"))
+    if report.verdict == REPAIRED:
+        verdict += f", {report.repaired} elements are not the run's own"
     lines = [f"{report.checkpoint.path}: {verdict} ({about(report)})"]
     shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
     rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]

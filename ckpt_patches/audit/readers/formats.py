@@ -1,0 +1,31 @@
+"""Which reader a folder needs, by what is in it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt_patches.audit.readers import (
+    megatron_arrays,
+    megatron_torch_reader,
+    plain_deepspeed_reader,
+    torch_dist_reader,
+    universal_reader,
+    zarr_reader,
+    zero_reader,
+)
+from ckpt_patches.audit.readers.checkpoint import Checkpoint
+from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
+from ckpt_patches.formats.universal import is_universal
+
+
+def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
+    """The reader for a checkpoint; None if the folder is in no format that is known."""
+    backend = megatron_arrays.backend(path)
+    if backend is not None:
+        return {"zarr": zarr_reader.read, "torch_dist": torch_dist_reader.read}.get(backend)
+    if zero_reader.is_zero(path):
+        return zero_reader.read
+    if is_universal(path):
+        return universal_reader.read
+    if plain_deepspeed_reader.is_plain(path):
+        return plain_deepspeed_reader.read
+    return megatron_torch_reader.read if megatron_torch_folders(path) else None

@@ -1,0 +1,90 @@
+"""What follows from the verdicts on a run's folder: which checkpoint to resume from, and what the trackers name."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
+from ckpt_patches.audit.run_folder import Tracker, trackers
+
+
+@dataclass(frozen=True)
+class Named:
+    """A checkpoint that a tracker names."""
+
+    tracker: Tracker
+    verdict: str  # empty if the tracker names no folder, or one that was not audited
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run's folder."""
+
+    path: Path
+    newest: Report | None  # that is complete; None if there is none
+    named: tuple[Named, ...]
+
+    def as_text(self) -> str:
+        """One line."""
+        if self.newest is None:
+            begin = f"resume from: no checkpoint in {self.path} is complete"
+        else:
+            step = self.newest.checkpoint.step
+            begin = f"resume from: {self.newest.checkpoint.path}" + (f" (step {step})" if step is not None else "")
+        named = [self._of(one) for one in self.named] or ["no tracker names a checkpoint"]
+        return "; ".join((begin, *named))
+
+    def _of(self, named: Named) -> str:
+        tracker, names = named.tracker.path.name, named.tracker.names
+        if names is None:
+            return f"{tracker} names no checkpoint"
+        if self.newest and _same(self.newest.checkpoint.path, names):
+            return f"{tracker} names it"
+        return f"{tracker} names {names.name}" + (f", which is {named.verdict}" if named.verdict else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Of `audit --json`: docs/json.md."""
+        return {
+            "path": str(self.path),
+            "resume_from": None if self.newest is None else str(self.newest.checkpoint.path),
+            "step": None if self.newest is None else self.newest.checkpoint.step,
+            "trackers": [_as_json(one) for one in self.named],
+        }
+
+
+def _as_json(named: Named) -> dict[str, Any]:
+    path, names = named.tracker
+    return {"name": path.name, "names": None if names is None else str(names), "verdict": named.verdict or None}
+
+
+def run_report(path: Path, reports: Iterable[Report]) -> RunReport | None:
+    """On a folder in which checkpoints were audited; None for a checkpoint itself."""
+    own = [report for report in reports if path in report.checkpoint.path.parents]
+    if not own:
+        return None
+    complete = [report for report in own if report.verdict in TO_RESUME_FROM]
+    named = (Named(tracker, _verdict(tracker, own)) for folder in _folders(path, own) for tracker in trackers(folder))
+    return RunReport(path, max(complete, key=_order, default=None), tuple(named))
+
+
+def _order(report: Report) -> tuple[int, float]:
+    """The highest step; of those without a step, or of the same one, what was written last."""
+    step = report.checkpoint.step
+    return -1 if step is None else step, report.checkpoint.path.stat().st_mtime
+
+
+def _folders(path: Path, reports: Iterable[Report]) -> list[Path]:
+    """That hold checkpoints, and so can have trackers."""
+    return sorted({path, *(report.checkpoint.path.parent for report in reports)})
+
+
+def _verdict(tracker: Tracker, reports: Iterable[Report]) -> str:
+    if tracker.names is None:
+        return ""
+    return next((report.verdict for report in reports if _same(report.checkpoint.path, tracker.names)), "")
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,121 @@
+"""A run's folder: the saves in it, complete or not, and the one that its tracker names.
+
+DeepSpeed writes `latest` (and its converter `latest_universal`) with the name of a folder, Megatron
+`latest_checkpointed_iteration.txt` with an iteration, which is the folder `iter_0000010`, or the word `release`.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_patches.audit.readers.formats import reader_of
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.torch_dist import INDEX
+from ckpt_patches.formats.zarr import METADATA
+
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER)
+LONGEST_NAME = 255  # bytes of a folder's name, and of what is read of a tracker
+UNFINISHED = ".unfinished"  # the end of the name of a folder that a tool of this package writes
+ITERATION = re.compile(r"iter_\d{7,}")
+NAMED = re.compile(r"iter_\d{7,}|global_step\d+\w*")
+# What saves of the known formats consist of.
+PARTS = re.compile(r".*\.distcp|metadata\.json|common\.pt|.*_(model|optim)_states\.pt|mp_rank_\d+(_\d+)*")
+MOST_ENTRIES = 10_000  # of a folder, that are looked at to tell whether it is a save
+
+
+class Tracker(NamedTuple):
+    """A file that names a checkpoint."""
+
+    path: Path
+    names: Path | None  # the folder; None if the file names none
+
+
+def saves(path: Path) -> Iterator[Path]:
+    """The saves in a folder: itself, or those below it and those that its trackers name. Symlinks are followed once.
+
+    Raises:
+        UserError: it is no folder.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
+    yield from _saves(path, set())
+
+
+def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    try:
+        stat = path.stat()
+        is_save = reader_of(path) is not None or why_incomplete(path) is not None or is_other_save(path)
+        folders = [] if is_save else sorted(folder for folder in path.iterdir() if folder.is_dir())
+    except Exception:  # which the audit reports
+        is_save, folders = True, []
+    else:
+        if (stat.st_dev, stat.st_ino) in seen:
+            return
+        seen.add((stat.st_dev, stat.st_ino))
+    if is_save:
+        yield path
+        return
+    # Links come last: what is there under its own name is not reported under another one.
+    for folder in sorted(folders, key=Path.is_symlink):
+        yield from _saves(folder, seen)
+    yield from sorted(missing for tracker in trackers(path) if (missing := _not_there(tracker)))
+
+
+def _not_there(tracker: Tracker) -> Path | None:
+    """What a tracker names in vain; the tracker itself if it names no folder."""
+    if tracker.names is None:
+        return tracker.path
+    return None if tracker.names.is_dir() else tracker.names
+
+
+def trackers(path: Path) -> list[Tracker]:
+    """Those in a folder."""
+    return [Tracker(path / name, _named_in(path / name)) for name in TRACKERS if (path / name).is_file()]
+
+
+def _named_in(file: Path) -> Path | None:
+    with file.open("rb") as opened:
+        text = opened.read(LONGEST_NAME + 2)
+    name = text.decode("utf-8", "replace").strip()
+    if file.name == MEGATRON_TRACKER and name.isdecimal():
+        name = f"iter_{int(name):07d}"
+    is_name = name not in ("", ".", "..") and len(text) <= LONGEST_NAME + 1 and name.isprintable() and "/" not in name
+    return file.with_name(name) if is_name else None
+
+
+def why_incomplete(path: Path) -> str | None:
+    """Why a folder, which no reader knows, is a save that did not finish; None if it is no such folder."""
+    if path.name in TRACKERS and not path.is_dir():
+        return "it does not name a folder"
+    if not path.exists():
+        return "it is not there, and a tracker names it"
+    if path.name.endswith(UNFINISHED):
+        return "the tool that writes it did not finish"
+    names = _names(path)
+    if not names:
+        return "the folder is empty" if NAMED.fullmatch(path.name) else None
+    if is_other_save(path):
+        return None
+    parts = [name for name in names if PARTS.fullmatch(name) or (path / name / METADATA).exists()]
+    if INDEX in names:
+        return "metadata.json, which Megatron writes last, is not there"
+    return f"only a part of a save is there, such as {parts[0]}" if parts else None
+
+
+def is_other_save(path: Path) -> bool:
+    """Whether a folder, which no reader knows, is a save in another format.
+
+    That is one with the index of torch.distributed.checkpoint, which is written last; but one of Megatron's has
+    `metadata.json` after it, and is told by its name. And one that is named like a save, without a part of a known one.
+    """
+    names = _names(path)
+    if INDEX in names:
+        return ITERATION.fullmatch(path.name) is None
+    is_known = any(PARTS.fullmatch(name) or (path / name / METADATA).exists() for name in names)
+    return NAMED.fullmatch(path.name) is not None and not is_known and any((path / n).is_file() for n in names)
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(name for name, _ in zip((entry.name for entry in path.iterdir()), range(MOST_ENTRIES), strict=False))
