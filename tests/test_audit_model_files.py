@@ -164,8 +164,9 @@ def test_each_tensor_parallel_rank_has_its_own(damaged: Path) -> None:
         shutil.copy(file, damaged / file.name.replace("mp_rank_00", "mp_rank_01"))
     findings = [found for found in audit(damaged).findings if found.kind.name == "one_model_file"]
     assert [found.array for found in findings] == [FILES[0], FILES[0].replace("mp_rank_00", "mp_rank_01")]
-    assert repair(damaged, damaged.parent / "new") == 0
-    assert all((damaged.parent / "new" / name.replace("mp_rank_00", "mp_rank_01")).exists() for name in FILES)
+    # The optimizer files of rank 1 are copies here, which no repair makes right.
+    assert {found.kind.name for found in audit(damaged).findings} >= {"foreign_file"}
+    assert repair(damaged, damaged.parent / "new") == 2
 
 
 def test_together_with_other_damage(damaged: Path) -> None:

@@ -134,6 +134,14 @@ INCOMPLETE_SAVE = _kind(
     "the save did not finish, or what a tracker names is not there",
     "take an older checkpoint",
 )
+MISSING_WEIGHT = _kind("missing_weight", DAMAGE, "a weight, or a rank's part of a frozen one, is in no file")
+FOREIGN_FILE = _kind("foreign_file", DAMAGE, "a rank's file is another rank's, a copy of one, or no rank's of the save")
+CONTRADICTION = _kind(
+    "contradiction",
+    DAMAGE,
+    "files of one save state different settings, steps or shapes, or a value that no optimizer takes",
+)
+UNUSUAL = _kind("unusual", SUSPICION, "a run can save this, and rarely does", "compare it with an older checkpoint")
 MISSING_STATE = _kind("missing_state", DAMAGE, "an optimizer state is missing that the files promise, or is too short")
 REPAIRED = _kind(
     "repaired", NOTE, "elements that `ckpt-patches repair` has repaired, by the list in the checkpoint", NO_HARM

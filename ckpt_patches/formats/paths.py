@@ -3,6 +3,7 @@
 from pathlib import Path, PurePosixPath
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.shown import shown
 
 
 class LeavesFolderError(UserError):
@@ -16,7 +17,7 @@ def path_within(folder: Path, name: object) -> Path:
         LeavesFolderError: it is no relative name, has `..` in it, or is elsewhere by a link.
     """
     if not is_within(name):
-        raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {name!r:.200}")
+        raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {shown(name)}")
     path = folder / str(name)
     if not path.resolve().is_relative_to(folder.resolve()):
         raise LeavesFolderError(

@@ -18,6 +18,7 @@ from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
+from ckpt_patches.runtime.shown import shown
 
 INDEX = ".metadata"
 # What is not sharded: a file of its own, or since megatron-core 0.19 an object, a list of one, in the sharded files.
@@ -109,7 +110,7 @@ def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, A
     chunks = {_numbers(c.fields["offsets"]): _numbers(c.fields["sizes"]) for c in entry["chunks"]}
     size, whole = _numbers(entry["size"]), of_megatron.get(name, {}).get("nd_reformulated_orig_global_shape")
     if any(not len(offsets) == len(sizes) == len(size) for offsets, sizes in chunks.items()):
-        raise ValueError(f"expected chunks of {len(size)} dimensions in {name}, found {chunks!r:.200}")
+        raise ValueError(f"expected chunks of {len(size)} dimensions in {name}, found {shown(chunks)}")
     return Tensor(name, dtype.__name__, size, None if whole is None else _numbers(whole), chunks)
 
 
@@ -117,7 +118,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     """Offsets or sizes."""
     found = tuple(values)
     if {*map(type, found)} - {int} or (found and min(found) < 0):
-        raise ValueError(f"expected offsets or sizes, found {found!r:.200}")
+        raise ValueError(f"expected offsets or sizes, found {shown(found)}")
     return found
 
 
@@ -175,5 +176,5 @@ def read_common(folder: Path, index: Index) -> Any:
     with RangedFiles() as files:
         found = read_place(files, folder, index.objects[COMMON_OBJECT])
     if not isinstance(found.value, list) or len(found.value) != 1:
-        raise BadFileError(f"{found.path}: expected a list of one as {COMMON_OBJECT}, found {found.value!r:.200}")
+        raise BadFileError(f"{found.path}: expected a list of one as {COMMON_OBJECT}, found {shown(found.value)}")
     return found.value[0]

@@ -14,6 +14,7 @@ import math
 import operator
 import os
 import pickle
+import stat
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -124,6 +125,7 @@ class TorchFile(NamedTuple):
     mtime_ns: int  # of the last change
     value: Any  # dicts, lists, numbers and strings as they are; tensors and classes as stand-ins
     storages: tuple[stored_zip.Stored, ...] = ()  # all of it that have bytes, with their checksums, if they were wanted
+    root: str = ""  # the folder of the records: the stem of the name that torch.save wrote to, or "archive"
 
 
 class BadFileError(UserError):
@@ -154,7 +156,8 @@ def read(path: str | Path, *, trust: bool = False, checksums: bool = False) -> T
         status = os.fstat(descriptor)
         archive = _Archive(descriptor, path, (0, status.st_size))
         storages = archive.storages() if checksums else ()
-        return TorchFile(path, status.st_size, status.st_mtime_ns, _Unpickler(archive, trust).load(), storages)
+        value = _Unpickler(archive, trust).load()
+        return TorchFile(path, status.st_size, status.st_mtime_ns, value, storages, archive.root)
 
 
 def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile:
@@ -523,6 +526,10 @@ class _Archive:
         if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
+    @property
+    def root(self) -> str:
+        return self._root.decode("utf-8", "replace").rstrip("/")
+
     def record(self, name: str) -> bytes:
         """A small record, whole."""
         return self._zip.read(self._existing(name))
@@ -580,9 +587,11 @@ def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor; `open` takes three times as long, and there are thousands."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """A descriptor; `open` takes three times as long, and there are thousands. A pipe or a device is refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadFileError(f"{path}: expected a regular file, found a pipe, a device or a folder")
         yield descriptor
     finally:
         os.close(descriptor)

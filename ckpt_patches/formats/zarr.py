@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from ckpt_patches.runtime.shown import shown
 
 METADATA, ATTRIBUTES = ".zarray", ".zattrs"
 LOCKS = ".sync"  # what the name of a folder of locks beside an array ends in
@@ -101,5 +102,5 @@ def read_array(folder: Path) -> Array:
     if not raw:
         raise NotReadError(f"{path}: expected raw chunks in C order, which is what Megatron writes")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise NotReadError(f"{path}: expected a type of elements that is known here, found {dtype!r:.200}")
+        raise NotReadError(f"{path}: expected a type of elements that is known here, found {shown(dtype)}")
     return Array(folder, DTYPES[dtype], shape, chunks, separator)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.torch_file import BadFileError, TensorHeader
+from ckpt_patches.runtime.shown import shown
 
 MASTER = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,9 +23,9 @@ STATES = (MASTER, *MOMENTS)
 Shape = tuple[int, ...]
 
 # Of 16-bit training with ZeRO, of older releases (fp16_), of bf16 (BF16_Optimizer).
-OPTIMIZER = re.compile(r"((?:fp16_|bf16_)?zero_pp_rank_)(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OPTIMIZER = re.compile(r"((?:fp16_|bf16_)?zero_pp_rank_)(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 # At stage 3 one a data-parallel rank, before that one for all.
-MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 EXPERT = re.compile(r"expp_rank_.*|layer_.*_expert_.*")
 
 
@@ -204,13 +205,13 @@ def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
     fields = address.fields if torch_file.instance(address, "fragment_address") else {}
     start, numel = fields.get("start"), fields.get("numel")
     if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-        raise BadFileError(f"{path}: expected a fragment of {name} with a start and a length, found {address!r:.200}")
+        raise BadFileError(f"{path}: expected a fragment of {name} with a start and a length, found {shown(address)}")
     return start, numel
 
 
 def _flat(path: Path, file: int, key: str, tensor: Any) -> Flat:
     if not isinstance(tensor, TensorHeader) or not tensor.is_contiguous or len(tensor.shape) != 1:
-        raise BadFileError(f"{path}: expected {key} as one flattened tensor, found {tensor!r:.200}")
+        raise BadFileError(f"{path}: expected {key} as one flattened tensor, found {shown(tensor)}")
     room = (tensor.storage.offset + tensor.storage.nbytes - tensor.offset) // tensor.item_size
     return Flat(file, tensor.offset, tensor.numel, ElementType(tensor.dtype, tensor.requires_grad), room)
 
@@ -220,7 +221,7 @@ def _step(path: Path, file: int, group: int, state: Mapping[str, Any]) -> Step |
     if value is None:
         return None
     if not isinstance(value, TensorHeader):
-        return Step(value, file, value, group)
+        return Step(value, file, value if isinstance(value, (int, float)) else None, group)
     return Step(value, file, (value.dtype, torch_file.data_of(path, value)), group)
 
 

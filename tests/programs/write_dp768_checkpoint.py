@@ -98,8 +98,10 @@ def write_stage1(out: Path, shapes_of_groups: list[Shapes], ranks: int) -> list[
         }
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         save({"optimizer_state_dict": optimizer, "ds_version": "0.16.2"}, out / TAG, name)
-    save(model_states(shapes_of_groups, ranks), out / TAG, "mp_rank_00_model_states.pt")
-    save({name: states for truth in truths for name, states in truth.items()}, out, "truth.pt")
+    of_all = {name: states for truth in truths for name, states in truth.items()}
+    weights = {name: states["fp32"].bfloat16() for name, states in of_all.items()}
+    save({**model_states(shapes_of_groups, ranks), "module": weights}, out / TAG, "mp_rank_00_model_states.pt")
+    save(of_all, out, "truth.pt")
     return groups
 
 

@@ -24,6 +24,7 @@ from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.zarr import METADATA
+from ckpt_patches.runtime.shown import shown
 
 CONFIG = "metadata.json"
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
@@ -148,7 +149,7 @@ def check_config(found: Checkpoint) -> None:
         detail = "the file that says the format is missing or cannot be read; told by the files beside it"
         found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
     elif named not in BACKENDS:
-        detail = f"the format is said to be {named!r:.100}, which is not known here; read as the files beside it are"
+        detail = f"the format is said to be {shown(named)}, which is not known here; read as the files beside it are"
         found.findings.append(Finding(damages.NOT_READ, CONFIG, detail=detail))
 
 

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO checkpoints, judged: every parameter's elements on all ranks, and what is wrong with the files."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import zero
+from ckpt_patches.formats import torch_file, zero, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
+from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
+from ckpt_patches.runtime.shown import shown
 
 # What DeepSpeed saves of its own with the model; the rest is what its user saves with it, or what wrote it is newer.
 OF_THE_ENGINE = """
@@ -36,6 +39,15 @@ data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps gl
 ds_config ds_version universal_checkpoint_info
 """
 
+PROBLEMS = {
+    zero_inventory.ABSENT_RANK: damages.MISSING_RANK,
+    zero_inventory.ABSENT_STATE: damages.MISSING_STATE,
+    zero_inventory.ABSENT_WEIGHT: damages.MISSING_WEIGHT,
+    zero_inventory.FOREIGN: damages.FOREIGN_FILE,
+    zero_inventory.OTHER_STEP: damages.MIXED_STEPS,
+    zero_inventory.CONTRADICTION: damages.CONTRADICTION,
+    zero_inventory.UNUSUAL: damages.UNUSUAL,
+}
 Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
@@ -51,6 +63,7 @@ class RankFile:
     path: Path
     rank: int
     state: RankState
+    facts: RankFacts
 
     @property
     def step(self) -> int | None:
@@ -80,21 +93,39 @@ def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "deepspeed zero")
     folder = zero.look(path)
+    models = {rank: own for rank, name in folder.models.items() if (own := _model_file(found, path / name))}
+    ranks: dict[tuple[int, int], RankFacts] = {}
+    stages = set()
     for model_rank in sorted({mp for _, mp in folder.optimizer}):
-        _read_model_rank(found, folder, model_rank)
+        for file in _read_model_rank(found, folder, model_rank, models):
+            ranks[file.rank, model_rank] = file.facts
+            stages.add(file.state.stage)
+    for problem in zero_inventory.problems(ranks, models, max(stages, default=1), folder.names):
+        found.findings.append(Finding(PROBLEMS[problem.kind], problem.where, detail=problem.detail))
     for name in folder.names:  # layers of pipelines, experts, what other ranks of stage 3 have of the model
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
     return found
 
 
-def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) -> None:
+def _model_file(found: Checkpoint, path: Path) -> ModelFacts | None:
+    file = tensor_streams.read_file(path, found)
+    if file is None or not isinstance(file.value, dict):
+        return None
+    return ModelFacts(path.name, file.value)
+
+
+def _read_model_rank(
+    found: Checkpoint, folder: zero.Folder, model_rank: int, models: Mapping[tuple[int | None, int], ModelFacts]
+) -> list[RankFile]:
     """All that belongs to one tensor-parallel rank."""
     names = {dp: name for (dp, mp), name in sorted(folder.optimizer.items()) if mp == model_rank}
-    module, info, module_path = _model_states(found, folder, model_rank)
+    model = models.get((None, model_rank)) or models.get((0, model_rank))
+    info: Mapping[str, Any] = model.value if model else {}
+    module = info.get("module")
     files = [file for rank, name in names.items() if (file := _rank_file(found, rank, folder.path / name))]
     if not files:
-        return
+        return []
     _check_ranks(found, files, names.keys(), info, has_experts=bool(folder.experts))
     _check_paddings(found, files)
     if files[0].state.stage > 2 and not folder.experts:  # of experts the first rank alone saves the rest of the model
@@ -113,10 +144,12 @@ def _read_model_rank(found: Checkpoint, folder: zero.Folder, model_rank: int) ->
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
             streams = _streams(name, parameter)
-            if stage < 3:  # there a rank has a part of it
-                own = tensor_streams.weight(found, module_path, name, module.get(name), parameter.shape)
+            if stage < 3 and model and isinstance(module, dict):  # there a rank has a part of it
+                weight = module.get(name)
+                own = tensor_streams.weight(found, folder.path / model.name, name, weight, parameter.shape)
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
+    return files
 
 
 def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iterator[Extent]:
@@ -141,30 +174,15 @@ def _add_experts(found: Checkpoint, name: str, label: str, parameter: Parameter,
     found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail=detail))
 
 
-def _model_states(
-    found: Checkpoint, folder: zero.Folder, model_rank: int
-) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """The model's weights, the rest of the first file with them, and its path."""
-    name = folder.models.get((None, model_rank)) or folder.models.get((0, model_rank))
-    if name is None:
-        missing = f"mp_rank_{model_rank:02d}_model_states.pt"
-        found.findings.append(Finding(damages.BAD_FILE, missing, detail="the file is missing"))
-        return {}, {}, found.path
-    path = folder.path / name
-    value = tensor_streams.read(path, found)
-    if not isinstance(value, dict):
-        return {}, {}, path
-    module = value.get("module")
-    return module if isinstance(module, dict) else {}, value, path
-
-
 def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
-    """What a rank's file holds; a finding if it is not whole."""
-    value = tensor_streams.read(path, found)
-    if value is None:
+    """What a rank's file holds; a finding if it is damaged."""
+    file = tensor_streams.read_file(path, found)
+    if file is None:
         return None
     try:
-        return RankFile(path, rank, zero.read_rank(path, rank, zero.optimizer_of(path, value)))
+        optimizer = zero.optimizer_of(path, file.value)
+        state = zero.read_rank(path, rank, optimizer)
+        return RankFile(path, rank, state, _facts(file, optimizer, state))
     except UserError as error:
         found.findings.append(tensor_streams.refused(error, path.name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -173,38 +191,63 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     return None
 
 
+def _facts(file: TorchFile, optimizer: dict[str, Any], state: RankState) -> RankFacts:
+    """What the inventory of the checkpoint takes of a rank's file."""
+    base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
+    crcs = {stored.offset: stored.checksum for stored in file.storages}
+    groups, checksums = [], []
+    for number, partition in enumerate(state.partitions):
+        own = base["state"].get(number) or {}
+        flats = partition.states
+        sizes = {zero.MASTER: max(flats[zero.MASTER].numel, flats[zero.MASTER].room)}
+        ends = [start + numel for start, numel in partition.fragments.values() if numel]
+        # What reaches beyond the partition is a finding of its own.
+        needed = min(max(ends, default=0), _numel(partition)) if state.stage < 3 else _numel(partition)
+        step: Any = partition.step.number if partition.step else None
+        step = shown(partition.step.value) if partition.step and step is None else step
+        groups.append(zero_inventory.group_facts(sizes, own, step, needed))
+        checksums.append(tuple(crcs[f.offset] for key, f in flats.items() if key != zero.MASTER and f.offset in crcs))
+    scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
+    scale = scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale
+    params = tuple(group for group in state.settings if isinstance(group, dict))
+    return RankFacts(file.path.name, file.root, tuple(groups), params, scale, tuple(checksums))
+
+
 def _check_ranks(
-    found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: dict[str, Any], *, has_experts: bool
+    found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: Mapping[str, Any], *, has_experts: bool
 ) -> None:
     """Every rank's file, and all of one save. A group of experts is shared by a part of the ranks."""
     ranks = set(ranks)
-    sizes = {count for file in files for count in file.state.data_parallel}
-    expected = info.get("dp_world_size") or max(sizes, default=None) or max(ranks) + 1
-    found.data_parallel = int(expected)
-    for rank in sorted(set(range(found.data_parallel)) - ranks):
-        found.findings.append(Finding(damages.MISSING_RANK, damages.numbered(rank, rank, found.data_parallel)))
+    stated = info.get("dp_world_size")
+    if stated is not None and zero_inventory.count_of(stated) is None:
+        detail = f"dp_world_size is {shown(stated)}, expected a number of ranks"
+        found.findings.append(Finding(damages.CONTRADICTION, "model states", detail=detail))
+    sizes = {count for file in files for count in map(zero_inventory.count_of, file.state.data_parallel) if count}
+    found.data_parallel = zero_inventory.count_of(stated) or max(sizes, default=max(ranks) + 1)
+    there = sorted(rank for rank in ranks if rank < found.data_parallel)
+    for before, after in itertools.pairwise((-1, *there, found.data_parallel)):
+        if after - before > 1:
+            missing = damages.numbered(before + 1, after - 1, found.data_parallel)
+            found.findings.append(Finding(damages.MISSING_RANK, missing))
     for file in files:
         others = [
             count
             for count in file.state.data_parallel
-            if count != found.data_parallel and not (has_experts and found.data_parallel % count == 0)
+            if count != found.data_parallel
+            and not (has_experts and zero_inventory.count_of(count) and found.data_parallel % count == 0)
         ]
         if file.rank >= found.data_parallel or others:
-            counts = ", ".join(map(str, dict.fromkeys(file.state.data_parallel))) or "unknown"
+            counts = ", ".join(map(shown, dict.fromkeys(file.state.data_parallel))) or "unknown"
             detail = f"of {counts} ranks, expected {found.data_parallel}"
             found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
     steps = {file.step for file in files if file.step is not None}
-    found.step = max(steps, default=0)
+    # SGD and Lion store no step; an optimizer that never stepped stores no state.
+    found.step = max(steps, default=None if any(file.state.states for file in files) else 0)
     found.beta1 = first_beta(files[0].state.settings)
-    if len(steps) > 1:
-        for file in files:
-            if file.step != max(steps):
-                detail = f"step {file.step}, others are at {max(steps)}"
-                found.findings.append(Finding(damages.MIXED_STEPS, file.path.name, detail=detail))
 
 
 def _check_model_files(
-    found: Checkpoint, folder: zero.Folder, model_rank: int, ranks: Iterable[int], info: dict[str, Any]
+    found: Checkpoint, folder: zero.Folder, model_rank: int, ranks: Iterable[int], info: Mapping[str, Any]
 ) -> None:
     """At stage 3 each rank loads model states of its own."""
     there = {dp: name for (dp, mp), name in folder.zero3_models().items() if mp == model_rank}
@@ -222,7 +265,7 @@ def _check_model_files(
         found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
 
 
-def _may_have_loaded_universal(info: dict[str, Any]) -> bool:
+def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
     """By the configuration that is saved; a name of a file tells nothing."""
     config = info.get("ds_config")
     if not isinstance(config, dict):
@@ -231,7 +274,7 @@ def _may_have_loaded_universal(info: dict[str, Any]) -> bool:
     return isinstance(own, dict) and bool(own.get("load_universal"))
 
 
-def _frozen(info: dict[str, Any]) -> str:
+def _frozen(info: Mapping[str, Any]) -> str:
     """Why the model states of a rank are not another's: each has its part of what is frozen."""
     if "frozen_param_fragments" not in info:
         return "whether parameters are frozen, of which each had its part, cannot be told"
@@ -239,7 +282,7 @@ def _frozen(info: dict[str, Any]) -> str:
     return f"their parts of {len(frozen)} frozen parameters are lost" if frozen else ""
 
 
-def _what_can_differ(info: dict[str, Any]) -> str:
+def _what_can_differ(info: Mapping[str, Any]) -> str:
     """What is not made by DeepSpeed to be the same on all ranks, though it mostly is."""
     module = info.get("module")
     weights = module.values() if isinstance(module, dict) else ()
@@ -263,7 +306,7 @@ def _numel(partition: Partition) -> int:
     return max(flat.numel for flat in partition.states.values())
 
 
-def _neighbours(info: dict[str, Any]) -> bool:
+def _neighbours(info: Mapping[str, Any]) -> bool:
     """Whether neighbouring ranks share experts."""
     config = info.get("ds_config")
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True

@@ -1,0 +1,74 @@
+"""Settings of param groups and steps, as checkpoints state them: which values no optimizer takes. Pure."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt_patches.runtime.shown import shown
+
+# Numbers that every optimizer needs finite; betas are below.
+NUMBERS = ("lr", "weight_decay", "eps", "momentum", "max_lr", "min_lr")
+MOST_STEPS = 1 << 53
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_step(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= MOST_STEPS
+
+
+def is_not_finite(value: Any) -> bool:
+    """Whether a value is a number, and NaN or infinity."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def not_numbers(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Settings that no optimizer takes, in words; groups by what they are called."""
+    for called, group in groups.items():
+        for name in NUMBERS:
+            if is_not_finite(group.get(name)):
+                yield f"{called}: {name} is {group[name]}"
+        betas = group.get("betas")
+        for beta in betas if isinstance(betas, (list, tuple)) else ():
+            if is_number(beta) and not 0 <= beta <= 1:
+                yield f"{called}: a beta is {beta}, expected one from 0 to 1"
+
+
+def not_steps(steps: Mapping[str, Any]) -> Iterator[str]:
+    """Steps that are no number of steps, in words."""
+    for called, step in steps.items():
+        if not is_step(step):
+            yield f"{called} is {shown(step)}, expected a number of steps"
+
+
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between the settings of one group in two places, in words."""
+    for name in sorted(own.keys() | other.keys(), key=str):
+        if name != "params" and differ(own.get(name), other.get(name)):
+            yield f"{shown(name)} is {_shown(own.get(name))}, and {_shown(other.get(name))}"
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two plain values differ; what is neither a number nor a string, a list or a tuple of these does not."""
+    if not _is_plain(one) or not _is_plain(other):
+        return False
+    return bool(_canonical(one) != _canonical(other))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) < 100 and all(item is None or isinstance(item, (int, float, str)) for item in value)
+    return value is None or isinstance(value, (int, float, str))
+
+
+def _canonical(value: Any) -> Any:
+    """NaN equals itself, a list the tuple of its items."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_canonical, value))
+    return "NaN" if isinstance(value, float) and math.isnan(value) else value
+
+
+def _shown(value: Any) -> str:
+    return f"{shown(value)}" if _is_plain(value) else type(value).__name__

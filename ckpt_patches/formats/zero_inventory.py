@@ -1,0 +1,322 @@
+"""What a ZeRO checkpoint must hold, by what its own files state, and what is absent, foreign or contradicting. Pure.
+
+Every rank's optimizer file promises for all others: the same groups, the same states of the same optimizer, the same
+settings and steps. The model files promise world sizes and shapes. Nothing here reads an element.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_patches.formats import settings
+from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero import OPTIMIZER, Shape
+from ckpt_patches.runtime.shown import shown
+
+# Kinds of problems. All but the last are proven damage.
+ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absent weight"
+FOREIGN, OTHER_STEP, CONTRADICTION, UNUSUAL = "foreign", "other step", "contradiction", "unusual"
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+LEAST_TELLING = 16  # elements
+MOST_RANKS = 1 << 20  # of one kind; a file that states more is not believed
+
+
+class Problem(NamedTuple):
+    """Something that is not as the other files promise."""
+
+    kind: str
+    where: str  # a file's name, or a rank
+    detail: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One param group on one rank."""
+
+    sizes: Mapping[str, int]  # elements by state; the main parameter with the room of its storage
+    scalars: frozenset[str]  # states of one element, such as the step
+    step: Any  # as the file has it; None if it has none
+    needed: int  # elements up to the end of the last fragment
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """A rank's optimizer file."""
+
+    name: str
+    root: str  # the stem of the name that it was written to, or "archive"
+    groups: tuple[Group, ...]
+    settings: tuple[Mapping[str, Any], ...]  # of the param groups
+    loss_scale: Any
+    checksums: tuple[tuple[int, ...], ...] = ()  # by group the CRC-32 of each moment; empty where they are not known
+
+    @property
+    def step(self) -> float | None:
+        """The highest step that the file states; None if it states none."""
+        steps = [group.step for group in self.groups] + [group.get("step") for group in self.settings]
+        return max((step for step in steps if settings.is_step(step)), default=None)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model-states file."""
+
+    name: str
+    value: Mapping[str, Any]  # what the file holds; tensors are headers
+
+
+Rank = tuple[int, int]  # data-parallel, model-parallel
+
+
+def problems(
+    ranks: Mapping[Rank, RankFacts],
+    models: Mapping[tuple[int | None, int], ModelFacts],
+    stage: int,
+    names: Iterable[str] = (),
+) -> Iterator[Problem]:
+    """All that contradicts or is absent, each once, in the order of the files.
+
+    Args:
+        ranks: the optimizer files that could be read.
+        models: the model files that could be read; of no data-parallel rank before stage 3.
+        stage: of ZeRO.
+        names: of all files in the folder.
+    """
+    layers = {(int(m[1]), int(m[2])) for m in map(LAYER.fullmatch, names) if m}
+    yield from _model_parallel_ranks(ranks, models)
+    yield from _roots(ranks)
+    yield from _copies(ranks)
+    yield from _groups(ranks)
+    yield from _states(ranks, models)
+    yield from _settings(ranks)
+    yield from _steps(ranks)
+    yield from _models(models, stage, has_layers=bool(layers))
+    yield from _layers(layers)
+
+
+def _model_parallel_ranks(
+    ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]
+) -> Iterator[Problem]:
+    """As many as the model files state."""
+    stated = {count_of(model.value.get("mp_world_size")) for model in models.values()} - {None}
+    if len(stated) > 1:
+        yield Problem(CONTRADICTION, "mp_world_size", f"model files state {_listed(stated)} model-parallel ranks")
+    count = max((size for size in stated if size is not None), default=1)
+    for number in range(count):
+        if not any(mp == number for _, mp in models):
+            yield Problem(ABSENT_RANK, f"model-parallel rank {number} of {count}", "the file of its model states")
+        if not any(mp == number for _, mp in ranks):
+            yield Problem(ABSENT_RANK, f"model-parallel rank {number} of {count}", "all files of its optimizer states")
+    for number in sorted({mp for _, mp in (*ranks, *models) if mp >= count}):
+        if stated:
+            yield Problem(FOREIGN, f"model-parallel rank {number}", f"the model files state {count} of them")
+
+
+def count_of(value: Any) -> int | None:
+    """A number of ranks; None for anything else, and for more than any job has."""
+    return value if type(value) is int and 0 < value <= MOST_RANKS else None
+
+
+def _roots(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+    """torch.save names the folder of its records after the file: one written as another rank's is a copy of it."""
+    for facts in ranks.values():
+        written_as = f"{facts.root}.pt"
+        if OPTIMIZER.fullmatch(written_as) and _rank_in(written_as) != _rank_in(facts.name):
+            yield Problem(FOREIGN, facts.name, f"it was written as {written_as}: it is another rank's")
+
+
+def _rank_in(name: str) -> list[str]:
+    return re.findall(r"\d+", name.removeprefix("fp16_").removeprefix("bf16_"))
+
+
+def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+    """Two ranks with the same moments, to the last bit: their checksums."""
+    first: dict[tuple[int, tuple[tuple[int, ...], ...]], str] = {}
+    for (_, mp), facts in sorted(ranks.items()):
+        if not _is_telling(facts):
+            continue
+        other = first.setdefault((mp, facts.checksums), facts.name)
+        if other != facts.name:
+            yield Problem(FOREIGN, facts.name, f"its moments are those of {other}, bit for bit: it is a copy")
+
+
+def _is_telling(facts: RankFacts) -> bool:
+    """Whether the moments of two ranks cannot be equal by chance: some are not zero, and there are enough of them.
+
+    Two moments that are zero have the same checksum, and so does padding.
+    """
+    groups = zip(facts.groups, facts.checksums, strict=False)
+    return sum(group.needed for group, crcs in groups if len(set(crcs)) > 1) >= LEAST_TELLING
+
+
+def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+    """As many param groups on every data-parallel rank."""
+    for own in _by_model_rank(ranks):
+        for what, counts in (
+            ("groups of optimizer states", [len(facts.groups) for facts in own]),
+            ("param groups", [len(facts.settings) for facts in own]),
+        ):
+            usual = max(counts)
+            for facts, count in zip(own, counts, strict=True):
+                if count != usual:
+                    yield Problem(CONTRADICTION, facts.name, f"{count} {what}, other ranks have {usual}")
+
+
+def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[list[RankFacts]]:
+    for _, own in itertools.groupby(sorted(ranks, key=lambda rank: rank[::-1]), key=lambda rank: rank[1]):
+        yield [ranks[rank] for rank in own]
+
+
+def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
+    """Every rank has the states that any rank has of this optimizer, and of each element that it owns."""
+    promised = _promised(ranks)
+    steps = max((_taken_steps(model.value) for model in models.values()), default=0)
+    for facts in ranks.values():
+        for number, group in enumerate(facts.groups):
+            if not group.needed:
+                continue  # nothing but padding
+            names = promised.get(_optimizer_of(facts, number), set()) | _by_settings(facts, number, steps, promised)
+            for name in sorted(names - group.sizes.keys() - group.scalars):
+                yield Problem(ABSENT_STATE, facts.name, f"group {number} has no {shown(name)}")
+            for name, numel in group.sizes.items():
+                if numel < group.needed:
+                    detail = f"group {number}: {shown(name)} has {numel} elements, its parameters {group.needed}"
+                    yield Problem(ABSENT_STATE, facts.name, detail)
+
+
+def _promised(ranks: Mapping[Rank, RankFacts]) -> dict[frozenset[str], set[str]]:
+    """By optimizer, which its settings tell apart, the names of the states that any rank has."""
+    found: dict[frozenset[str], set[str]] = {}
+    for facts in ranks.values():
+        for number, group in enumerate(facts.groups):
+            found.setdefault(_optimizer_of(facts, number), set()).update(group.sizes, group.scalars)
+    return found
+
+
+def _optimizer_of(facts: RankFacts, group: int) -> frozenset[str]:
+    return frozenset(facts.settings[group]) if group < len(facts.settings) else frozenset()
+
+
+def _by_settings(facts: RankFacts, group: int, steps: int, promised: Mapping[frozenset[str], set[str]]) -> set[str]:
+    """What Adam keeps after a step; it is known by its settings. Lion has no eps, Adamax another second moment."""
+    optimizer = _optimizer_of(facts, group)
+    moments = promised.get(optimizer, set()) - {"fp32", "step"}
+    if not {"betas", "eps"} <= optimizer or moments - {"exp_avg", "exp_avg_sq"}:
+        return set()
+    return {"exp_avg", "exp_avg_sq"} if moments or steps else set()
+
+
+def _taken_steps(model: Mapping[str, Any]) -> int:
+    """Steps of the run that were not skipped because of an overflow."""
+    taken, skipped = model.get("global_steps"), model.get("skipped_steps")
+    return max(taken - (skipped if type(skipped) is int else 0), 0) if type(taken) is int else 0
+
+
+def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+    """Settings and steps are numbers that an optimizer takes, and the same on all ranks."""
+    if not ranks:
+        return
+    (_, first), *others = sorted(ranks.items())
+    for facts in ranks.values():
+        steps = {f"step of group {n}": group.step for n, group in enumerate(facts.groups) if group.step is not None}
+        named = {**{f"group {n}": group for n, group in enumerate(facts.settings)}}
+        for what in (*settings.not_numbers(named), *settings.not_steps(steps)):
+            yield Problem(CONTRADICTION, facts.name, what)
+        if settings.is_not_finite(facts.loss_scale):
+            yield Problem(CONTRADICTION, facts.name, f"the loss scale is {facts.loss_scale}")
+    for _, facts in others:
+        for number, (own, expected) in enumerate(zip(facts.settings, first.settings, strict=False)):
+            for what in settings.differences(own, expected):
+                yield Problem(CONTRADICTION, facts.name, f"group {number}: {what} in {first.name}")
+        if settings.differ(facts.loss_scale, first.loss_scale):
+            detail = f"the loss scale is {facts.loss_scale}, and {first.loss_scale} in {first.name}"
+            yield Problem(CONTRADICTION, facts.name, detail)
+
+
+def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+    """All ranks are at one step, model-parallel ones too."""
+    newest = max((step for facts in ranks.values() if (step := facts.step) is not None), default=None)
+    for facts in ranks.values():
+        if facts.step not in (None, newest):
+            yield Problem(OTHER_STEP, facts.name, f"step {facts.step:g}, others are at {newest:g}")
+    by_group = [{group.step for group in facts.groups if settings.is_step(group.step)} for facts in ranks.values()]
+    if mixed := [steps for steps in by_group if len(steps) > 1]:
+        steps = ", ".join(f"{step:g}" for step in sorted(mixed[0])[:5])
+        yield Problem(UNUSUAL, "param groups", f"they are at different steps: {steps}")
+
+
+def _layers(layers: set[tuple[int, int]]) -> Iterator[Problem]:
+    """A layer of a pipeline has a file of each tensor-parallel rank."""
+    for layer, rank in itertools.product({one for one, _ in layers}, {rank for _, rank in layers}):
+        if (layer, rank) not in layers:
+            yield Problem(ABSENT_WEIGHT, f"layer_{layer:02d}-model_{rank:02d}-model_states.pt", "the file is missing")
+
+
+def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, has_layers: bool) -> Iterator[Problem]:
+    """Of one step and one run, with all weights that the shapes promise."""
+    first = next(iter(models.values()), None)
+    for (_, mp), facts in models.items():
+        assert first is not None
+        for key in ("iteration", "global_steps", "dp_world_size"):
+            if settings.differ(facts.value.get(key), first.value.get(key)):
+                detail = f"{key} is {shown(facts.value.get(key))}, and {shown(first.value.get(key))} in {first.name}"
+                yield Problem(CONTRADICTION, facts.name, detail)
+        same = next(other for (_, rank), other in models.items() if rank == mp)
+        if _shapes(facts.value) != _shapes(same.value):
+            yield Problem(CONTRADICTION, facts.name, f"its param_shapes are others than those in {same.name}")
+        yield from _frozen(facts)
+        if stage < 3:
+            yield from _weights(facts, has_layers=has_layers)
+
+
+def _shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
+    groups: Any = model.get("param_shapes")
+    groups = groups if isinstance(groups, (list, tuple)) else ()
+    return {n: tuple(shape) for group in groups if isinstance(group, Mapping) for n, shape in group.items()}
+
+
+def _frozen(facts: ModelFacts) -> Iterator[Problem]:
+    """The parts of frozen parameters."""
+    frozen, fragments = facts.value.get("frozen_param_shapes"), facts.value.get("frozen_param_fragments")
+    held = fragments if isinstance(fragments, Mapping) else {}
+    for name in sorted(frozen.keys() - held.keys()) if isinstance(frozen, Mapping) else ():
+        yield Problem(ABSENT_WEIGHT, facts.name, f"no fragment of the frozen parameter {shown(name)}")
+
+
+def _weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
+    """Those of trained parameters, before stage 3. A pipeline has them in files of its layers."""
+    module = facts.value.get("module")
+    if not isinstance(module, Mapping):
+        if not has_layers:
+            detail = f"expected the weights of the model, found {type(module).__name__}"
+            yield Problem(ABSENT_WEIGHT, facts.name, detail)
+        return
+    for name, shape in _shapes(facts.value).items():
+        if name not in module and 0 not in shape and not is_expert(name):
+            yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of {name:.100}")
+
+
+def is_expert(name: str) -> bool:
+    """Whether the weights of a parameter lie in a file of its own, as those of `deepspeed.moe`."""
+    return ".deepspeed_experts." in name
+
+
+def group_facts(sizes: Mapping[str, int], state: Mapping[str, Any], step: Any, needed: int) -> Group:
+    """One group of a rank's file.
+
+    Args:
+        sizes: elements of the main parameter, as "fp32".
+        state: what the optimizer holds of the group.
+        step: a number, if it could be read.
+        needed: elements up to the end of the last fragment.
+    """
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader)}
+    flat = {name: tensor.numel for name, tensor in tensors.items() if len(tensor.shape) == 1}
+    scalars = {str(name) for name, value in state.items() if value is not None} - flat.keys()
+    return Group({**sizes, **flat}, frozenset(scalars), step, needed)
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return " and ".join(map(str, sorted(values)))

@@ -1,0 +1,16 @@
+"""Values of a checkpoint in messages: of bounded length and depth, whatever is nested in them."""
+
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict = 3, 6, 6, 6
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, cut to 200 characters. Its parts are counted before they are formatted."""
+    try:
+        return _SHORT.repr(value)[:200]
+    except Exception as error:  # a value that a file has built can fail in any way
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
