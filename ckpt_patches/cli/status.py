@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ckpt_patches import Switches, __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, locate, version_in
-from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path
-from ckpt_patches.engine.plan_cache import plan_or_kept
+from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -176,10 +175,10 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
     in_place = rewrite.read_state(root, package).fixes
     if tree is None and not why_inactive:  # what this process would import, by whichever hook
         plan, _ = running.make_plan(str(root), package, switches)
-        skipped = plan_or_kept(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
+        skipped = plan_tree(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
         results = {result.name: result for result in (*plan.results, *skipped.results)}
     else:
-        whole = plan_or_kept(str(root), package, fixes_for(package))
+        whole = plan_tree(str(root), package, fixes_for(package))
         if tree is not None:
             whole.check_readable()
         results = {result.name: result for result in whole.results}
