@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches import Switches, __version__
-from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, locate, version_in
+from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
 from ckpt_patches.inplace import rewrite
@@ -96,7 +97,8 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
-    roots = {package: _root(package, tree) for package in (CORE, DEEPSPEED)}
+    found = {package: root_of(package, tree) for package in (CORE, DEEPSPEED)}
+    roots = {package: Path(root) if root else None for package, root in found.items()}
     if tree is not None and not any(roots.values()):
         raise UserError(f"expected megatron/core/ or deepspeed/ in {tree}, found none")
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
@@ -135,12 +137,6 @@ def _why_inactive(switches: Switches) -> str:
     if installed_finder() is None:
         return "this Python read no .pth file of ours: install the package into its site-packages, or use apply"
     return ""
-
-
-def _root(package: str, tree: str | None) -> Path | None:
-    if tree is None:
-        return locate(package)
-    return Path(os.path.abspath(tree)) if contains(tree, package) else None
 
 
 def _why_this_tree(root: Path, tree: str | None) -> str:
