@@ -25,8 +25,8 @@ __version__ = "0.2.0"
 MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
-# Switches of earlier versions.
-REMOVED = ("CKPT_PATCHES_LOST_HOST",)
+# Switches of earlier versions: CHANGELOG.md, upgrade notes.
+REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED")
 # What every target module's name begins with. The registry itself is read when the first such name is met.
 PREFIXES = ("megatron.", "deepspeed.")
 # Without one of these in sys.modules no target has been loaded.
@@ -48,9 +48,8 @@ class Switches:
         self.overlays: tuple[str, ...] = ()  # what is laid over upstream besides the fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
             self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
-        for name in REMOVED:
-            if name in environ:
-                self.errors.append(f"{name} does nothing: it was removed (CHANGELOG.md, upgrade notes)")
+        if removed := [name for name in REMOVED if name in environ]:
+            self.errors.append(f"{', '.join(removed)}: removed, does nothing (CHANGELOG.md, upgrade notes)")
 
     def _read_skip(self, value: str) -> None:
         from ckpt_patches.engine.registry import EVERYTHING, FIXES

@@ -4,6 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7786
 """
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 TYPE_CHECKING = False
@@ -24,7 +25,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/issues/7571",
     ),
     symptom="no optimizer state is saved, and a resume loses the loaded weights",
-    releases=(("0.17.6", "0.19.8"),),
+    releases=(("0.17.6", newest("deepspeed")),),
     stacks="bf16 without ZeRO; from 0.18.6 only with pipeline parallelism",
     silent=True,
     stages=("model states", "ordinary load"),

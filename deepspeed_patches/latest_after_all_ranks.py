@@ -7,6 +7,7 @@ import ast
 
 from ckpt_patches.engine.agreement import insert_agreement
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import Function, NoMatch, Source
 
 ENGINE = "deepspeed.runtime.engine"
@@ -15,7 +16,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
     symptom="a restart fails: `latest` names a checkpoint that a rank did not finish",
-    releases=(("0.12.0", "0.19.8"),),
+    releases=(("0.12.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2",
     silent=False,
     stages=("latest",),
@@ -33,10 +34,10 @@ WAIT = f"""# Other ranks may still be writing, and may fail at it.
 @fix.edit(ENGINE)
 def wait_for_all_ranks(source: Source) -> None:
     """Upstream waits behind it."""
-    named = [statement_that_names(source, function) for function in functions(source)]
-    source.check_parts({f"{BARRIER} in front of line {found.lineno}": waits(source, found) for found in named})
-    for statement in named:
-        source.insert_before(statement, WAIT)
+    saves = functions(source)
+    source.check_parts({f"{BARRIER} in {function.name}": waits(source, function) for function in saves})
+    for function in saves:
+        source.insert_before(statement_that_names(source, function), WAIT)
 
 
 @fix.edit(ENGINE, independent=True, ours_alone=True)
@@ -46,7 +47,7 @@ def agree_first(source: Source) -> None:
     insert_agreement(
         source,
         f"{fix.name}.1",
-        by_upstream=all(waits(source, statement_that_names(source, function)) for function in saves),
+        by_upstream=all(waits(source, function) for function in saves),
         announce=source.function("DeepSpeedEngine.__init__").body[-1],
         check=saves,
         ranks="None",
@@ -72,7 +73,8 @@ def opens_latest(source: Source, statements: list[ast.stmt]) -> bool:
     return any(isinstance(statement, ast.With) and source.has("'latest'", statement) for statement in statements)
 
 
-def waits(source: Source, statement: ast.stmt) -> bool:
-    """Whether the statement before it in its block is a barrier."""
-    blocks = [node.body for node in source.all_of(ast.If)] + [node.body for node in source.all_of(ast.FunctionDef)]
+def waits(source: Source, function: Function) -> bool:
+    """Whether the statement in front of the one that names the checkpoint is a barrier."""
+    statement = statement_that_names(source, function)
+    blocks = [function.body, *(branch.body for branch in source.all_of(ast.If, function))]
     return any(source.has(BARRIER, block[block.index(statement) - 1]) for block in blocks if statement in block)

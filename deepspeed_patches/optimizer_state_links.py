@@ -4,6 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/5104
 """
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
@@ -13,7 +14,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5104",),
     symptom="`safe_get_full_optimizer_state` fails: `exp_avg not found` or `TypeError`",
-    releases=(("0.13.2", "0.19.8"),),
+    releases=(("0.13.2", newest("deepspeed")),),
     stacks="ZeRO 1 and 2, several param groups or after a load",
     silent=False,
     stages=("links",),

@@ -4,6 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/5289
 """
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 TYPE_CHECKING = False
@@ -18,7 +19,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5289",),
     symptom="a load fails with `IndexError: list index out of range` at `steps[0]`",
-    releases=(("0.14.1", "0.19.8"),),
+    releases=(("0.14.1", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, small param group",
     silent=False,
     stages=("universal load",),

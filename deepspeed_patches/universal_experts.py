@@ -4,6 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/5716
 """
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 TYPE_CHECKING = False
@@ -23,7 +24,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/5681",
     ),
     symptom="other experts are loaded on more ranks, or `FileNotFoundError`",
-    releases=(("0.14.1", "0.19.8"),),
+    releases=(("0.14.1", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, `deepspeed.moe`",
     silent=True,
     stages=("universal load",),

@@ -4,6 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/6918
 """
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, Source
 
 ZERO_CHECKPOINT = "deepspeed.checkpoint.zero_checkpoint"
@@ -19,7 +20,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/issues/6918",),
     symptom="`ds_to_universal` fails with `narrow(): length must be non-negative`",
-    releases=(("0.12.0", "0.19.8"),),
+    releases=(("0.12.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2, many data-parallel ranks",
     silent=False,
     stages=("extract",),

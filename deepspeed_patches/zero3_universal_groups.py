@@ -4,13 +4,14 @@ https://github.com/deepspeedai/DeepSpeed/pull/7585
 """
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7585",),
     symptom="all param groups resume with the first group's settings and a wrong step",
-    releases=(("0.18.0", "0.19.8"),),
+    releases=(("0.18.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 3, several param groups or `sub_group_size`",
     silent=True,
     stages=("settings",),

@@ -4,10 +4,8 @@ import datetime
 import gc
 import os
 import platform
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -33,12 +31,6 @@ MAIN = "main"  # as upstream.py has it, which needs what is set up here
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        # Plans of trees are kept for this run alone; what pip has downloaded is of use for longer.
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        os.environ.setdefault("PIP_CACHE_DIR", os.path.join(caches, "pip"))
-        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="ckpt-patches-caches-")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # So does a shell start what it runs in the background, and every program under test would ignore it as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
 QUICK = """
     audit_blocks checksum command ds_to_universal_new_file ds_to_universal_plan
-    ds_to_universal_writer durable hook in_place kept map names plan processes rooms shared source stored_zip
+    ds_to_universal_writer durable hook in_place map names plan processes rooms shared source stored_zip
     torch_file unfinished
 """
 

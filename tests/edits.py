@@ -1,10 +1,8 @@
 """What a fix changes in a tree: for tests of the edits themselves, on copies of a few files."""
 
 import ast
-import dataclasses
 import difflib
 import itertools
-import marshal
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -33,13 +31,6 @@ def copy_of(tree: Path, fix: str, to: Path) -> Path:
 def plan(tree: Path, fix: str, *, for_upstream: bool = False) -> tuple[FixResult, TreePlan]:
     made = plan_tree(str(tree), TARGETS[FIXES[fix][0]], [fix], for_upstream=for_upstream)
     return made.results[0], made
-
-
-def as_bytes(made: TreePlan) -> bytes:
-    """All that a plan says, the code of the edited files as well: to compare two."""
-    files = [tuple(getattr(file, field.name) for field in dataclasses.fields(file)) for file in made.files.values()]
-    results = [(result.name, result.outcome.value, result.reason, result.modules) for result in made.results]
-    return marshal.dumps((made.package, made.root, results, made.texts, files), 0)  # of an object met twice, both
 
 
 def check_twice_changes_nothing(copy: Path, fix: str) -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,9 @@ import edits
 from ckpt_patches import PREFIXES
 from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.engine import fix as fixes
-from ckpt_patches.engine import plan, plan_cache
+from ckpt_patches.engine import plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.engine.plan_cache import plan_or_kept
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, SWITCHED, TARGETS, folder
 from ckpt_patches.engine.source import function_text
 from upstream import MAIN, MAIN_VARIABLES, PLAN, REPOSITORY, in_place, main_branch, newest_affected, releases, tree
@@ -80,19 +78,6 @@ def test_what_is_written_in_place_is_what_the_hook_runs(distribution: str, packa
     assert {module: Path(plan.module_path(written, module)).read_bytes() for module in made.files} == {
         module: file.patched for module, file in made.files.items()
     }
-
-
-@NEWEST
-def test_the_plan_of_a_release_is_kept_as_it_was_made(
-    distribution: str, package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    root = str(tree(distribution, version))
-    made = plan_or_kept(root, package, fixes_for(package))
-    monkeypatch.delattr(plan_cache, "plan_tree")
-    assert len(made.files) > 3
-    assert edits.as_bytes(plan_or_kept(root, package, fixes_for(package))) == edits.as_bytes(made)
 
 
 # A fix and the main branch of its package, where a checkout of that is named.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches import PatchFinder, Switches
-from ckpt_patches.engine import plan_cache
+from ckpt_patches import REMOVED, PatchFinder, Switches
+from ckpt_patches.engine import plan
 from ckpt_patches.engine.plan import TreePlan, plan_tree
 from ckpt_patches.hook import running
 from ckpt_patches.startup import install
@@ -322,14 +322,12 @@ def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     assert python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr == ""
 
 
-def test_a_removed_switch_is_named_once(tmp_path: Path) -> None:
+def test_removed_switches_are_named_in_one_line(tmp_path: Path) -> None:
     make(tmp_path)
-    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES_LOST_HOST": "45"})
+    done = python("-c", IS_PATCHED, tree=tmp_path, env=dict.fromkeys(REMOVED, "45"))
     assert done.stdout.strip() == "True"
-    removed = [line for line in done.stderr.splitlines() if "CKPT_PATCHES_LOST_HOST" in line]
-    assert removed == [
-        "ckpt-patches: CKPT_PATCHES_LOST_HOST does nothing: it was removed (CHANGELOG.md, upgrade notes)"
-    ]
+    removed = [line for line in done.stderr.splitlines() if "CKPT_PATCHES_" in line]
+    assert removed == [f"ckpt-patches: {', '.join(REMOVED)}: removed, does nothing (CHANGELOG.md, upgrade notes)"]
 
 
 def test_fingerprints_without_the_hook_are_a_warning(tmp_path: Path) -> None:
@@ -419,7 +417,7 @@ def test_the_plan_of_a_tree_is_made_once(tmp_path: Path, monkeypatch: pytest.Mon
         calls.append(arguments)
         return plan_tree(*arguments, **keywords)
 
-    monkeypatch.setattr(plan_cache, "plan_tree", counted)
+    monkeypatch.setattr(plan, "plan_tree", counted)
     plans = [running.plan_for(MODULE, str(path), Switches({})) for _ in range(2)]
     assert plans[0] is plans[1]
     assert len(calls) == 1

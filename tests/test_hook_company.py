@@ -33,6 +33,22 @@ def about(stderr: str, *words: str) -> None:
         assert word in line
 
 
+def runs(tree: Path, text: str, *lines: str, **env: str) -> None:
+    """Check that a program prints these lines, and goes well."""
+    status, output, stderr = program(tree, text, **env)
+    assert (status, output.splitlines()) == (0, list(lines)), stderr
+
+
+def is_reported(tree: Path, text: str, output: str, *words: str, in_strict: str = "") -> None:
+    """Check that a program prints `output` and warns; and that strict mode ends it after `in_strict`."""
+    status, printed, stderr = program(tree, text)
+    assert (status, printed) == (0, output), stderr
+    about(stderr, *words)
+    status, printed, stderr = program(tree, text, **STRICT)
+    assert (status, printed) == (1, in_strict)
+    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+
+
 # Another hook's loader, and the ways in which hooks bring theirs in.
 OTHER = """
 import importlib.machinery as im, importlib.util, sys
@@ -124,37 +140,26 @@ def test_a_module_that_another_hook_loads_takes_the_whole_fix_away(tmp_path: Pat
     make_two(tmp_path)
     order = [IS_PATCHED, IS_PATCHED_SECOND] if first == MODULE else [IS_PATCHED_SECOND, IS_PATCHED]
     text = takes(SECOND, at) + "\n".join([*order, f"import {LATER}"])
-    status, output, stderr = program(tmp_path, text)
-    assert status == 0
     if at.startswith("len"):
-        assert (output, warnings(stderr)) == ("True\nTrue", [])
-        return
-    assert output == "False\nFalse"
-    about(stderr, "mapping.py", "Other")
-    status, _, stderr = program(tmp_path, text, **STRICT)
-    assert status == 1
-    assert "StrictModeError" in stderr
+        runs(tmp_path, text, "True", "True", **STRICT)
+    else:
+        is_reported(tmp_path, text, "False\nFalse", "mapping.py", "Other")
 
 
 def test_a_module_without_source_takes_the_whole_fix_away(tmp_path: Path) -> None:
     _, second = make_two(tmp_path)
     py_compile.compile(str(second), cfile=str(second) + "c", doraise=True)
     second.unlink()
-    status, output, stderr = program(tmp_path, f"{IS_PATCHED}\n{IS_PATCHED_SECOND}")
-    assert (status, output) == (0, "False\nFalse")
-    about(stderr, "no source, only bytecode")
+    text = f"{IS_PATCHED}\n{IS_PATCHED_SECOND}"
+    is_reported(tmp_path, text, "False\nFalse", "no source, only bytecode")
 
 
 def test_a_part_that_is_loaded_already_is_named_when_another_hook_takes_the_rest(tmp_path: Path) -> None:
     """Between two imports nothing can be taken back any more."""
     make_two(tmp_path)
     text = IS_PATCHED + takes(SECOND, "0") + f"{IS_PATCHED_SECOND}\nimport {LATER}"
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "True\nFalse")
-    about(stderr, "mapping.py", f"Its part in {MODULE} is loaded already")
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output.splitlines()[0]) == (1, "True")
-    assert "StrictModeError" in stderr
+    said = f"Its part in {MODULE} is loaded already"
+    is_reported(tmp_path, text, "True\nFalse", "mapping.py", said, in_strict="True\nFalse")
 
 
 def test_a_module_of_another_tree_takes_the_whole_fix_away(tmp_path: Path) -> None:
@@ -179,26 +184,17 @@ def test_a_module_of_another_tree_takes_the_whole_fix_away(tmp_path: Path) -> No
 # The real hooks of others
 
 
-def test_typeguard_in_front_is_said_and_refused_in_strict_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("install", "loader"),
+    [
+        ("from typeguard import install_import_hook as hook", "TypeguardLoader"),
+        ("from beartype.claw import beartype_package as hook", "BeartypeSourceFileLoader"),
+    ],
+    ids=["typeguard in front", "beartype behind"],
+)
+def test_hooks_that_load_modules_themselves_are_reported(tmp_path: Path, install: str, loader: str) -> None:
     make(tmp_path)
-    text = f"from typeguard import install_import_hook\ninstall_import_hook('megatron.core')\n{IS_PATCHED}"
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "False")
-    about(stderr, "TypeguardLoader")
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output) == (1, "")
-    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
-
-
-def test_beartype_behind_is_said_and_refused_in_strict_mode(tmp_path: Path) -> None:
-    make(tmp_path)
-    text = f"from beartype.claw import beartype_package\nbeartype_package('megatron.core')\n{IS_PATCHED}"
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "False")
-    about(stderr, "BeartypeSourceFileLoader")
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output) == (1, "")
-    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+    is_reported(tmp_path, f"{install}\nhook('megatron.core')\n{IS_PATCHED}", "False", loader)
 
 
 def test_wrapt_which_asks_the_others_hands_the_module_to_our_loader(tmp_path: Path) -> None:
@@ -235,8 +231,7 @@ sys.meta_path.insert(0, Watches())
 from ckpt_patches.startup import verify
 verify()
 """
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output.splitlines()) == (0, ["ran exchange_utils", "True", "ran mapping", "True"]), stderr
+    runs(tmp_path, text, "ran exchange_utils", "True", "ran mapping", "True", **STRICT)
 
 
 # Asking, and being asked
@@ -257,8 +252,7 @@ def test_two_hooks_that_ask_the_others_come_to_an_end(tmp_path: Path) -> None:
     )
     asks = asks.replace("class Asks:", "class Asks:\n    asking = False")
     text = f"{asks}\nsys.meta_path.insert(0, Asks())\nsys.meta_path.insert(2, Asks())\n{IS_PATCHED}"
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "True"), stderr
+    runs(tmp_path, text, "True")
 
 
 def test_what_another_finder_raises_is_raised(tmp_path: Path) -> None:
@@ -315,9 +309,7 @@ class Wraps:
 sys.meta_path.insert(0, Wraps)
 {IS_PATCHED}
 """
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "False")
-    about(stderr, "Compiles")
+    is_reported(tmp_path, text, "False", "Compiles")
 
 
 # What is said is what runs
@@ -364,12 +356,7 @@ def test_a_program_can_ask_before_it_trains(tmp_path: Path) -> None:
     verify()
     print('trains')
     """
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "trains")
-    about(stderr, "imported before")
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output) == (1, "")
-    assert "StrictModeError" in stderr
+    is_reported(tmp_path, text, "trains", "imported before")
     assert program(tmp_path, f"import {MODULE}\nfrom ckpt_patches.startup import verify\nverify()", **STRICT)[0] == 0
 
 
@@ -420,28 +407,6 @@ def test_to_verify_after_the_meta_path_was_wiped_says_it(tmp_path: Path) -> None
     assert "StrictModeError" in stderr
 
 
-def test_a_loader_of_the_old_kind_is_said_after_the_import(tmp_path: Path) -> None:
-    """It has no method in front of which anything could be said."""
-    make(tmp_path)
-    text = f"""{OTHER}
-class Old:
-    def __init__(self, inner): self.inner = inner
-    def load_module(self, name): return self.inner.load_module(name)
-class Takes:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        spec = im.PathFinder.find_spec(name, path)
-        if name == {MODULE!r}: spec.loader = Old(spec.loader)
-        return spec
-sys.meta_path.insert(1, Takes)
-{IS_PATCHED}
-"""
-    status, output, stderr = program(tmp_path, f"{text}\nimport {LATER}")
-    assert (status, output) == (0, "False")
-    about(stderr, "exchange_utils.py", "by a finder in front of it")
-    assert program(tmp_path, f"{text}\nimport {LATER}", **STRICT)[0] == 1
-
-
 STUBS = {
     "a module that loads itself when it is touched": """
 import types
@@ -479,8 +444,7 @@ def test_a_finder_that_cannot_be_compared_is_not_compared(tmp_path: Path, at: in
     sys.meta_path.insert({at}, Strange())
     """
     text = textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}\nimport {LATER}"
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output) == (0, "True\nTrue"), stderr
+    runs(tmp_path, text, "True", "True", **STRICT)
 
 
 @pytest.mark.parametrize(
@@ -529,8 +493,7 @@ sys.meta_path.insert(1, Keeps)
 {IS_PATCHED}
 {IS_PATCHED_SECOND}
 """
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output) == (0, "True\nTrue"), stderr
+    runs(tmp_path, text, "True", "True", **STRICT)
 
 
 def test_a_finder_that_begins_to_take_modules_later_takes_the_rest_of_a_fix_and_is_said(tmp_path: Path) -> None:
@@ -541,9 +504,7 @@ ready = False
 ready = True
 {IS_PATCHED_SECOND}
 """
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output) == (0, "True\nFalse")
-    about(stderr, f"Its part in {MODULE} is loaded already")
+    is_reported(tmp_path, text, "True\nFalse", f"Its part in {MODULE} is loaded already", in_strict="True")
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_does_not_halve_a_fix(tmp_path: Path) -> None:
@@ -558,8 +519,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_does_not_halve_a_fix(tmp_path: 
     builtins.open = flaky
     """
     text = textwrap.dedent(text) + f"{IS_PATCHED}\nplanned = True\n{IS_PATCHED_SECOND}"
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output) == (0, "True\nTrue"), stderr
+    runs(tmp_path, text, "True", "True", **STRICT)
 
 
 @pytest.mark.parametrize("rank", ["1", "7"])
@@ -585,10 +545,7 @@ def test_a_reload_plans_anew_also_for_a_module_that_had_no_edit(tmp_path: Path) 
     importlib.reload(m)
     print(type(m.__loader__).__name__, m.size(2))
     """
-    status, output, stderr = program(tmp_path, text, **STRICT)
-    assert (status, output.splitlines()) == (0, ["SourceFileLoader", "PatchedLoader True", "SourceFileLoader 1"]), (
-        stderr
-    )
+    runs(tmp_path, text, "SourceFileLoader", "PatchedLoader True", "SourceFileLoader 1", **STRICT)
 
 
 def test_a_reload_after_a_late_install_gets_the_fix(tmp_path: Path) -> None:
@@ -600,8 +557,7 @@ def test_a_reload_after_a_late_install_gets_the_fix(tmp_path: Path) -> None:
     install()
     importlib.reload(m)
     """
-    status, output, stderr = program(tmp_path, textwrap.dedent(text) + IS_PATCHED, CKPT_PATCHES="off")
-    assert (status, output) == (0, "True"), stderr
+    runs(tmp_path, textwrap.dedent(text) + IS_PATCHED, "True", CKPT_PATCHES="off")
 
 
 def test_a_module_that_no_fix_edits_any_more_shows_its_own_lines(tmp_path: Path) -> None:
@@ -730,8 +686,7 @@ thread.join()
 def test_a_fork_in_another_thread_while_a_tree_is_planned_does_not_wait_for_it(tmp_path: Path) -> None:
     """It takes logging's lock and then that of the import system; a deadlock is a test that takes a minute."""
     make(tmp_path)
-    status, output, stderr = program(tmp_path, FORK)
-    assert (status, output.splitlines()) == (0, ["forked 0", "True"]), stderr
+    runs(tmp_path, FORK, "forked 0", "True")
 
 
 def test_the_child_of_a_fork_while_a_tree_is_planned_collects_garbage(tmp_path: Path) -> None:
@@ -747,8 +702,7 @@ def test_an_import_in_another_thread_does_not_wait_for_a_plan(tmp_path: Path) ->
     make(tmp_path)
     text = FORK.replace("    child = os.fork()\n    if child == 0: os._exit(0)\n", f"    import {LATER}\n")
     text = text.replace('print("forked", os.waitpid(child, 0)[1], flush=True)', 'print("imported", flush=True)')
-    status, output, stderr = program(tmp_path, text)
-    assert (status, output.splitlines()) == (0, ["imported", "True"]), stderr
+    runs(tmp_path, text, "imported", "True")
 
 
 def test_a_logging_handler_may_import_a_target(tmp_path: Path) -> None:
@@ -761,8 +715,7 @@ def test_a_logging_handler_may_import_a_target(tmp_path: Path) -> None:
             print(record.levelname)
     logging.basicConfig(level="INFO", handlers=[Imports()])
     """
-    status, output, stderr = program(tmp_path, textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}")
-    assert (status, output.splitlines()) == (0, ["INFO", "True", "True"]), stderr
+    runs(tmp_path, textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}", "INFO", "True", "True")
 
 
 def test_a_logging_handler_that_fails_stops_no_import_and_hides_nothing(tmp_path: Path) -> None:

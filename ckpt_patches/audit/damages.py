@@ -65,7 +65,7 @@ UNROUNDED_MASTER = _kind(
 SHIFTED_STATE = _kind(
     "shifted_state",
     DAMAGE,
-    "the states of a parameter were saved by megatron-core 0.15.0 to 0.19.2 from the wrong place of their buffer: the "
+    "the states of a parameter were saved by megatron-core 0.15.0 or later from the wrong place of their buffer: the "
     "master rounds to the model's weight some elements on",
     "repair gathers them from where they are, takes masters that are in no file from the model's weights, and the "
     "moments of these from an older checkpoint (`--from`), or resets them",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches import Switches, __version__
-from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, locate, version_in
-from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path
-from ckpt_patches.engine.plan_cache import plan_or_kept
+from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
+from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
 from ckpt_patches.inplace import rewrite
@@ -97,7 +97,8 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
-    roots = {package: _root(package, tree) for package in (CORE, DEEPSPEED)}
+    found = {package: root_of(package, tree) for package in (CORE, DEEPSPEED)}
+    roots = {package: Path(root) if root else None for package, root in found.items()}
     if tree is not None and not any(roots.values()):
         raise UserError(f"expected megatron/core/ or deepspeed/ in {tree}, found none")
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
@@ -138,12 +139,6 @@ def _why_inactive(switches: Switches) -> str:
     return ""
 
 
-def _root(package: str, tree: str | None) -> Path | None:
-    if tree is None:
-        return locate(package)
-    return Path(os.path.abspath(tree)) if contains(tree, package) else None
-
-
 def _why_this_tree(root: Path, tree: str | None) -> str:
     """How the tree was come by; a training script may come by another one."""
     if tree is not None:
@@ -176,10 +171,10 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
     in_place = rewrite.read_state(root, package).fixes
     if tree is None and not why_inactive:  # what this process would import, by whichever hook
         plan, _ = running.make_plan(str(root), package, switches)
-        skipped = plan_or_kept(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
+        skipped = plan_tree(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
         results = {result.name: result for result in (*plan.results, *skipped.results)}
     else:
-        whole = plan_or_kept(str(root), package, fixes_for(package))
+        whole = plan_tree(str(root), package, fixes_for(package))
         if tree is not None:
             whole.check_readable()
         results = {result.name: result for result in whole.results}

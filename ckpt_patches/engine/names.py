@@ -10,7 +10,7 @@ import opcode
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from types import CodeType
 
 from ckpt_patches.engine.source import Source, imported_names
@@ -28,27 +28,29 @@ _NAMES = {
 _OF_EVERY_MODULE = {*dir(builtins), "__file__", "__cached__", "__path__", "__annotations__"}
 
 
-def new_unbound_names(source: Source, patched: bytes, code: CodeType) -> list[str]:
+def new_unbound_names(source: Source, code: CodeType) -> list[str]:
     """Global names that an edited module loads and does not bind, and that were no such names before the edits.
 
     Args:
         source: the module with its edits.
-        patched: the edited text.
-        code: `patched`, compiled.
+        code: the edited text, compiled.
     """
-    touched = {name for text in _touched(source) for name in re.findall(r"[^\W\d]\w*", text)}
-    unbound = _unbound(patched, code) & touched
+    touched = {name for text in _touched(source) for name in re.findall(r"[^\W\d]\w*", text)} - _OF_EVERY_MODULE
+    unbound = _unbound(source, code, touched)
     if unbound:  # as upstream's own, from `import *` or by a mistake
-        unbound -= _unbound(source.data, compile(source.data, source.path, "exec", dont_inherit=True))
+        unbound -= _unbound(source, compile(source.data, source.path, "exec", dont_inherit=True), unbound)
     return sorted(unbound)
 
 
-def _unbound(text: bytes, code: CodeType) -> set[str]:
-    """Names that a module looks up and does not bind. One that an `except … as` of the module binds counts as bound."""
-    loaded, bound = _loaded_and_bound(code)
-    if b"TYPE_CHECKING" in text:
-        bound.subtract(_bound_for_type_checkers(ast.parse(text)))
-    return {name for name in loaded if bound[name] <= 0} - _OF_EVERY_MODULE
+def _unbound(source: Source, code: CodeType, names: Set[str]) -> Set[str]:
+    """Those of the names that a module looks up and does not bind.
+
+    One that an `except … as` of the module binds counts as bound, one that it imports for type checkers alone does not.
+    """
+    loaded, bound = _loaded_and_bound(code, names)
+    if b"TYPE_CHECKING" in source.data:
+        bound.subtract(_bound_for_type_checkers(source.tree))
+    return {name for name in loaded if bound[name] <= 0}
 
 
 def _touched(source: Source) -> Iterator[str]:
@@ -58,13 +60,14 @@ def _touched(source: Source) -> Iterator[str]:
         yield source.data[edit.start : edit.stop].decode()
 
 
-def _loaded_and_bound(module: CodeType) -> tuple[set[str], Counter[str]]:
-    """Names that a module's code, functions and classes look up outside of themselves; and how often it binds each."""
+def _loaded_and_bound(module: CodeType, names: Set[str]) -> tuple[set[str], Counter[str]]:
+    """Those of the names that a module's code, functions and classes look up outside of themselves; and how often the
+    module binds each."""
     loaded: set[str] = set()
     bound: Counter[str] = Counter()
     for code in _codes(module):
         own: set[str] = set()  # what a class body binds for itself
-        for instruction, name in _name_instructions(code):
+        for instruction, name in () if names.isdisjoint(code.co_names) else _name_instructions(code):
             if instruction == "STORE_GLOBAL" or (code is module and instruction == "STORE_NAME"):
                 bound[name] += 1
             elif code is module and instruction == "DELETE_NAME":
@@ -73,7 +76,7 @@ def _loaded_and_bound(module: CodeType) -> tuple[set[str], Counter[str]]:
                 own.add(name)
             elif instruction.startswith("LOAD") and name not in own:
                 loaded.add(name)
-    return loaded, bound
+    return loaded & names, bound
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -194,7 +194,7 @@ def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FileP
             code = compile(patched, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             return {}, f"{source.path}: the edited source does not compile: {error}"
-        unbound = new_unbound_names(source, patched, code)
+        unbound = new_unbound_names(source, code)
         if unbound:
             return {}, f"{source.path}: the edited source would use names that it does not have: {', '.join(unbound)}"
         fixes = tuple(result.name for result in results if module in result.modules)

@@ -15,8 +15,14 @@ _RECORDED = {
         0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
         0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
 }
+_PACKAGES = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
 # In order, the oldest first.
 RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
+
+
+def newest(distribution: str) -> str:
+    """The newest of the releases: where the range of a bug ends that upstream has not fixed."""
+    return RECORDED[_PACKAGES[distribution]][-1]
 
 
 def recorded_release(requirement: str) -> tuple[str, str]:
@@ -26,8 +32,7 @@ def recorded_release(requirement: str) -> tuple[str, str]:
         UserError: the package is unknown, or the tests never ran on that release.
     """
     name, equals, version = (part.strip() for part in requirement.partition("=="))
-    packages = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
-    package = packages.get(name.lower().replace("_", "-"))
+    package = _PACKAGES.get(name.lower().replace("_", "-"))
     if package is None or not equals:
         known = " or ".join(f"{DISTRIBUTIONS[p]}=={versions[-1]}" for p, versions in RECORDED.items())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")

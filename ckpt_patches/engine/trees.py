@@ -29,7 +29,7 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
     """
     check_names(names)
     wanted = [p for p in (CORE, DEEPSPEED) if not names or any(package_of(n) == p for n in names)]
-    found = [(package, root) for package in wanted if (root := _root(package, tree)) is not None]
+    found = [(package, root) for package in wanted if (root := root_of(package, tree)) is not None]
     missing = [package for package in wanted if package not in dict(found)]
     if not found or (names and missing):
         folders = " or ".join(p.replace(".", "/") + "/" for p in missing)
@@ -48,7 +48,12 @@ def check_names(names: Sequence[str]) -> None:
             raise UserError(unknown("fix", name, FIXES, "ckpt-patches list"))
 
 
-def _root(package: str, tree: str | None) -> str | None:
+def root_of(package: str, tree: str | None) -> str | None:
+    """The tree with an upstream package: the named one, or the one that this Python imports; None without the package.
+
+    Raises:
+        UserError: the named tree is not a folder.
+    """
     if tree is None:
         found = locate(package)
         return str(found) if found else None

@@ -36,8 +36,6 @@ def patched_spec(
         _put(spec, PatchedLoader(loader, finder.switches), finder)
     elif hasattr(loader, "exec_module"):
         _put(spec, CheckedLoader(loader, finder.switches, fullname), finder)
-    else:
-        finder.uneasy = True  # what it loads is looked at later
     return spec
 
 

@@ -3,6 +3,8 @@
 import sys
 from _frozen_importlib_external import SourceFileLoader
 
+from ckpt_patches.hook import running
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from ckpt_patches.engine.plan import FilePlan
 
 
-class PatchedLoader(SourceFileLoader):
+class PatchedLoader(running.RunsEditedCode):
     """Loads one upstream module from its edited source; upstream's bytecode is neither read nor written.
 
     A `.pyc` beside the upstream file may be stale (unchecked hash); one with edited code would outlive an uninstall.
@@ -41,8 +43,6 @@ class PatchedLoader(SourceFileLoader):
         Raises:
             StrictModeError: in strict mode, if a fix of this module's tree is not active.
         """
-        from ckpt_patches.hook import running
-
         self.file = self._plan()
         spec = module.__spec__
         if self.file is None:  # a reload
@@ -60,8 +60,6 @@ class PatchedLoader(SourceFileLoader):
         Raises:
             StrictModeError: in strict mode, if a fix of this module's tree is not active.
         """
-        from ckpt_patches.hook import running
-
         if fullname in sys.modules and not running.is_ours(fullname):
             return super().get_code(fullname)
         file = self._plan()
@@ -75,7 +73,7 @@ class PatchedLoader(SourceFileLoader):
 
     def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
         """What this module gets. Says what there is to say, at the latest when an edited module is run."""
-        from ckpt_patches.hook import log_lines, running
+        from ckpt_patches.hook import log_lines
 
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
@@ -84,8 +82,6 @@ class PatchedLoader(SourceFileLoader):
         return file
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
-        from ckpt_patches.hook import running
-
         spec.loader = self.ordinary
         running.keep_unedited(self.name, spec)
         self.file = None
@@ -105,7 +101,7 @@ class PatchedLoader(SourceFileLoader):
         return code
 
 
-class CheckedLoader:
+class CheckedLoader(running.LooksFirst):
     """Another's loader, behind a look at what runs. It goes before the module is loaded, and leaves nothing behind."""
 
     def __init__(self, loader: "Any", switches: "Switches", target: str = "") -> None:
@@ -141,7 +137,7 @@ class CheckedLoader:
             spec.loader = self.loader
 
     def _look(self) -> None:
-        from ckpt_patches.hook import log_lines, running
+        from ckpt_patches.hook import log_lines
 
         if self.target:
             path = getattr(self.loader, "path", None) or getattr(self.loader, "filename", None) or "?"

@@ -13,7 +13,6 @@ from _frozen_importlib_external import SourceFileLoader
 
 from ckpt_patches.engine.registry import EVERYTHING, TARGETS
 from ckpt_patches.errors import StrictModeError
-from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
 from ckpt_patches.runtime.ranks import is_rank_zero
 
 TYPE_CHECKING = False
@@ -25,6 +24,17 @@ if TYPE_CHECKING:
     from ckpt_patches.engine.plan import FilePlan, TreePlan
 
 INSTEAD = "import it before another import hook is installed, or write the fix into the files with `ckpt-patches apply`"
+
+
+class RunsEditedCode(SourceFileLoader):
+    """A loader of ours that runs edited code, or is about to."""
+
+
+class LooksFirst:
+    """A loader of ours around another hook's loader."""
+
+    loader: "Any"
+
 
 # By tree, package, the fixes to skip and the overlays: the plan, and why fixes could not edit modules
 # when it was made.
@@ -48,7 +58,7 @@ def keep_unedited(module: str, spec: ModuleSpec) -> None:
 
 def is_ours(module: str) -> bool:
     """Whether a loaded target was loaded by us, or is about to be."""
-    if _file_in(module) is not None or type(_loader_of(module)) is PatchedLoader:
+    if _file_in(module) is not None or _is_a(_loader_of(module), RunsEditedCode):
         return True
     return _get(_spec_of(module), "_initializing") is True and _patched_in(_loader_of(module)) is not None
 
@@ -74,11 +84,10 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
 def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan, dict[tuple[str, str], str]]":
     """Plan a tree, without the fixes that would run by halves in this process; and why these would."""
     from ckpt_patches.engine.plan import fixes_for, plan_tree
-    from ckpt_patches.engine.plan_cache import plan_or_kept
 
     names = fixes_for(package, switches.skip, switches.overlays)
     unavailable: dict[tuple[str, str], str] = {}
-    plan = plan_or_kept(root, package, names)
+    plan = plan_tree(root, package, names)
     while found := _unavailable(plan):
         unavailable.update(found)
         plan = plan_tree(root, package, names, unavailable=unavailable)
@@ -202,8 +211,8 @@ def _who_else_would_load(module: str, path: str) -> str:
         spec = find_spec(module, list(_attribute(parent, "__path__") or [os.path.dirname(path)]))
     except Exception:
         return ""  # the import will raise the same
-    loader = spec.loader if spec is not None else None
-    if isinstance(loader, CheckedLoader):
+    loader: Any = spec.loader if spec is not None else None
+    if _is_a(loader, LooksFirst):
         loader = loader.loader
     patched = _patched_in(loader)
     if patched is not None:
@@ -211,13 +220,18 @@ def _who_else_would_load(module: str, path: str) -> str:
     return f"{type(loader).__name__}, of another import hook, loads it: {INSTEAD}" if loader is not None else ""
 
 
-def _patched_in(loader: object) -> PatchedLoader | None:
+def _patched_in(loader: "Any") -> RunsEditedCode | None:
     """Our loader, by itself or in another one: tracing tools put theirs around ours, and call it."""
-    inner = loader if type(loader) is PatchedLoader else _get(loader, "loader")
-    return inner if type(inner) is PatchedLoader else None
+    inner = loader if _is_a(loader, RunsEditedCode) else _get(loader, "loader")
+    return inner if _is_a(inner, RunsEditedCode) else None
 
 
-def _other_tree(loader: PatchedLoader | None, path: str) -> str:
+def _is_a(loader: object, kind: type) -> bool:
+    """Whether a loader is one of ours, without asking it: a proxy gives another class as its own."""
+    return issubclass(type(loader), kind)
+
+
+def _other_tree(loader: RunsEditedCode | None, path: str) -> str:
     other = path if loader is None else os.path.abspath(loader.path)
     return "" if other == path else f"it is loaded from {other}, of another tree"
 

@@ -7,6 +7,7 @@ import ast
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
 
 TYPE_CHECKING = False
@@ -27,7 +28,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/6971",
     ),
     symptom="a save contains data of a later step or another tensor, or hangs",
-    releases=(("0.12.0", "0.19.2"),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="asynchronous saves; from 0.17.0 `--async-strategy mcore`",
     silent=True,
     stages=("async",),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
@@ -23,7 +24,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/3517",
     ),
     symptom="`KeyError: 'exp_avg'` in a save before the first real step",
-    releases=(("0.7.0", "0.19.2"),),
+    releases=(("0.7.0", newest("megatron-core")),),
     stacks="distributed optimizer, every format",
     silent=False,
     stages=("state",),

@@ -7,6 +7,7 @@ import ast
 
 from ckpt_patches.engine.agreement import insert_agreement
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
@@ -21,7 +22,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/1992",
     ),
     symptom="a save runs out of host memory on data-parallel rank 0",
-    releases=(("0.7.0", "0.19.2"),),
+    releases=(("0.7.0", newest("megatron-core")),),
     stacks="torch and fully_reshardable formats, distributed optimizer",
     silent=False,
     stages=("gather", "optimizer"),

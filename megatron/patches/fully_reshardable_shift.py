@@ -7,13 +7,14 @@ import ast
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5077",),
     symptom="main parameters and moments are saved shifted into their neighbors",
-    releases=(("0.15.0", "0.19.2"),),
+    releases=(("0.15.0", newest("megatron-core")),),
     stacks="fully_reshardable format, several buckets",
     silent=True,
     stages=("gather",),

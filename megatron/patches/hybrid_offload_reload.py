@@ -6,6 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/5071
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
@@ -22,7 +23,7 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/RL/issues/2371",
     ),
     symptom="the first step of a finetuning run restores random weights",
-    releases=(("0.12.0", "0.19.2"),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,
     stages=("offload",),

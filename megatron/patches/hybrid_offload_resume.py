@@ -7,6 +7,7 @@ import ast
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
 
 TYPE_CHECKING = False
@@ -25,7 +26,7 @@ fix = Fix(
         "https://github.com/NovaSky-AI/SkyRL/issues/1401",
     ),
     symptom="training resumes with a wrong optimizer state, or fails with `KeyError`",
-    releases=(("0.12.0", "0.19.2"),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,
     stages=("offload",),

@@ -6,6 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/1138
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
 
 TYPE_CHECKING = False
@@ -21,7 +22,7 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1917",
     ),
     symptom="the checkpoint's learning rate stays in use despite the override",
-    releases=(("0.9.0", "0.19.2"),),
+    releases=(("0.9.0", newest("megatron-core")),),
     stacks="`--override-opt-param-scheduler`",
     silent=True,
     stages=("scheduler",),

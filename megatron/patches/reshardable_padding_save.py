@@ -6,6 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/5898
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import Function, NoMatch, NotConcerned, Source
 
 TYPE_CHECKING = False
@@ -19,7 +20,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/6191",
     ),
     symptom="a save fails with `empty bucket encountered` or `out of bounds chunk`",
-    releases=(("0.11.0", "0.19.2"),),
+    releases=(("0.11.0", newest("megatron-core")),),
     stacks="dp_reshardable format, distributed optimizer",
     silent=False,
     stages=("state",),

@@ -6,6 +6,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/2956
 import ast
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, Source
 
 MAPPING = "megatron.core.dist_checkpointing.mapping"
@@ -25,7 +26,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/2956",),
     symptom="`ShardedTensor.flattened_range is not supported` in a save",
-    releases=(("0.16.0", "0.19.2"),),
+    releases=(("0.16.0", newest("megatron-core")),),
     stacks="direct calls of `sharded_state_dict` without a format",
     silent=False,
     stages=("format",),

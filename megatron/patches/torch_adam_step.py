@@ -7,6 +7,7 @@ import ast
 from collections.abc import Sequence
 
 from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
 
 fix = Fix(
@@ -16,7 +17,7 @@ fix = Fix(
         "https://github.com/areal-project/AReaL/issues/142",
     ),
     symptom="`KeyError: 'step'` at a resume, or a step count that runs ahead",
-    releases=(("0.10.0", "0.19.2"),),
+    releases=(("0.10.0", newest("megatron-core")),),
     stacks="distributed optimizer without Apex and Transformer Engine",
     silent=True,
     stages=("state", "optimizer"),

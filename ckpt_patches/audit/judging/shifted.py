@@ -1,4 +1,4 @@
-"""Find the checkpoints in which megatron-core 0.15.0 to 0.19.2 saved the optimizer's state shifted.
+"""Find the checkpoints in which megatron-core from 0.15.0 on saved the optimizer's state shifted.
 
 There `fully_reshardable` cuts each parameter's state out of the gradient buffer at its place with the padding that ends
 each bucket, and what it cuts it from has no such padding. So a parameter gets what lies k elements behind its own
