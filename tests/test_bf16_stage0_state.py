@@ -2,20 +2,16 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edits
-from ckpt_patches.engine.plan import Outcome
-from deepspeed_patches.bf16_stage0_state import DeepSpeedEngine
-from upstream import DELIVERIES, newest_by_default, numbers, releases, tree
+from upstream import DELIVERIES, newest, newest_by_default, numbers, releases, tree
 from zero_resumes import exact, optimizers, output_of_resume, resumed, trained
 
 FIX = "bf16_stage0_state"
-ENGINE = "deepspeed.runtime.engine"
 
 # No release of the default run saves without the state.
 STATELESS = releases("deepspeed", oldest="0.17.6", newest="0.18.4") or ["0.18.4"]
@@ -109,71 +105,7 @@ def test_a_checkpoint_without_the_state_keeps_its_weights(version: str, delivery
         assert one["losses"][1] == pytest.approx(one["expected"][1], abs=0.1)
 
 
-# The edits themselves
-
-METHODS = (DeepSpeedEngine._lacks_optimizer_state, DeepSpeedEngine._make_masters_of_weights)
-CLEARS = ['if hasattr(self.optimizer, "zero_grad"):']
-LOADS_FILES = [
-    "load_zero_checkpoint = load_path is not None and (self.zero_optimization() or",
-    "(isinstance(self.optimizer, BF16_Optimizer)",
-    "and self.optimizer.using_real_optimizer))",
-]
-LOADS = [
-    "has_zero_optimizer_state = self.zero_optimization() or isinstance(self.optimizer, BF16_Optimizer)",
-    "lacks_optimizer_state = not has_zero_optimizer_state and self._lacks_optimizer_state(checkpoint)",
-    "if lacks_optimizer_state:",
-    "self._make_masters_of_weights(load_path)",
-    "if (load_optimizer_states and self.optimizer is not None and not has_zero_optimizer_state",
-    "and not lacks_optimizer_state):",
-]
-SAVES = ["zero_optimizer_state = self.zero_optimization() or isinstance(self.optimizer, BF16_Optimizer)"]
-
-
-@pytest.mark.parametrize("version", AFFECTED)
-def test_what_is_added(version: str) -> None:
-    result, plan = edits.plan(tree("deepspeed", version), FIX)
-    assert result.outcome is Outcome.APPLIES
-    clears = CLEARS if numbers(version) < (0, 18, 6) else []
-    methods = edits.definition(tree("deepspeed", version), ENGINE, *METHODS, indent=4)
-    (added,) = edits.added_lines(plan).values()
-    assert [line for line in added if line] == [*clears, *LOADS_FILES, *methods, *LOADS, *SAVES]
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", newest="0.17.5"))
-def test_releases_that_have_bf16_optimizer_alone_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-def test_the_order_of_the_fixes_of_the_engine_does_not_matter(tmp_path: Path) -> None:
-    edits.check_in_any_order(tree("deepspeed", "0.17.6"), ["zero3_universal_save", FIX], tmp_path)
-
-
-@pytest.fixture(params=["0.18.4", "0.19.8"])
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (
-            "load_zero_checkpoint = load_path is not None and self.zero",
-            "load_zero_checkpoint = bool(load_path) and self.zero",
-        ),
-        ("            has_zero_optimizer_state = ", "            has_zero_optimizer_state = True and "),
-        ("and not has_zero_optimizer_state:\n", "and has_zero_optimizer_state is False:\n"),
-        ('hasattr(self.optimizer, "zero_grad"):', 'hasattr(self.optimizer, "zero_gradients"):'),
-        (
-            "    def _load_checkpoint(",
-            "    def _lacks_optimizer_state(self):\n        pass\n\n    def _load_checkpoint(",
-        ),
-        ("class DeepSpeedEngine(", "class Engine("),
-    ],
-)
-def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
-    reason = edits.check_left_alone(copy, FIX, ENGINE, old, new)
-    assert "engine.py: " in reason
+def test_another_method_of_that_name_is_left_alone(tmp_path: Path) -> None:
+    copy = edits.copy_of(tree("deepspeed", newest("deepspeed")), FIX, tmp_path)
+    method = "    def _lacks_optimizer_state(self):\n        pass\n\n    def _load_checkpoint("
+    edits.check_left_alone(copy, FIX, "deepspeed.runtime.engine", "    def _load_checkpoint(", method)

@@ -18,10 +18,10 @@ from ckpt_patches.fingerprint.element_hash import MODULUS, mix
 from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks, state_named
 from every_checkpoint import put, tensors
 from universal import ours, parallel
-from upstream import REPOSITORY
+from upstream import REPOSITORY, newest
 from zero_checkpoints import KEYS, convert, converted, trained
 
-RELEASE = "0.19.8"
+RELEASE = newest("deepspeed")
 KINDS = ["stage1", "stage2", "stage3"]
 
 

@@ -24,7 +24,7 @@ import pytest
 import installs
 import old_checkpoints
 import zero_checkpoints
-from upstream import REPOSITORY, tree
+from upstream import REPOSITORY, newest, tree
 
 pytestmark = pytest.mark.slow
 
@@ -79,14 +79,18 @@ def world(tmp_path: Path) -> dict[str, str]:
     upstream = tmp_path / "upstream"
     shutil.copytree(tree("megatron-core", CORE) / "megatron", upstream / "megatron")
     committed(upstream)
-    checkpoint = zero_checkpoints.trained("0.19.8", "stage1")["stage1"]
+    checkpoint = zero_checkpoints.trained(newest("deepspeed"), "stage1")["stage1"]
     shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
     old = old_checkpoints.flattened(tmp_path / "old", {"weight": (8, 6)})[0].write(old_checkpoints.settings())
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     (site_packages,) = environment.glob("lib/python*/site-packages")
     # What a container has: torch, NumPy and zarr of the tests, DeepSpeed and megatron-core.
-    folders = [sysconfig.get_path("purelib"), str(tree("megatron-core", CORE)), str(tree("deepspeed", "0.19.8"))]
+    folders = [
+        sysconfig.get_path("purelib"),
+        str(tree("megatron-core", CORE)),
+        str(tree("deepspeed", newest("deepspeed"))),
+    ]
     (site_packages / "container.pth").write_text("\n".join(folders) + "\n")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES", "GIT_"))}
     who = {

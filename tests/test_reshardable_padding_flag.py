@@ -52,17 +52,3 @@ def test_a_resume_is_bit_equal(
     assert (found["error"], found["resume"]) == ("", "bit-equal")
     if leaves_the_flag_out(version):
         record_property("compat", edits.check_not_needed(tree("megatron-core", version), FIX))
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.10.0"))
-def test_releases_that_copy_their_own_keys_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-def test_the_line_that_it_brings() -> None:
-    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
-    assert edits.added_lines(made)["distrib_optimizer"] == ['src_tensors.pop("padding", None)']

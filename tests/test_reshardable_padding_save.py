@@ -1,19 +1,17 @@
 """reshardable_padding_save: the real megatron-core saves buckets whose padding is more than the end of one rank."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import edits
 from test_reshardable_padding_flag import reshardable
-from upstream import DELIVERIES, numbers, releases, run, tree
+from upstream import DELIVERIES, newest_affected, numbers, releases, run, tree
 
 FIX = "reshardable_padding_save"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.11.0")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 EMPTY = ("small bucket", "gap")
 
 
@@ -78,25 +76,3 @@ def test_a_load_without_the_fix_dies_where_a_rank_has_saved_nothing_of_a_bucket(
 def test_a_checkpoint_that_was_saved_without_the_fix_loads(tmp_path: Path) -> None:
     results(NEWEST, "none", tmp_path, "plain")
     assert results(NEWEST, "hook", tmp_path, "plain", load=tmp_path) == {"plain": "bit-equal"}
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.10.0"))
-def test_releases_before_0_11_are_left_as_they_are(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("'empty bucket encountered'", "'no bucket'"),
-        ("next_param_start = gbuf_local_numel", "next_param_start = int(gbuf_local_numel)"),
-        ("bucket_state = state_dict[gbuf_idx][dtype][bucket_idx]", "bucket_state = loaded[gbuf_idx][bucket_idx]"),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)

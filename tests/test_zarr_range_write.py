@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import edits
 import zygotes
 from upstream import DELIVERIES, all_releases, releases, run, run_json, tree
 
@@ -19,7 +17,6 @@ FIX = "zarr_range_write"
 SYNCHRONIZED = ("zarr_create_synchronizer",)
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 AFFECTED = releases("megatron-core", newest="0.15.3")
-NEWEST = "0.15.3"
 KEY = "optimizer.state.exp_avg.w"
 RANKS = 16
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool")
@@ -102,15 +99,6 @@ def interleaved(version: str, delivery: str, tmp_path: Path, locks: str) -> dict
         "zarr_interleavings", *arguments, tree=tree("megatron-core", version), delivery=delivery
     )
     return found
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", oldest="0.16.0"))
-def test_releases_without_the_strategy_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
 
 
 FAILURES = {
@@ -202,35 +190,3 @@ def worker(rank, out):
 
 zarr_saving.spawn(worker, 2, Path(sys.argv[1]))
 """
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("open_kwargs = {}", "open_kwargs = dict()"),
-        ("            _save_to_existing_array(ten, arr)\n", "            _save(ten, arr)\n"),
-        ("def _create_zarr_array(", "def _create_array("),
-        ("    assert arr is not None\n", "    assert arr\n"),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, ZARR, old, new)
-
-
-@pytest.mark.parametrize("version", ["0.7.0", NEWEST])
-def test_the_edits(version: str) -> None:
-    _, made = edits.plan(tree("megatron-core", version), FIX, for_upstream=True)
-    added = edits.added_lines(made)["zarr"]
-    functions = [line.partition("(")[0] for line in added if line.startswith("def ")]
-    assert functions == [
-        "def _why_not_byte_ranges",
-        "def _chunk_path",
-        "def _create_flattened_array",
-        "def _open_flattened_array",
-        "def _write_byte_range",
-        "def _attempt",
-        "def _raise_failures",
-        "def _remove_lock_directories",
-    ]
-    assert added.count("_raise_failures(failures)") == 2

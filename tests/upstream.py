@@ -180,6 +180,11 @@ def runnable(distribution: str) -> list[str]:
     return sorted(versions, key=numbers, reverse=True)
 
 
+def newest(distribution: str) -> str:
+    """The newest release of a distribution that can be run here."""
+    return runnable(distribution)[0]
+
+
 def newest_by_default(parameters: list[Any]) -> list[Any]:
     """Of a list of releases the last alone in the default run: for what hardly differs between them."""
     return parameters if all_releases() else parameters[-1:]

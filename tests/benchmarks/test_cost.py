@@ -11,10 +11,10 @@ import venv
 from pathlib import Path
 
 from ckpt_patches.engine.registry import TARGETS
-from upstream import REPOSITORY, needed, tree
+from upstream import REPOSITORY, needed, newest, tree
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-NEWEST = "0.19.2"
+NEWEST = newest("megatron-core")
 PTH = "training_checkpoint_patches.pth"
 
 
@@ -107,7 +107,7 @@ def test_importing_the_distributed_optimizer(tmp_path: Path) -> None:
 
 def test_status() -> None:
     """On an environment with all packages."""
-    root = f"{tree('megatron-core', '0.14.0')}{os.pathsep}{tree('deepspeed', '0.19.8')}"
+    root = f"{tree('megatron-core', '0.14.0')}{os.pathsep}{tree('deepspeed', newest('deepspeed'))}"
     env = environment(None, PYTHONPATH=root)
     command = [sys.executable, "-m", "ckpt_patches", "status"]
     seconds(command, env)
