@@ -71,7 +71,7 @@ def _converted(folder: Path, stage: str, side: str) -> list[dict[str, int]]:
 
 
 def _run(release: tuple[str, str], side: str, *arguments: str | Path) -> Counts:
-    on: dict[str, Any] = {"tree": tree(*release), "delivery": DELIVERIES[side], "timeout": 900}
+    on: dict[str, Any] = {"tree": tree(*release), "delivery": DELIVERIES[side]}
     found: Counts = run_json("counting", *arguments, **on, env=PERMISSIVE if side == "upstream" else {})
     return found
 

@@ -24,7 +24,7 @@ def on_ranks(what: str, out: Path, differs: dict[int, dict[str, str]]) -> list[d
         env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": port}
         env |= {key: value.replace("NAME", name) for key, value in differs.get(rank, {}).items()}
         on = tree("megatron-core", version)
-        done = run("ranks_that_differ", out, what, tree=on, delivery="hook", env=env, timeout=150, check=False)
+        done = run("ranks_that_differ", out, what, tree=on, delivery="hook", env=env, check=False)
         found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         return found[0] if found else {}
 

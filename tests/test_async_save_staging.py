@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import edits
-from upstream import DELIVERIES, newest, newest_by_default, numbers, releases, run_json, tree
+from upstream import newest, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "async_save_staging"
 AFFECTED = releases("megatron-core", oldest="0.12.0")
@@ -21,7 +21,7 @@ def saving(version: str, delivery: str, what: str, folder: Path) -> dict[str, An
 
 def on(version: str, delivery: str, what: str, out: Path) -> dict[str, Any]:
     root = tree("megatron-core", version)
-    found: dict[str, Any] = run_json("async_saving", out, what, tree=root, delivery=delivery, timeout=120)
+    found: dict[str, Any] = run_json("async_saving", out, what, tree=root, delivery=delivery)
     return found
 
 
@@ -30,18 +30,14 @@ def holds_staged_tensors(version: str) -> bool:
     return numbers(version) >= (0, 17)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_saves_what_a_later_step_has_put_there(version: str, delivery: str, tmp_path: Path) -> None:
     held = saving(version, delivery, "held", tmp_path)
     assert held == {"while writing": holds_staged_tensors(version), "after": False}
     assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 5000}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_save_writes_what_was_there_when_it_was_asked_for(version: str, delivery: str, tmp_path: Path) -> None:
     assert saving(version, delivery, "held", tmp_path) == {"while writing": True, "after": False}
     assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 0}

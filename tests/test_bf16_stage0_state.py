@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import edits
-from upstream import DELIVERIES, newest, newest_by_default, numbers, releases, tree
+from upstream import newest, newest_by_default, numbers, releases, tree, with_fix, without_fix
 from zero_resumes import exact, optimizers, output_of_resume, resumed, trained
 
 FIX = "bf16_stage0_state"
@@ -26,7 +26,7 @@ def saves_state(version: str) -> bool:
 
 
 @functools.cache
-def without_fix(version: str) -> dict[str, dict[str, Any]]:
+def resumes_without(version: str) -> dict[str, dict[str, Any]]:
     """What comes of resumes from what the unedited release has saved; the last from one without the state."""
     folder = trained(version, "none", CASE, PIPELINE)
     assert optimizers(folder) == {CASE: UNFUSED, PIPELINE: BF16 if saves_state(version) else UNFUSED}
@@ -39,7 +39,7 @@ def saved_without_fix(version: str) -> tuple[Path, ...]:
 
 
 @functools.cache
-def with_fix(version: str, delivery: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def resumes_with(version: str, delivery: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """All that is printed, and what comes of resumes from what was saved with the fix and without."""
     folder = trained(version, delivery, CASE, PIPELINE)
     assert optimizers(folder)[CASE] == UNFUSED
@@ -51,11 +51,9 @@ def with_fix(version: str, delivery: str) -> tuple[str, dict[str, dict[str, Any]
     return output, {name: found[str(path)] for name, path in zip(names, folders, strict=True)}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", STATELESS)
+@without_fix(FIX, STATELESS)
 def test_upstream_saves_no_state_and_the_first_step_undoes_the_load(version: str, delivery: str) -> None:
-    found = without_fix(version)["own"]
+    found = resumes_without(version)["own"]
     if numbers(version) == (0, 17, 6):
         assert found["error"] == "AttributeError: 'FP16_UnfusedOptimizer' object has no attribute 'dp_process_group'"
         return
@@ -66,12 +64,10 @@ def test_upstream_saves_no_state_and_the_first_step_undoes_the_load(version: str
     assert found["losses"][1] > found["expected"][1] + 0.5
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", newest_by_default(LATER))
+@without_fix(FIX, newest_by_default(LATER))
 def test_upstream_dies_where_bf16_optimizer_runs_without_zero(version: str, delivery: str) -> None:
     """In a load of what pipeline parallelism has saved, and of a checkpoint without the state."""
-    found = without_fix(version)
+    found = resumes_without(version)
     assert found["pipeline"]["error"] in ("KeyError: 0", "KeyError: 1")  # the rank
     assert found["old"]["error"] == "TypeError: 'NoneType' object is not subscriptable"
     assert found["own"]["different"] == []
@@ -79,23 +75,19 @@ def test_upstream_dies_where_bf16_optimizer_runs_without_zero(version: str, deli
     assert exact(found["own"]) == (version != "0.18.5")
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Every bit of weights, masters, moments, steps, settings and counters, after the load and two steps later."""
-    _, found = with_fix(version, delivery)
+    _, found = resumes_with(version, delivery)
     assert (exact(found["own"]), exact(found["pipeline"])) == (True, True), found
     if saves_state(version):  # with pipeline parallelism upstream has saved it whole as well
         assert exact(found["saved without"])
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_checkpoint_without_the_state_keeps_its_weights(version: str, delivery: str) -> None:
     """And says what it lacks. The next step is one from these weights, with the moments of a new run."""
-    output, found = with_fix(version, delivery)
+    output, found = resumes_with(version, delivery)
     old = [found["old"]] if saves_state(version) else [found["old"], found["saved without"]]
     assert output.count("found none, as DeepSpeed 0.17.6 to 0.18.4 saved it in bf16 without ZeRO") == len(old)
     for one in old:

@@ -3,9 +3,7 @@
 import functools
 from typing import Any
 
-import pytest
-
-from upstream import DELIVERIES, releases
+from upstream import releases, with_fix, without_fix
 from zero_resumes import exact, optimizers, resumed, trained
 
 FIX = "bf16_wrapper_name"
@@ -23,9 +21,7 @@ def found(version: str, delivery: str) -> tuple[dict[str, str], dict[str, dict[s
     return optimizers(folder), dict(zip(CASES, results, strict=True))
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_runs_without_zero_and_nothing_can_be_resumed(version: str, delivery: str) -> None:
     chosen, results = found(version, delivery)
     assert chosen == dict.fromkeys(CASES, "FP16_UnfusedOptimizer")
@@ -34,9 +30,7 @@ def test_upstream_runs_without_zero_and_nothing_can_be_resumed(version: str, del
     assert not any(map(exact, results.values()))
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_the_optimizer_that_was_asked_for_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Without ZeRO as well, by `bf16_stage0_state`."""
     chosen, results = found(version, delivery)

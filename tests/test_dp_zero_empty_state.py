@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from upstream import DELIVERIES, checkpoint_formats, newest_affected, releases, run, tree
+from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
 
 FIX = "dp_zero_empty_state"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -15,7 +15,7 @@ NEWEST = newest_affected(FIX)[1]
 
 
 def save_and_resume(
-    version: str, delivery: str, tmp_path: Path, *options: str, only: tuple[str, ...] = (), timeout: float = 200
+    version: str, delivery: str, tmp_path: Path, *options: str, only: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
     """What the save in each format did on all ranks, by format."""
     names = [name for name in checkpoint_formats(version) if not only or name in only]
@@ -27,24 +27,19 @@ def save_and_resume(
         *options,
         tree=tree("megatron-core", version),
         delivery=delivery,
-        timeout=timeout,
         check=delivery != "none",
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["format"]: line for line in lines}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", ALL)
+@without_fix(FIX, ALL)
 def test_upstream_dies_saving_an_empty_state(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, only=("torch",))
     assert found["torch"]["error"] == "save: KeyError: 'exp_avg'"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", ALL)
+@with_fix(FIX, ALL)
 def test_an_empty_state_is_saved_and_resumed_bit_for_bit_in_every_format(
     version: str, delivery: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.registry import FIXES
-from upstream import DELIVERIES, newest, newest_affected, numbers, releases, run, tree
+from upstream import newest, newest_affected, numbers, releases, run, tree, with_fix, without_fix
 
 FIX = "dp_zero_lean_gather"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -39,9 +39,7 @@ def with_nccl(version: str) -> bool:
     return numbers(version) >= (0, 15)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", ALL)
+@without_fix(FIX, ALL)
 def test_upstream_needs_buckets_beside_the_state(version: str, delivery: str) -> None:
     rank_0, *_ = lean_gather(version, delivery, "--parts", "memory")["memory"]
     names = ["gloo", *(["nccl", "gloo, all ranks", "nccl, all ranks"] if with_nccl(version) else [])]
@@ -49,9 +47,7 @@ def test_upstream_needs_buckets_beside_the_state(version: str, delivery: str) ->
     assert rank_0["load"] > 1.5 * rank_0["bucket"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", ALL)
+@with_fix(FIX, ALL)
 def test_the_same_state_in_its_place(version: str, delivery: str) -> None:
     found = lean_gather(version, delivery)
     check_equal(found["equal"])

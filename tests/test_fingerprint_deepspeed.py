@@ -29,7 +29,7 @@ PARAMETERS = {"pipeline": 6}  # of other kinds 7
 def output(version: str, *arguments: str | Path, ranks: int, env: dict[str, str] | None = None) -> tuple[Any, str]:
     """What the program found, by case, and all that it printed."""
     options = ("--ranks", str(ranks), "--node", str(ranks))
-    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook", "timeout": 900}
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook"}
     done = run(PROGRAM, *arguments, *options, env={**ON, **(env or {})}, **on)
     return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
 

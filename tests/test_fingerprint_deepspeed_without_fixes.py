@@ -45,7 +45,7 @@ def output(bug: Bug, *arguments: str | Path) -> CompletedProcess[str]:
     env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": bug.fix}
     options = ("--ranks", str(bug.ranks), "--node", str(bug.ranks // bug.nodes))
     on: dict[str, Any] = {"tree": tree("deepspeed", bug.release), "delivery": "hook", "env": env}
-    return run(PROGRAM, *arguments, *options, timeout=600, **on)
+    return run(PROGRAM, *arguments, *options, **on)
 
 
 def resumed(bug: Bug, folder: Path) -> str:

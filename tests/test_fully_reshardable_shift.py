@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from upstream import DELIVERIES, newest_affected, releases, run, run_json, tree
+from upstream import newest_affected, releases, run, run_json, tree, with_fix, without_fix
 
 FIX = "fully_reshardable_shift"
 AFFECTED = releases("megatron-core", oldest="0.15.0")
@@ -29,9 +29,7 @@ def fixed_upstream(version: str) -> bool:
     return version == "main"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_saves_what_lies_behind_a_padded_bucket_elsewhere(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -45,9 +43,7 @@ def test_upstream_saves_what_lies_behind_a_padded_bucket_elsewhere(
     assert sum(wrong.values()) > 1000
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_load_brings_back_every_element(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from upstream import DELIVERIES, numbers, releases, run, tree
+from upstream import numbers, releases, run, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_reload"
 AFFECTED = releases("megatron-core", oldest="0.12.0")
@@ -27,9 +27,7 @@ def load_and_step(version: str, delivery: str, *options: str) -> Found:
     return found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str) -> None:
     found = load_and_step(version, delivery)
     for (precision_aware, fraction, _), result in found.items():
@@ -43,9 +41,7 @@ def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str)
             assert result["stale"] == ["CPU clone"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 @pytest.mark.parametrize(
     "options", [(), ("--steps-before", "2"), ("--state-dict",)], ids=["fresh", "after steps", "state dict"]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from upstream import DELIVERIES, checkpoint_formats, newest_affected, releases, run, tree
+from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
@@ -40,18 +40,14 @@ def resumes(
     return {name: {row["result"] for row in rows if row["optimizer"] == name} for name in names}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_dies_or_trains_on_from_another_state(version: str, delivery: str, tmp_path: Path) -> None:
     found = resumes(version, delivery, tmp_path)
     assert all("died" in result for result in found["hybrid-0.5"])
     assert any(result.startswith("differs by 0.0") for result in found["hybrid-1.0-precision-aware"])
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumes(version, delivery, tmp_path) == {name: {"bit-equal"} for name in OPTIMIZERS}
 

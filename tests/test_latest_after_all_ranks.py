@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.demo.ranks import free_port
-from upstream import DELIVERIES, newest_affected, releases, run, tree
+from upstream import newest_affected, releases, run, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
 FIX = "latest_after_all_ranks"
@@ -19,13 +19,11 @@ NEWEST = newest_affected(FIX)[1]
 
 def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "stage1") -> list[dict[str, Any]]:
     on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery}
-    done = run("latest_too_early", what, out, kind, env=PERMISSIVE, timeout=100, **on)
+    done = run("latest_too_early", what, out, kind, env=PERMISSIVE, **on)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_names_a_checkpoint_that_a_rank_has_not_written(version: str, delivery: str, tmp_path: Path) -> None:
     assert on_ranks("save", tmp_path, version, delivery) == [{"latest": "second", "codes": [1, 3]}]
     assert len(list((tmp_path / "second").glob("*_optim_states.pt"))) == 1
@@ -39,9 +37,7 @@ def test_upstream_does_not_start_again_from_it(tmp_path: Path) -> None:
     assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # and waits for the other
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_names_the_one_before_it(version: str, delivery: str, tmp_path: Path) -> None:
     assert on_ranks("save", tmp_path, version, delivery) == [{"latest": "first", "codes": [1, 3]}]
 
@@ -60,7 +56,7 @@ def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Pat
 
     def one(rank: int) -> list[str]:
         env = {"RANK": str(rank), "MASTER_PORT": port, **({"CKPT_PATCHES_SKIP": FIX} if rank in lacks else {})}
-        on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env, "timeout": 100}
+        on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env}
         done = run("latest_too_early", "whole", tmp_path, "stage1", **on)
         return [json.loads(line)["error"] for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -1,8 +1,6 @@
 """numpy2_product: the real megatron-core under a real NumPy 2."""
 
-import pytest
-
-from upstream import DELIVERIES, releases, run_json, tree
+from upstream import releases, run_json, tree, with_fix, without_fix
 
 FIX = "numpy2_product"
 AFFECTED = releases("megatron-core", newest="0.15.3")
@@ -19,17 +17,13 @@ def call_under_numpy2(version: str, delivery: str) -> dict[str, str]:
     return failed
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_calls_a_name_that_numpy_2_does_not_have(version: str, delivery: str) -> None:
     failed = call_under_numpy2(version, delivery)
     assert failed.keys() == CALLERS
     assert all("has no attribute 'product'" in message for message in failed.values())
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_it_runs_under_numpy_2(version: str, delivery: str) -> None:
     assert call_under_numpy2(version, delivery) == {}

@@ -1,9 +1,7 @@
 """optimizer_state_links: which moments of the real DeepSpeed `safe_get_full_optimizer_state` finds."""
 
-import pytest
-
 from universal_loads import written
-from upstream import DELIVERIES, releases
+from upstream import releases, with_fix, without_fix
 
 FIX = "optimizer_state_links"
 
@@ -13,9 +11,7 @@ FIRST_GROUP = {"w1.weight", "w2.weight"}
 OTHER_GROUPS = {"w1.bias", "ln.weight", "ln.bias", "w2.bias", "scale"}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_finds_those_of_the_first_group_and_none_after_a_load(version: str, delivery: str) -> None:
     for kind, found in written(version, delivery).items():
         if kind == "bf16_optimizer":  # all groups step at once
@@ -29,9 +25,7 @@ def test_upstream_finds_those_of_the_first_group_and_none_after_a_load(version: 
         }
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_those_of_every_group_are_found(version: str, delivery: str) -> None:
     """And are what the flat partitions hold; the run itself, and a load of its own files, are what they were."""
     for kind, found in written(version, delivery).items():

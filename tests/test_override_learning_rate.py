@@ -9,7 +9,7 @@ import pytest
 import edits
 from megatron.patches.override_learning_rate import OptimizerParamScheduler
 from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
-from upstream import DELIVERIES, newest_affected, numbers, releases, tree
+from upstream import newest_affected, numbers, releases, tree, with_fix, without_fix
 
 FIX = "override_learning_rate"
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
@@ -53,9 +53,7 @@ def resumes(version: str, delivery: str, folder: Path, keep: dict[str, str], **m
     return {name: differences(*pair) for name, *pair in zip(names, right, loaded, strict=True)}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
@@ -71,9 +69,7 @@ def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
         ]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_every_group_goes_on_at_the_rates_of_the_run(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumes(version, delivery, tmp_path, OVERRIDE) == {name: [] for name in runs_for(version)}
 

@@ -24,7 +24,7 @@ import pytest
 import installs
 import old_checkpoints
 import zero_checkpoints
-from upstream import REPOSITORY, newest, tree
+from upstream import REPOSITORY, TIMEOUT, newest, tree
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ def test_the_commands_of_a_page(page: Path, world: dict[str, str], tmp_path: Pat
             env=world,
             text=True,
             capture_output=True,
-            timeout=600,
+            timeout=TIMEOUT,
         )
         printed = done.stdout + done.stderr
         assert done.returncode == 0, f"{command.text}\n{printed}"

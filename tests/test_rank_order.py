@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from universal import both, ours
-from upstream import DELIVERIES, newest, releases
+from upstream import newest, releases, with_fix, without_fix
 from zero_checkpoints import convert, converted, differences, of_ranks
 
 FIX = "rank_order"
@@ -18,9 +18,7 @@ OLD = "0.12.6"
 COUNTS = (11, 101)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("count", COUNTS)
 def test_upstream_joins_the_right_elements_in_the_wrong_order(
     version: str, delivery: str, count: int, tmp_path: Path
@@ -39,9 +37,7 @@ def test_upstream_is_right_on_10_ranks(tmp_path: Path) -> None:
     assert differences(converted(tmp_path / "10"), of_ranks(10)) == []
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_joins_them_in_the_order_of_the_ranks(version: str, delivery: str, tmp_path: Path) -> None:
     """Bit for bit what was saved, and on few ranks as ever."""
     counts = (10, *COUNTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from test_reshardable_padding_flag import reshardable
-from upstream import DELIVERIES, newest_affected, numbers, releases, run, tree
+from upstream import newest_affected, numbers, releases, run, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -37,9 +37,7 @@ def results(
     return {line["case"]: line["result"] for line in lines}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> None:
     found = results(version, delivery, tmp_path, "plain", *cases(version))
     assert found.pop("plain") == "bit-equal"
@@ -49,9 +47,7 @@ def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> No
     assert all(words[case] in result for case, result in found.items()), found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
     names = ("plain", *cases(version))
     assert results(version, delivery, tmp_path, *names) == dict.fromkeys(names, "bit-equal")

@@ -14,7 +14,7 @@ from ckpt_patches.engine.format_patch import message_of, page
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.engine.series import plan_series
 from megatron.patches.resume_param_groups import _pair_param_groups
-from upstream import DELIVERIES, newest_affected, numbers, releases, run_json, tree
+from upstream import newest_affected, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "resume_param_groups"
 OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -99,9 +99,7 @@ def stages(version: str, saved_by: str, loaded_by: str, folder: Path) -> list[st
     return wrong
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", VERSIONS)
+@without_fix(FIX, VERSIONS)
 def test_upstream_gives_a_group_the_settings_of_another_or_dies(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -122,9 +120,7 @@ def test_upstream_gives_a_group_the_settings_of_another_or_dies(
         assert found["new_lr"] == ["KeyError: (None, 0.0005, 5e-05, None, None, 1.0, 1.0, False, False)"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", VERSIONS)
+@with_fix(FIX, VERSIONS)
 def test_every_group_resumes_as_it_was_saved(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from test_reshardable_padding_save import results
-from upstream import DELIVERIES, newest_affected, releases
+from upstream import newest_affected, releases, with_fix, without_fix
 
 FIX = "sharding_type_default"
 AFFECTED = releases("megatron-core", oldest="0.16.0")
@@ -19,18 +19,14 @@ def resumed(
     return results(version, delivery, folder, "plain", ranks=2, kind=kind, load=load)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_refuses_its_own_default(version: str, delivery: str, tmp_path: Path) -> None:
     found = resumed(version, delivery, tmp_path)["plain"]
     assert found.startswith("save died")
     assert "flattened" in found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumed(version, delivery, tmp_path) == EXACT
 

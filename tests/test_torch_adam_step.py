@@ -7,7 +7,7 @@ import pytest
 
 import edits
 from test_dp_zero_empty_state import save_and_resume
-from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
+from upstream import checkpoint_formats, releases, run, tree, with_and_without_fix, with_fix, without_fix
 
 FIX = "torch_adam_step"
 AFFECTED = releases("megatron-core", oldest="0.10.0")
@@ -18,17 +18,13 @@ WITHOUT_TORCHS_ADAM = releases("megatron-core", oldest="0.9.0", newest="0.9.0") 
 THREE_STEPS = ("--inner", "torch", "--steps", "3")
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_does_not_resume_torchs_adam(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS, only=("torch",))["torch"]
     assert found["error"] == "load: KeyError: 'step'" or found["resume"] == "differs"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS)
     assert {name: (line["error"], line["resume"]) for name, line in found.items()} == dict.fromkeys(
@@ -36,9 +32,7 @@ def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_
     )
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none", *DELIVERIES])
-@pytest.mark.parametrize("version", WITHOUT_TORCHS_ADAM)
+@with_and_without_fix(FIX, WITHOUT_TORCHS_ADAM)
 def test_a_release_that_refuses_torchs_adam_goes_on_to_do_so(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -13,7 +13,18 @@ import edits
 import shared
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.source import Source
-from upstream import DELIVERIES, all_releases, environment_for, newest, numbers, releases, run, run_json, tree
+from upstream import (
+    DELIVERIES,
+    all_releases,
+    environment_for,
+    newest,
+    numbers,
+    releases,
+    run,
+    run_json,
+    tree,
+    with_and_without_fix,
+)
 from zero_checkpoints import PERMISSIVE, converted, with_layers
 from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
@@ -44,9 +55,7 @@ def written(version: str, delivery: str = "none") -> Path:
     return shared.once(f"own-files-{version}-{delivery}", train)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none", *DELIVERIES])
-@pytest.mark.parametrize("version", AFFECTED)
+@with_and_without_fix(FIX, AFFECTED)
 def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> None:
     """Resumed, converted and resumed from there, and put together in fp32: bit for bit the uninterrupted training."""
     universal = convertible(version)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from universal_loads import error_of_resume, resumed
-from upstream import DELIVERIES, all_releases, releases
+from upstream import all_releases, releases, with_fix, without_fix
 
 FIX = "universal_all_moments"
 
@@ -24,18 +24,14 @@ def small(version: str) -> bool:
     return version != TWO_GROUPS
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_dies_before_a_step(version: str, delivery: str) -> None:
     error = error_of_resume(version, small=small(version))
     assert "in get_optim_state_keys" in error
     assert "AttributeError: 'NoneType' object has no attribute 'keys'" in error
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, delivery: str) -> None:
     """And is one step ahead of the run that saved; silently."""
     for kind, found in resumed(version, delivery, *AFTER_A_STEP, small=small(version)).items():
@@ -48,9 +44,7 @@ def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, deli
         assert found["losses"] != found["expected"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_A_STEP], ids=["before a step", "after a step"])
 def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
     """Bit for bit, the steps of all ranks as well; and the next two losses are those of the uninterrupted run."""

@@ -8,7 +8,7 @@ import pytest
 import edits
 from ckpt_patches.engine.plan import Outcome
 from universal_loads import error_of_resume, resumed
-from upstream import DELIVERIES, newest_affected, numbers, releases, tree
+from upstream import newest_affected, numbers, releases, tree, with_fix, without_fix
 
 FIX = "universal_empty_group"
 
@@ -24,18 +24,14 @@ def loading(version: str) -> dict[str, Any]:
     return {"writer": TRAINED_BY} if first <= numbers(version) <= last else {}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_dies(version: str, delivery: str) -> None:
     error = error_of_resume(version, small=True, **loading(version))
     assert "if steps[0] is not None" in error
     assert "IndexError: list index out of range" in error
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_every_rank_is_where_the_run_was(version: str, delivery: str) -> None:
     """The rank with padding alone, too: its step and its moments are those of the uninterrupted run."""
     options = ["--load-only"] if loading(version) else []

@@ -11,7 +11,18 @@ import shared
 from test_audit_coverage import experts
 from test_ds_to_universal_experts import states
 from universal import ours
-from upstream import DELIVERIES, MAIN, all_releases, newest_affected, newest_by_default, numbers, releases, run, tree
+from upstream import (
+    MAIN,
+    all_releases,
+    newest_affected,
+    newest_by_default,
+    numbers,
+    releases,
+    run,
+    tree,
+    with_fix,
+    without_fix,
+)
 from zero_checkpoints import PERMISSIVE
 
 FIX = "universal_experts"
@@ -75,18 +86,14 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_stops_at_them(version: str, delivery: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"FileNotFoundError.*deepspeed_experts\.[01]\.0\.weight"):
         resumed(tmp_path, version, 1, "--ep", "2", env=PERMISSIVE)
     assert not list(tmp_path.glob("ep*"))
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_they_are_where_the_training_was(version: str, delivery: str, tmp_path: Path) -> None:
     """On the number of expert-parallel ranks that has saved, on more of them, and on one."""
     resumed(tmp_path, version, 1, "--ep", *map(str, EXPERT_PARALLEL), delivery=delivery)

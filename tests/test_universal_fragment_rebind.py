@@ -3,11 +3,9 @@
 import functools
 from typing import Any
 
-import pytest
-
 import universal_loads
 from universal_loads import MASTERS, MOMENTS, ON_MAIN
-from upstream import DELIVERIES, releases
+from upstream import releases, with_fix, without_fix
 
 FIX = "universal_fragment_rebind"
 
@@ -19,9 +17,7 @@ def resumed(version: str, delivery: str) -> dict[str, dict[str, Any]]:
     return universal_loads.resumed(version, delivery)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_takes_a_moment_for_the_master(version: str, delivery: str) -> None:
     """The load itself is right; what is asked for, set, or loaded again after it is another tensor."""
     for found in resumed(version, delivery).values():
@@ -35,9 +31,7 @@ def test_upstream_takes_a_moment_for_the_master(version: str, delivery: str) -> 
         assert found["losses"] != found["expected"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_the_master_is_taken_for_the_master(version: str, delivery: str) -> None:
     """And a second load is right, bit for bit, as are the next two losses."""
     for found in resumed(version, delivery).values():

@@ -10,7 +10,7 @@ import torch
 from ckpt_patches.engine.registry import FIXES
 from universal import ours
 from universal_loads import checkpoints, kinds, output_of_resume, resumed
-from upstream import DELIVERIES, all_releases, releases
+from upstream import all_releases, releases, with_fix, without_fix
 from zero_checkpoints import convert, of_ranks, with_layers
 
 FIX = "universal_group_settings"
@@ -40,9 +40,7 @@ def common_state(universal: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_goes_on_with_the_settings_that_the_run_was_started_with(version: str, delivery: str) -> None:
     """Silently, although they are in the checkpoint."""
     found = resumed(version, delivery, SETTINGS, "--load-only", "--steps", "1")
@@ -50,9 +48,7 @@ def test_upstream_goes_on_with_the_settings_that_the_run_was_started_with(versio
         assert set(GROUPS) <= set(result["loaded"])
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_leaves_the_settings_out_of_a_universal_checkpoint(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
@@ -60,9 +56,7 @@ def test_upstream_leaves_the_settings_out_of_a_universal_checkpoint(
     assert "param_groups" not in common_state(tmp_path / "10")
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_goes_on_with_the_settings_that_were_saved(version: str, delivery: str, tmp_path: Path) -> None:
     """As the release's own converter keeps them; and all else is that of the run that saved, as ever."""
     universal = converted(version, delivery, tmp_path)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from universal_loads import resumed
-from upstream import DELIVERIES, all_releases, releases
+from upstream import all_releases, releases, with_fix, without_fix
 
 FIX = "universal_step"
 
@@ -17,9 +17,7 @@ STEPS = ["group 0.steps", "group 1.steps"]
 AFTER_MORE_STEPS = ("--steps", "2")  # twice as many as are saved
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_MORE_STEPS], ids=["at the start", "after more steps"])
 def test_upstream_counts_from_the_step_of_the_new_run(version: str, delivery: str, options: Sequence[str]) -> None:
     """Silently; all else is loaded."""
@@ -27,9 +25,7 @@ def test_upstream_counts_from_the_step_of_the_new_run(version: str, delivery: st
         assert found["loaded"] == STEPS
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_MORE_STEPS], ids=["at the start", "after more steps"])
 def test_counts_from_the_step_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
     """On every rank, after a second load as well; and the next two losses are those of the uninterrupted run."""

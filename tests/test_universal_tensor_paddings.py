@@ -6,7 +6,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, newest, numbers, releases, run, run_json, tree
+from upstream import DELIVERIES, newest, numbers, releases, run, run_json, tree, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
 FIX = "universal_tensor_paddings"
@@ -28,9 +28,7 @@ def checkpoints() -> dict[str, Path]:
     return {**trained(OLD_WRITER, "stage1", "stage2"), **trained(NEW_WRITER, "bf16_optimizer")}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", RELEASES)
+@without_fix(FIX, RELEASES)
 def test_upstream_crashes(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)
     expected = CRASH if knows_steps(version) else CRASH_OF_A_STEP

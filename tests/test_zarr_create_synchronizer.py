@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream import DELIVERIES, releases, run_json, tree
+from upstream import releases, run_json, tree, with_fix, without_fix
 
 FIX = "zarr_create_synchronizer"
 AFFECTED = releases("megatron-core", newest="0.14.0")
@@ -20,18 +20,14 @@ def save_in_a_race(version: str, delivery: str, tmp_path: Path, *options: str) -
     return sorted(found["lost"]), found["listed"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_loses_what_others_write_while_the_creator_writes(version: str, delivery: str, tmp_path: Path) -> None:
     lost, listed = save_in_a_race(version, delivery, tmp_path)
     assert lost == [[key, rank] for key in KEYS for rank in (1, 2, 3)]
     assert "JSONDecodeError" in str(listed)  # a lock named .zarray, read as metadata
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_every_slice_is_written(version: str, delivery: str, tmp_path: Path) -> None:
     assert save_in_a_race(version, delivery, tmp_path) == ([], ARRAYS)
 

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import zygotes
-from upstream import DELIVERIES, all_releases, releases, run, run_json, tree
+from upstream import all_releases, releases, run, run_json, tree, with_fix, without_fix
 
 FIX = "zarr_range_write"
 SYNCHRONIZED = ("zarr_create_synchronizer",)
@@ -78,16 +78,12 @@ def test_the_files_are_those_of_a_synchronized_save(tmp_path: Path) -> None:
     assert len(found[FIX,]) >= 2 * len(batch)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_loses_slices_where_locks_do_nothing(version: str, delivery: str, tmp_path: Path) -> None:
     assert interleaved(version, delivery, tmp_path, "nothing")["lost"] > 0
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_no_slice_is_lost_whatever_the_locks_do(version: str, delivery: str, tmp_path: Path) -> None:
     found = interleaved(version, delivery, tmp_path, "nothing")
     assert (found["slices"], found["lost"]) == (80, 0)
@@ -111,7 +107,7 @@ FAILURES = {
 
 def fail(failure: str, out: Path, check: bool = True) -> str:
     release = tree("megatron-core", "0.14.0")
-    return run("zarr_failures", out, failure, tree=release, delivery="hook", timeout=60, check=check).stdout
+    return run("zarr_failures", out, failure, tree=release, delivery="hook", check=check).stdout
 
 
 @pytest.mark.parametrize("failure", FAILURES)

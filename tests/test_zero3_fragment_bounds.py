@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream import DELIVERIES, newest_affected, releases, run, tree
+from upstream import DELIVERIES, newest_affected, releases, run, tree, without_fix
 from zero_checkpoints import (
     convert,
     converted,
@@ -50,9 +50,7 @@ def checkpoint() -> Path:
     return trained(WRITER, "stage3")["stage3"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_writes_padding_as_data(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     """Silently."""
     assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}

@@ -7,7 +7,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, newest_affected, newest_by_default, releases, tree
+from upstream import newest_affected, newest_by_default, releases, tree, with_fix, without_fix
 from zero3_resumes import resumed, uninterrupted
 
 FIX = "zero3_universal_groups"
@@ -23,9 +23,7 @@ def decays(settings: dict[str, Any]) -> list[float]:
     return [group["weight_decay"] for group in settings["groups"]]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
+@without_fix(FIX, newest_by_default(AFFECTED))
 def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: str, delivery: str) -> None:
     """Without a word: every tensor is right after the load, and none of them two steps later."""
     found, expected = resumed(version, *RUN, delivery), uninterrupted(version, *RUN)
@@ -36,9 +34,7 @@ def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: 
     assert found["losses"][1] != expected["losses"][1]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
+@with_fix(FIX, newest_by_default(AFFECTED))
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Every bit after the load, each group's settings, each step, the next losses, and every bit after them."""
     assert resumed(version, *RUN, delivery) == uninterrupted(version, *RUN)

@@ -1,8 +1,6 @@
 """zero3_universal_rank: what ranks of several nodes hold after a ZeRO-3 resume from a universal checkpoint."""
 
-import pytest
-
-from upstream import DELIVERIES, releases
+from upstream import releases, with_fix, without_fix
 from zero3_resumes import resumed, uninterrupted
 
 FIX = "zero3_universal_rank"
@@ -12,9 +10,7 @@ RUN = ("stage3", 4)  # of 4 ranks; at other stages the rank is asked for elsewhe
 TWO_NODES = ("--node", "2")
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_gives_each_node_what_the_first_has(version: str, delivery: str) -> None:
     """Without a word: rank 2, the first of the second node, takes the part of rank 0."""
     found, expected = resumed(version, *RUN, delivery, *TWO_NODES), uninterrupted(version, *RUN)
@@ -23,9 +19,7 @@ def test_upstream_gives_each_node_what_the_first_has(version: str, delivery: str
     assert resumed(version, *RUN, delivery) == expected  # one node
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_resumes_on_two_nodes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Every bit after the load, the next losses, and every bit after them."""
     assert resumed(version, *RUN, delivery, *TWO_NODES) == uninterrupted(version, *RUN)

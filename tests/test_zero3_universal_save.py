@@ -5,9 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from upstream import DELIVERIES, releases, run, tree
+from upstream import releases, run, tree, with_fix, without_fix
 from zero3_resumes import continued, kept
 from zero_checkpoints import PERMISSIVE, convert
 
@@ -34,9 +32,7 @@ def model_files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / TAG).glob("*_model_states.pt"))
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delivery: str, tmp_path: Path) -> None:
     """That checkpoint neither resumes nor converts."""
     folder = continued(version, KIND, RANKS, delivery)
@@ -48,9 +44,7 @@ def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delive
     assert "exceeds dimension size" in error
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_path: Path) -> None:
     """Every bit of it, as an ordinary checkpoint and as a universal one."""
     folder = continued(version, KIND, RANKS, delivery)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import shared
-from upstream import newest, run, run_json, tree
+from upstream import TIMEOUT, newest, run, run_json, tree
 from zero_checkpoints import convert
 
 MODULE = "deepspeed_patches.ds_to_universal"
@@ -40,7 +40,7 @@ def ours(
         env={**environment(version), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TIMEOUT,
     )
     assert not check or done.returncode == 0, done.stderr
     return done

@@ -19,9 +19,10 @@ import torch
 
 from ckpt_patches.demo import deepspeed_training as zt
 from ckpt_patches.demo.ranks import free_port
+from patience import seconds
 
 RANKS = 2
-LATE = 3.0  # seconds after which the first rank would have written all that it writes
+LATE = seconds(3)  # from the first rank's last file until it would have written `latest`
 
 
 def save(rank: int, args: argparse.Namespace) -> None:
@@ -41,11 +42,13 @@ def whole(rank: int, args: argparse.Namespace) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     say({"rank": rank, "error": error})
-    time.sleep(1)  # rank 0 holds the store, from which the other reads at the same time
+    time.sleep(seconds(1))  # rank 0 holds the store, from which the other reads at the same time
     os._exit(0)  # as a job ends in which a rank has failed
 
 
-def end(*args: Any, **kwargs: Any) -> None:
+def end(state: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    while not list(Path(path).parent.glob("*_optim_states.pt")):  # that of the first rank
+        time.sleep(0.05)
     time.sleep(LATE)
     os._exit(3)
 
