@@ -24,6 +24,7 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.plan_cache import plan_or_kept
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, SWITCHED, TARGETS, folder
+from ckpt_patches.engine.releases import RECORDED
 from ckpt_patches.engine.source import function_text
 from ckpt_patches.inplace import rewrite
 from contract import added_lines, anchors
@@ -277,9 +278,9 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def companies() -> list[Any]:
     """Each release that is the newest with the bug of a fix."""
-    found = {newest_affected(name): None for name in NAMES}
-    versions = {package: [v for d, v in found if d == DISTRIBUTIONS[package]] for package in PACKAGES}
-    return [pytest.param(package, v, id=f"{package}-{v}") for package in PACKAGES for v in versions[package]]
+    found = {(fixes.package_of(name), newest_affected(name)[1]): None for name in NAMES}
+    known = [(package, version) for package in PACKAGES for version in RECORDED[package]]
+    return [pytest.param(*one, id="-".join(one)) for one in known if one in found]
 
 
 @pytest.mark.parametrize(("package", "version"), companies())
