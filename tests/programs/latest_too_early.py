@@ -14,9 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-
 from ckpt_patches.demo import deepspeed_training as zt
 from ckpt_patches.demo.ranks import free_port
 from patience import seconds
@@ -72,29 +69,20 @@ def say(found: dict[str, Any]) -> None:
     os.write(1, f"{json.dumps(found)}\n".encode())
 
 
-def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    args.work(rank, args)
-    torch.distributed.barrier()
-    os._exit(0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", choices=["save", "whole", "resume"])
     parser.add_argument("out", type=Path)
     parser.add_argument("kind", choices=zt.KINDS)
     args = parser.parse_args()
+    args.ranks = RANKS
     is_save, args.work = args.work == "save", {"save": save, "whole": whole, "resume": resume}[args.work]
     zt.prepare()
     if args.work is whole:
-        rank_main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args)
+        zt.rank_main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args)
     port = free_port()
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(RANKS)]
+    ranks = [context.Process(target=zt.rank_main, args=(rank, port, args)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:
