@@ -64,14 +64,17 @@ def cell(results: Iterable[Result], passed: str) -> str:
 
 
 def cells(results: list[Result]) -> list[str]:
-    """The cells of one fix and release; for what was planned and not run, what the plan found."""
+    """The cells of one fix and release; for what was planned and not run, what the plan found.
+
+    Where a plan finds nothing to do, there is nothing to run.
+    """
+    planned = cell((result for result in results if result["delivery"] == PLAN), "")
     found = [
         cell((result for result in results if result["delivery"] == delivery), passed)
         for delivery, (_, passed) in COLUMNS.items()
     ]
-    if found[0] == NOT_RUN and set(found[1:]) <= NOTHING_TO_DO:
-        found[0] = NO_BUG
-    planned = cell((result for result in results if result["delivery"] == PLAN), "")
+    if planned in NOTHING_TO_DO:
+        found = [NO_BUG if found[0] == NOT_RUN else found[0], *(planned if c == NOT_RUN else c for c in found[1:])]
     return found if planned == NOT_RUN else [f"planned ({planned}), not run" if c == NOT_RUN else c for c in found]
 
 

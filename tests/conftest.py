@@ -30,7 +30,15 @@ RECORDED = Path(__file__).parent / "recorded"
 MAIN = "main"  # as upstream.py has it, which needs what is set up here
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-forks", action="store_true", help="run each program in an interpreter of its own")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-forks"):
+        import zygotes
+
+        zygotes.forks = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # So does a shell start what it runs in the background, and every program under test would ignore it as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -143,6 +151,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     The record properties "resume", "across" and "zero" are noted as they are, for docs/resume.md.
     """
     report = yield
+    if by_hand := sys.modules.get("by_hand"):
+        if report.failed and by_hand.ran:
+            report.sections.append(("the last program of this test, from the repository root", by_hand.ran[-1]))
+        if report.when == "teardown":
+            by_hand.ran.clear()
     if report.when == "call" and "resume" in dict(report.user_properties) and not _on_main(item):
         item.config.stash[_RESUMES][item.nodeid] = dict(report.user_properties)["resume"]
     if report.when == "call" and "across" in dict(report.user_properties):

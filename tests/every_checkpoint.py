@@ -19,10 +19,12 @@ from ckpt_patches.formats.ranged import RangedFiles
 from megatron_checkpoints import ZARR, Configuration, written
 from test_audit import TORCH, TORCH_DIST
 from test_audit_coverage import experts
+from upstream import newest
 from zero_checkpoints import trained
 
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
 GATHERED = "dp_zero_gather_scatter"
+NEWEST = newest("megatron-core")
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,14 @@ MEGATRON = {
     "0.18, dp_reshardable": megatron("0.18.2", "torch_dist", "dp_reshardable"),
     "0.18, fully_reshardable": megatron("0.18.2", "torch_dist", "fully_reshardable"),
     "0.18, gathered": megatron("0.18.2", "torch_dist", GATHERED),
-    "0.19, dp_reshardable": megatron("0.19.2", "torch_dist", "dp_reshardable"),
-    "0.19, fully_reshardable": megatron("0.19.2", "torch_dist", "fully_reshardable", default=True),
-    "0.19, fully_reshardable, fp16": megatron("0.19.2", "torch_dist", "fully_reshardable", dtype="fp16"),
-    "0.19, fully_reshardable, tensor parallel": megatron("0.19.2", "torch_dist", "fully_reshardable", tp=2),
-    "0.19, gathered": megatron("0.19.2", "torch_dist", GATHERED, default=True),
-    "0.19, torch": megatron("0.19.2", "torch", "dp_reshardable"),
+    "0.19, dp_reshardable": megatron(newest("megatron-core"), "torch_dist", "dp_reshardable"),
+    "0.19, fully_reshardable": megatron(newest("megatron-core"), "torch_dist", "fully_reshardable", default=True),
+    "0.19, fully_reshardable, fp16": megatron(newest("megatron-core"), "torch_dist", "fully_reshardable", dtype="fp16"),
+    "0.19, fully_reshardable, tensor parallel": megatron(
+        newest("megatron-core"), "torch_dist", "fully_reshardable", tp=2
+    ),
+    "0.19, gathered": megatron(newest("megatron-core"), "torch_dist", GATHERED, default=True),
+    "0.19, torch": megatron(newest("megatron-core"), "torch", "dp_reshardable"),
 }
 ZERO = {
     "stage 1": zero("stage1"),
@@ -104,7 +108,7 @@ ZERO = {
     "stage 2, fp16": zero("stage2_fp16"),
     "stage 3": zero("stage3", default=True),
     "stage 3, fp16": zero("stage3_fp16"),
-    "stage 3, groups": zero("stage3_groups", "0.19.8", default=True),
+    "stage 3, groups": zero("stage3_groups", newest("deepspeed"), default=True),
     "experts, stage 1": Kind(functools.partial(experts, 1), default=True),
     "experts, stage 2": Kind(functools.partial(experts, 2)),
     "pipeline and tensor parallel": parallel("megatron"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upstream import run_json, tree
+from upstream import newest, run_json, tree
 from zero_checkpoints import PERMISSIVE
 
 DELIVERIES = {"upstream": "none", "ours": "hook"}
@@ -43,11 +43,13 @@ class Run:
 
 
 ZARR = Run("zarr", ("megatron-core", "0.15.3"))
-MEGATRON = Run("megatron", ("megatron-core", "0.19.2"), ("--formats", "torch,dp_reshardable,fully_reshardable"))
+MEGATRON = Run(
+    "megatron", ("megatron-core", newest("megatron-core")), ("--formats", "torch,dp_reshardable,fully_reshardable")
+)
 FLATTENED = Run(
     "megatron", ("megatron-core", "0.14.0"), ("--formats", "fully_sharded_bucket_space,fully_sharded_model_space")
 )
-ZERO = Run("zero", ("deepspeed", "0.19.8"), ("--stages", "1,3"))
+ZERO = Run("zero", ("deepspeed", newest("deepspeed")), ("--stages", "1,3"))
 
 
 def counted(run: Run, size: Size, side: str, folder: Path) -> Counts:
@@ -69,7 +71,7 @@ def _converted(folder: Path, stage: str, side: str) -> list[dict[str, int]]:
 
 
 def _run(release: tuple[str, str], side: str, *arguments: str | Path) -> Counts:
-    on: dict[str, Any] = {"tree": tree(*release), "delivery": DELIVERIES[side], "timeout": 900}
+    on: dict[str, Any] = {"tree": tree(*release), "delivery": DELIVERIES[side]}
     found: Counts = run_json("counting", *arguments, **on, env=PERMISSIVE if side == "upstream" else {})
     return found
 

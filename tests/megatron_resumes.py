@@ -64,7 +64,6 @@ def resumes(
         ),
         tree=tree("megatron-core", version),
         delivery=delivery,
-        timeout=500,
         env=env,
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -14,6 +14,8 @@ import termios
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from upstream import TIMEOUT
+
 MODULE = "megatron.core.dist_checkpointing.exchange_utils"
 SECOND = "megatron.core.dist_checkpointing.mapping"
 UPSTREAM = """import numpy as np
@@ -71,7 +73,7 @@ def python(
         stderr=subprocess.PIPE,
         check=check,
         cwd=cwd,
-        timeout=60,
+        timeout=TIMEOUT,
     )
 
 

@@ -1,18 +1,15 @@
 """async_save_staging: an asynchronous save of the real megatron-core writes what was there when it was asked for."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edits
-from upstream import DELIVERIES, newest_by_default, numbers, releases, run_json, tree
+from upstream import newest, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "async_save_staging"
-ASYNC_UTILS = "megatron.core.dist_checkpointing.strategies.async_utils"
 AFFECTED = releases("megatron-core", oldest="0.12.0")
-NEWEST = "0.19.2"
 ENDED = (
     "RuntimeError: expected the process that writes checkpoints to finish its save, found it ended with exit code -9"
 )
@@ -24,7 +21,7 @@ def saving(version: str, delivery: str, what: str, folder: Path) -> dict[str, An
 
 def on(version: str, delivery: str, what: str, out: Path) -> dict[str, Any]:
     root = tree("megatron-core", version)
-    found: dict[str, Any] = run_json("async_saving", out, what, tree=root, delivery=delivery, timeout=120)
+    found: dict[str, Any] = run_json("async_saving", out, what, tree=root, delivery=delivery)
     return found
 
 
@@ -33,18 +30,14 @@ def holds_staged_tensors(version: str) -> bool:
     return numbers(version) >= (0, 17)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_saves_what_a_later_step_has_put_there(version: str, delivery: str, tmp_path: Path) -> None:
     held = saving(version, delivery, "held", tmp_path)
     assert held == {"while writing": holds_staged_tensors(version), "after": False}
     assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 5000}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_save_writes_what_was_there_when_it_was_asked_for(version: str, delivery: str, tmp_path: Path) -> None:
     assert saving(version, delivery, "held", tmp_path) == {"while writing": True, "after": False}
     assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 0}
@@ -70,22 +63,7 @@ def test_the_end_of_a_worker_is_told(version: str, what: str, tmp_path: Path) ->
     assert saving(version, "hook", what, tmp_path)["said"].startswith(ENDED)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.11.0"))
-def test_releases_before_staging_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("async_fn_args[1] = item.preload_fn()", "async_fn_args[1] = item.stage()"),
-        ("self._persistent_preload_q.join()", "self._persistent_preload_q.wait()"),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, ASYNC_UTILS, old, new)
+def test_another_wait_for_the_worker_is_left_alone(tmp_path: Path) -> None:
+    copy = edits.copy_of(tree("megatron-core", newest("megatron-core")), FIX, tmp_path)
+    module = "megatron.core.dist_checkpointing.strategies.async_utils"
+    edits.check_left_alone(copy, FIX, module, "_persistent_preload_q.join()", "_persistent_preload_q.wait()")

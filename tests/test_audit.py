@@ -31,7 +31,7 @@ from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
 from crafted_files import with_other_name
 from megatron_checkpoints import ZARR, Configuration, written
-from upstream import REPOSITORY, run, tree
+from upstream import REPOSITORY, newest, newest_affected, run, tree
 from zero_checkpoints import convert, dp768, session_folder, trained
 
 TORCH_DIST = Configuration(ranks=2, backend="torch_dist", iterations="0,3")
@@ -61,8 +61,9 @@ def zero(tmp_path: Path) -> Path:
 def converted() -> Path:
     """Universal checkpoints of stage 2, which is whole, and of stage 3, which upstream's converter gets wrong."""
     trainings, out = trained(WRITER, "stage2", "stage3"), Path(tempfile.mkdtemp(dir=session_folder()))
-    assert not any(convert(out, trainings["stage2"], version="0.19.2", delivery="hook").values())
-    assert not any(convert(out, trainings["stage3"], version="0.19.2", delivery="none").values())
+    _, version = newest_affected("zero3_fragment_bounds")
+    assert not any(convert(out, trainings["stage2"], version=version, delivery="hook").values())
+    assert not any(convert(out, trainings["stage3"], version=version, delivery="none").values())
     return out
 
 
@@ -324,7 +325,7 @@ def test_whole_zero() -> None:
 @functools.cache
 def stage3_groups() -> Path:
     """Of two groups of parameters, with weight decay and without, each cut by `sub_group_size`."""
-    return trained("0.19.8", "stage3_groups")["stage3_groups"]
+    return trained(newest("deepspeed"), "stage3_groups")["stage3_groups"]
 
 
 def test_every_group_and_sub_group_of_stage_3_is_judged() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from upstream import TIMEOUT
+
 NUMEL = 1 << 31  # elements, in holes of the disk
 
 
@@ -60,7 +62,7 @@ def test_it_ends_in_one_line_and_leaves_no_process(large: Path, how: str, status
         running.send_signal(signal.SIGINT)
     else:
         os.kill(workers[0], signal.SIGKILL)
-    out, said = running.communicate(timeout=60)
+    out, said = running.communicate(timeout=TIMEOUT)
     assert running.returncode == status
     assert len([line for line in (out + said).splitlines() if expected in line]) == 1
     assert len(said.splitlines()) == (how == "ctrl-c")

@@ -1,4 +1,4 @@
-"""Many layouts of a gradient buffer, cut as megatron-core 0.15.0 to 0.19.2 cut it: nothing goes to a wrong place.
+"""Many layouts of a gradient buffer, cut as megatron-core since 0.15.0 cuts it: nothing goes to a wrong place.
 
 The buffers of real models are few, and cost a training each; tests/test_audit_shifted.py has these.
 """

@@ -16,7 +16,7 @@ from ckpt_patches.engine.installed import version_in
 from ckpt_patches.engine.registry import CORE, FIXES
 from ckpt_patches.runtime.options import spelled
 from small_tree import MODULE, UPSTREAM, command, make, on_terminal, one_line, python
-from upstream import REPOSITORY, tree
+from upstream import REPOSITORY, newest, tree
 
 
 def states(on: Path, **env: str) -> dict[str, str]:
@@ -328,7 +328,9 @@ def test_the_help_of_show_has_all_modules() -> None:
 
 
 def test_a_module_that_a_release_does_not_have_is_said() -> None:
-    done = command("show", "megatron.core.dist_checkpointing.strategies.zarr", on=tree("megatron-core", "0.19.2"))
+    done = command(
+        "show", "megatron.core.dist_checkpointing.strategies.zarr", on=tree("megatron-core", newest("megatron-core"))
+    )
     assert one_line(done).endswith("this release does not have the module")
 
 

@@ -14,6 +14,7 @@ import upstream
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.registry import FIXES, folder
 from recorded_results import EN_DASH
+from upstream import newest
 
 pytest_plugins = ["pytester"]
 PATCHED = ("hook", "in place")
@@ -49,20 +50,19 @@ def test_columns() -> None:
         "b": result("0.12.0", "hook"),
         "c": result("0.12.0", "in place"),
         "d": result("0.12.0", "in place", "failed", reason="E  AssertionError: lost"),
-        "e": result("0.16.1", "hook", words="not present"),
+        "e": result("0.16.1", "plan", words="not present"),
         "f": result("0.14.0", "hook", "skipped", reason="needs a GPU"),
-        **{f"g {v} {how}": result(v, how, words="not present") for v in ("0.17.0", "0.17.1") for how in PATCHED},
-        **{f"h {how}": result("0.19.2", how, words="fixed upstream") for how in PATCHED},
+        **{f"g {v}": result(v, "plan", words="not present") for v in ("0.17.0", "0.17.1")},
+        "h": result(newest("megatron-core"), "plan", words="fixed upstream"),
         **{f"i {v} {how}": result(v, how) for v in ("0.13.0", "0.13.1", "0.15.0") for how in ("none", *PATCHED)},
     }
     page = page_of(record)
     assert columns(page) == {
         "bug shown, fixed": f"0.13.0{EN_DASH}0.13.1, 0.15.0",
-        "fixed upstream": "0.19.2",
-        "not present": f"0.17.0{EN_DASH}0.17.1",
+        "fixed upstream": newest("megatron-core"),
+        "not present": f"0.16.1{EN_DASH}0.17.1",
         "other": f"0.7.0{EN_DASH}0.11.0, 0.12.1{EN_DASH}0.12.3, 0.15.1{EN_DASH}0.16.0, 0.18.0{EN_DASH}0.19.0: not run; "
-        "0.12.0: bug shown / fixed / **FAILED**; 0.14.0: not run / skipped / not run; "
-        "0.16.1: not run / not present / not run",
+        "0.12.0: bug shown / fixed / **FAILED**; 0.14.0: not run / skipped / not run",
     }
     lines = page.splitlines()
     assert "- `zarr_create_synchronizer`, 0.14.0, import hook, skipped: needs a GPU" in lines
@@ -104,7 +104,8 @@ def test_a_main_branch_is_a_commit_and_a_date() -> None:
     found = {fix: columns(page, fix)["other"] for fix in FIXES}
     assert f"; {ours}: bug shown / fixed / planned (applies), not run; " in found["torch_adam_step"]
     assert f"; {other}: not run / not run / fixed" in found["torch_adam_step"]
-    assert found["numpy2_product"].endswith(f", {other}: not run; {ours}: planned (fixed upstream), not run")
+    assert found["numpy2_product"].endswith(f", {other}: not run")
+    assert columns(page, "numpy2_product")["fixed upstream"] == ours
     assert f"- `dp_zero_empty_state`, {ours}, plan, failed: E  no match" in page.splitlines()
     assert f"; {ours}: not run / skipped / not run" in found["hybrid_offload_reload"]
     assert f"- `hybrid_offload_reload`, {ours}, import hook, skipped: needs an H100" in page.splitlines()

@@ -1,46 +1,21 @@
-"""Every fix has a demonstration, which shows its bug without the patches, and not with them."""
+"""How a demonstration is read and run; tests/contract/test_fix_contract.py runs that of each fix."""
 
 from pathlib import Path
 
 import pytest
 
-from ckpt_patches.demo.run import DemonstrationFailed, Outcome, demonstrations, environment, read, run
-from ckpt_patches.engine.registry import FIXES
-from demo import SHOWN
+from ckpt_patches.demo.run import DemonstrationFailed, Outcome, environment, read, run
 from installs import copy_working_tree, failed_tests
-from upstream import demonstrate
-
-# What `make demo` shows is in the default run; all others are in `make rest`.
-EVERY = [pytest.param(fix, marks=() if fix in SHOWN else pytest.mark.slow) for fix in FIXES]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("fix", FIXES)
-def test_a_fix_has_a_demonstration(fix: str) -> None:
-    """The name of its file is the fix's; its docstring begins with a title for a line of progress."""
-    title = demonstrations()[fix].title
-    assert 0 < len(title) <= 60
-    assert not title.endswith(".")
-
-
-@pytest.mark.quick
-def test_a_demonstration_has_a_fix() -> None:
-    assert demonstrations().keys() <= set(FIXES)
-
-
-@pytest.mark.parametrize("fix", EVERY)
-def test_the_bug_shows_without_the_patches_and_not_with_them(fix: str) -> None:
-    """On the newest release that has it, in an interpreter of its own, as for everybody who has installed this."""
-    without, with_ = demonstrate(fix, "none"), demonstrate(fix, "hook")
-    assert (without.bug, with_.bug) == (True, False), (without.found, with_.found)
 
 
 @pytest.mark.quick
 def test_a_fix_without_a_demonstration_fails_the_quick_tests(tmp_path: Path) -> None:
     clone = copy_working_tree(tmp_path / "clone")
     (clone / "deepspeed_patches" / "demos" / "rank_order.py").unlink()
-    options = ("-m", "quick", "tests/test_demonstrations.py", "-k", "has_a")
-    assert failed_tests(clone, *options) == ["tests/test_demonstrations.py::test_a_fix_has_a_demonstration[rank_order]"]
+    options = ("-m", "quick", "tests/contract/test_fix_contract.py", "-k", "has_a")
+    assert failed_tests(clone, *options) == [
+        "tests/contract/test_fix_contract.py::test_a_fix_has_a_demonstration[rank_order]"
+    ]
 
 
 # How one is read and run

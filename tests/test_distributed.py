@@ -24,7 +24,7 @@ from test_audit_repair import contents
 from test_migrate_interrupted import write as write_old
 from universal import environment, parallel
 
-LIMIT = 300  # seconds
+LIMIT = 900  # seconds
 POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-import edits
-from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
+from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
 
 FIX = "dp_zero_empty_state"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 ALL = releases("megatron-core")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 
 
 def save_and_resume(
-    version: str, delivery: str, tmp_path: Path, *options: str, only: tuple[str, ...] = (), timeout: float = 200
+    version: str, delivery: str, tmp_path: Path, *options: str, only: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
     """What the save in each format did on all ranks, by format."""
     names = [name for name in checkpoint_formats(version) if not only or name in only]
@@ -28,24 +27,19 @@ def save_and_resume(
         *options,
         tree=tree("megatron-core", version),
         delivery=delivery,
-        timeout=timeout,
         check=delivery != "none",
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["format"]: line for line in lines}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", ALL)
+@without_fix(FIX, ALL)
 def test_upstream_dies_saving_an_empty_state(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, only=("torch",))
     assert found["torch"]["error"] == "save: KeyError: 'exp_avg'"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", ALL)
+@with_fix(FIX, ALL)
 def test_an_empty_state_is_saved_and_resumed_bit_for_bit_in_every_format(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
@@ -100,24 +94,3 @@ def test_a_lost_state_is_an_error(lose: str, inner: str, tmp_path: Path) -> None
 def test_a_complete_state_is_saved(tmp_path: Path) -> None:
     found = save_and_resume(NEWEST, "hook", tmp_path, "--steps", "2")
     assert {line["resume"] for line in found.values()} == {"bit-equal"}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("self.optimizer.state[main_param]", "self.inner.state[main_param]"),
-        ('tensors.pop("master_param")', 'tensors.pop("main_param")'),
-        ("def state_dict(self", "def to_state_dict(self"),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)
-
-
-@pytest.mark.parametrize("version", ["0.7.0", NEWEST])
-def test_the_edited_look_ups(version: str) -> None:
-    _, made = edits.plan(tree("megatron-core", version), FIX)
-    added = edits.added_lines(made)["distrib_optimizer"]
-    look_ups = added.count("optim_state = self._saved_optimizer_state(")
-    assert look_ups == {"0.7.0": 2, NEWEST: 1}[version]

@@ -20,11 +20,11 @@ from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import torch_file
 from deepspeed_patches.ds_to_universal import Options
 from universal import both, distinct, environment, files, ours, parallel, summary
-from upstream import all_releases, numbers, releases, run_json, tree
+from upstream import all_releases, newest, numbers, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream
 from zero_checkpoints import dp768, losses, trained, with_layers
 
-NEWEST = "0.19.8"
+NEWEST = newest("deepspeed")
 RELEASES = [pytest.param(v, id=v) for v in ("0.16.2", NEWEST)]
 if all_releases():
     RELEASES = releases("deepspeed")

@@ -17,7 +17,7 @@ from ckpt_patches.convert.output_files import CopiedOutput
 from ckpt_patches.convert.output_folder import FINGERPRINT, LATEST, OutputFolder
 from ckpt_patches.errors import UserError
 from universal import command, distinct, environment, files, ours, parallel, summary
-from upstream import PROGRAMS, all_releases
+from upstream import PROGRAMS, TIMEOUT, all_releases
 from zero_checkpoints import dp768
 
 POINTS = range(0, 60, 1 if all_releases() else 4)
@@ -103,7 +103,7 @@ def test_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
     assert any(process.returncode for process in processes)
     assert files(output) == expected
     for process in processes:
-        process.communicate(timeout=60)  # until the last of its workers has ended as well
+        process.communicate(timeout=TIMEOUT)  # until the last of its workers has ended as well
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> 
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 2
     assert "another conversion writes" in second.stderr
-    first.communicate(timeout=60)
+    first.communicate(timeout=TIMEOUT)
     assert first.returncode == 0
     ours(source, tmp_path / "expected" / "universal")
     assert files(output) == files(tmp_path / "expected" / "universal")

@@ -10,7 +10,7 @@ import pytest
 from ckpt_patches.convert import traits
 from ckpt_patches.convert.traits import CONVERTER, Traits
 from universal import ours, parallel
-from upstream import all_releases, in_place, numbers, releases, runnable, tree
+from upstream import all_releases, in_place, newest, newest_affected, numbers, releases, tree
 
 # The first release whose converter has it.
 SINCE = {
@@ -26,8 +26,8 @@ SINCE = {
     "module_weights": "0.19.8",
     "autoep": "0.19.8",
 }
-NEWEST = runnable("deepspeed")[0]
-RELEASES = [pytest.param(v, id=v) for v in ("0.12.6", "0.15.4", "0.16.2", "0.19.2", NEWEST)]
+NEWEST, BEFORE_TRAITS = newest("deepspeed"), newest_affected("zero3_fragment_bounds")[1]
+RELEASES = [pytest.param(v, id=v) for v in ("0.12.6", "0.15.4", "0.16.2", BEFORE_TRAITS, NEWEST)]
 if all_releases():
     RELEASES = releases("deepspeed")
 

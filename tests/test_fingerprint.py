@@ -18,10 +18,10 @@ from ckpt_patches.fingerprint.element_hash import MODULUS, mix
 from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks, state_named
 from every_checkpoint import put, tensors
 from universal import ours, parallel
-from upstream import REPOSITORY
+from upstream import REPOSITORY, TIMEOUT, newest
 from zero_checkpoints import KEYS, convert, converted, trained
 
-RELEASE = "0.19.8"
+RELEASE = newest("deepspeed")
 KINDS = ["stage1", "stage2", "stage3"]
 
 
@@ -136,7 +136,7 @@ def test_what_is_no_checkpoint_is_said_in_a_line(name: str, tmp_path: Path, caps
 def test_without_numpy_it_says_what_to_install(tmp_path: Path) -> None:
     program = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}]; from ckpt_patches.cli import main; sys.exit(main())"
     command = [sys.executable, "-I", "-S", "-c", program, "fingerprint", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 2
     assert done.stderr == "ckpt-patches: a fingerprint needs numpy, which is not installed: pip install numpy\n"
 

@@ -14,12 +14,12 @@ from changed_elements import change_elements
 from ckpt_patches.audit.readers import zero_reader
 from ckpt_patches.audit.readers.checkpoint import EXP_AVG
 from ckpt_patches.cli import command_line
-from upstream import all_releases, newest_by_default, releases, run, tree
+from upstream import all_releases, newest, newest_affected, newest_by_default, releases, run, tree
 from zero_checkpoints import convert
 from zero_resumes import PROGRAM, exact
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
-NEWEST, OTHER = "0.19.8", "0.19.2"
+NEWEST, OTHER = newest("deepspeed"), newest_affected("zero3_fragment_bounds")[1]
 CASES = ["stage0-2", "stage1-2", "stage2-2", "stage3-2", "bf16_optimizer-2"]
 if all_releases():
     CASES = [f"{kind}-{groups}" for kind in resume_table.KINDS for groups in (1, 2)]
@@ -29,7 +29,7 @@ PARAMETERS = {"pipeline": 6}  # of other kinds 7
 def output(version: str, *arguments: str | Path, ranks: int, env: dict[str, str] | None = None) -> tuple[Any, str]:
     """What the program found, by case, and all that it printed."""
     options = ("--ranks", str(ranks), "--node", str(ranks))
-    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook", "timeout": 900}
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook"}
     done = run(PROGRAM, *arguments, *options, env={**ON, **(env or {})}, **on)
     return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
 

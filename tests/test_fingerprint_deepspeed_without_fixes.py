@@ -15,7 +15,7 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.convert.zero_fingerprints import fingerprints
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.fingerprint.record import KEY, Record, State
-from upstream import run, tree
+from upstream import newest, newest_affected, run, tree
 from zero_checkpoints import convert, of_ranks
 from zero_resumes import PROGRAM
 
@@ -36,7 +36,7 @@ class Bug(NamedTuple):
 
 BUGS = [
     Bug("zero3_universal_rank", "0.16.2", "stage3-1", "universal", "another rank's slice", ranks=4, nodes=2),
-    Bug("zero3_universal_groups", "0.19.8", "stage3-2", "universal", "a step changes it twice"),
+    Bug("zero3_universal_groups", newest("deepspeed"), "stage3-2", "universal", "a step changes it twice"),
     Bug("bf16_stage0_state", "0.18.4", "stage0-1", "", "15 zeros"),
 ]
 
@@ -45,7 +45,7 @@ def output(bug: Bug, *arguments: str | Path) -> CompletedProcess[str]:
     env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": bug.fix}
     options = ("--ranks", str(bug.ranks), "--node", str(bug.ranks // bug.nodes))
     on: dict[str, Any] = {"tree": tree("deepspeed", bug.release), "delivery": "hook", "env": env}
-    return run(PROGRAM, *arguments, *options, timeout=600, **on)
+    return run(PROGRAM, *arguments, *options, **on)
 
 
 def resumed(bug: Bug, folder: Path) -> str:
@@ -111,7 +111,7 @@ def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: P
 
     def program(*arguments: str | Path, skip: str) -> str:
         env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
-        on: dict[str, Any] = {"tree": tree("deepspeed", "0.19.2"), "delivery": "hook", "env": env}
+        on: dict[str, Any] = {"tree": tree(*newest_affected("zero3_fragment_bounds")), "delivery": "hook", "env": env}
         done = run("universal_loading", *arguments, **on, check=False)
         return done.stdout + done.stderr
 
@@ -126,7 +126,7 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
     def program(*arguments: str | Path, skip: str = "") -> str:
         env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
-        on: dict[str, Any] = {"tree": tree("deepspeed", "0.19.8"), "delivery": "hook", "env": env}
+        on: dict[str, Any] = {"tree": tree("deepspeed", newest("deepspeed")), "delivery": "hook", "env": env}
         done = run("experts", tmp_path / skip, "1", *arguments, **on, check=False)
         return done.stdout + done.stderr
 

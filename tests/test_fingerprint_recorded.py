@@ -18,10 +18,10 @@ from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import megatron_files, offline, record_files
 from every_checkpoint import EVERY
-from upstream import all_releases, checkpoint_formats, releases, run, tree
+from upstream import all_releases, checkpoint_formats, newest, releases, run, tree
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
-NEWEST = "0.19.2"
+NEWEST = newest("megatron-core")
 
 
 @dataclass(frozen=True)

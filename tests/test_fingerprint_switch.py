@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from ckpt_patches.cli import command_line
-from upstream import checkpoint_formats, run, tree
+from upstream import checkpoint_formats, newest, run, tree
 
-NEWEST = "0.19.2"
+NEWEST = newest("megatron-core")
 
 
 def resumed(folder: Path, what: str, formats: str, **env: str) -> tuple[list[str], str]:

@@ -17,8 +17,9 @@ from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
 from ckpt_patches.engine.releases import RECORDED
 from small_tree import command, one_line
-from upstream import RELEASES, REPOSITORY, all_releases, tree
+from upstream import RELEASES, REPOSITORY, all_releases, newest, tree
 
+NEWEST = newest("megatron-core")
 WITHOUT_THE_BUG = {compatibility.NO_BUG, "no bug", "refused by upstream"}
 
 
@@ -109,20 +110,22 @@ def test_list_for_a_release_between_two_ranges() -> None:
     assert "resume_param_groups" not in names("--for", "megatron-core==0.15.0")
 
 
-@pytest.mark.parametrize("version", ["0.20.0", "0.6.0", "0.14.1", "0.19.2rc1", "0.19.2+cu12", "newest", ""])
+@pytest.mark.parametrize("version", ["0.20.0", "0.6.0", "0.14.1", f"{NEWEST}rc1", f"{NEWEST}+cu12", "newest", ""])
 def test_list_guesses_nothing_of_a_release_that_was_not_tested(version: str) -> None:
     line = one_line(command("list", "--for", f"megatron-core=={version}"))
-    assert "0.7.0 to 0.19.2" in line
+    assert f"0.7.0 to {NEWEST}" in line
     assert "list --tree PATH" in line
 
 
 @pytest.mark.parametrize("requirement", ["torch==2.13.0", "megatron-core", "megatron-core>=0.16"])
 def test_list_for_something_else(requirement: str) -> None:
-    assert "expected PACKAGE==VERSION, such as megatron-core==0.19.2" in one_line(command("list", "--for", requirement))
+    assert f"expected PACKAGE==VERSION, such as megatron-core=={NEWEST}" in one_line(
+        command("list", "--for", requirement)
+    )
 
 
 def test_list_of_a_tree_has_the_fixes_that_apply_to_it() -> None:
-    root = tree("deepspeed", "0.19.8")
+    root = tree("deepspeed", newest("deepspeed"))
     assert names("--tree", str(root)) == plan_tree(str(root), DEEPSPEED).named(Outcome.APPLIES)
     assert "expected megatron/core/ or deepspeed/" in one_line(command("list", "--tree", str(REPOSITORY / "docs")))
 

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 import edits
-from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, releases, run, run_json, tree
+from upstream import newest_affected, releases, run, run_json, tree, with_fix, without_fix
 
 FIX = "fully_reshardable_shift"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.15.0")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 
 
 def wrong_elements(version: str, saved_by: str, loaded_by: str, folder: Path, *options: str) -> dict[str, int]:
@@ -31,9 +29,7 @@ def fixed_upstream(version: str) -> bool:
     return version == "main"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_saves_what_lies_behind_a_padded_bucket_elsewhere(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -47,9 +43,7 @@ def test_upstream_saves_what_lies_behind_a_padded_bucket_elsewhere(
     assert sum(wrong.values()) > 1000
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_load_brings_back_every_element(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -73,41 +67,3 @@ def test_on_more_ranks_gathered_in_both_ways(options: tuple[str, ...], tmp_path:
 def test_the_load_of_a_shifted_checkpoint_is_as_before(tmp_path: Path) -> None:
     """The fix is in the save alone; `ckpt-patches repair` puts such a checkpoint right."""
     assert wrong_elements(NEWEST, "none", "hook", tmp_path) == wrong_elements(NEWEST, "none", "none", tmp_path / "none")
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.14.0"))
-def test_releases_without_the_format_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize("other", ["dp_zero_lean_gather", "dp_zero_empty_state"])
-def test_with_another_fix_of_the_same_save_the_order_does_not_matter(other: str, tmp_path: Path) -> None:
-    texts = []
-    for number, names in enumerate(((FIX, other), (other, FIX))):
-        copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path / str(number))
-        for name in names:
-            result, made = edits.plan(copy, name)
-            assert result.outcome is Outcome.APPLIES
-            edits.write(made)
-        texts.append(edits.text(copy, DISTRIB_OPTIMIZER))
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("if missing_elems_num > 0:", "if missing_elems_num >= 1:"),
-        ("in buffer.param_index_map.items():", "in dict(buffer.param_index_map).items():"),
-        (
-            "                    param_world_end,\n                    _,\n",
-            "                    param_world_end,\n                    bucket,\n",
-        ),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)

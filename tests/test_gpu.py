@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from upstream import run, tree
+from upstream import newest, run, tree
 
 pytestmark = pytest.mark.gpu
-NEWEST = "0.19.2"
+NEWEST = newest("megatron-core")
 ON_A_GPU = {"MEGATRON_TRAINING_ON_A_GPU": "1"}
 
 

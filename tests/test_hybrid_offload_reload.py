@@ -1,20 +1,15 @@
 """hybrid_offload_reload: weights loaded into a model under the real hybrid CPU-offload optimizer, then one step."""
 
 import json
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 
-import edits
-from upstream import DELIVERIES, numbers, releases, run, tree
+from upstream import numbers, releases, run, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_reload"
-HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.12.0")
-NEWEST = "0.19.2"
 WEIGHTS = ["module.a.bias", "module.a.weight", "module.b.bias", "module.b.weight"]  # bf16
 NATIVE = "module.scale"  # fp32
 
@@ -32,9 +27,7 @@ def load_and_step(version: str, delivery: str, *options: str) -> Found:
     return found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str) -> None:
     found = load_and_step(version, delivery)
     for (precision_aware, fraction, _), result in found.items():
@@ -48,9 +41,7 @@ def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str)
             assert result["stale"] == ["CPU clone"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 @pytest.mark.parametrize(
     "options", [(), ("--steps-before", "2"), ("--state-dict",)], ids=["fresh", "after steps", "state dict"]
 )
@@ -63,39 +54,3 @@ def test_every_copy_holds_the_loaded_weights_and_keeps_them(
     assert {key: (result["lost"], result["stale"]) for key, result in found.items()} == {
         key: ([], []) for key in COMBINATIONS
     }
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.11.0"))
-def test_releases_without_the_hybrid_optimizer_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (DISTRIB_OPTIMIZER, "def _copy_model_params_to_main_params(", "def _copy_model_params("),
-        (
-            DISTRIB_OPTIMIZER,
-            "if isinstance(self.optimizer, HybridDeviceOptimizer):\n            self.optimizer.update",
-            "if self.is_hybrid:\n            self.optimizer.update",
-        ),
-        (HYBRID, "    def zero_grad(self", "    def clear_grad(self"),
-    ],
-)
-def test_unknown_code_in_one_module_leaves_both_alone(tmp_path: Any, module: str, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, module, old, new)
-
-
-@pytest.mark.parametrize(("version", "argument"), [("0.12.0", ""), (NEWEST, "state_dict")])
-def test_the_call_that_it_brings(version: str, argument: str) -> None:
-    _, made = edits.plan(tree("megatron-core", version), FIX)
-    added = edits.added_lines(made)
-    assert f"self._copy_model_params_to_hybrid_optimizer({argument})" in added["distrib_optimizer"]
-    assert [line for line in added["hybrid_optimizer"] if line.startswith("def ")] == [
-        "def reload_param(self, param: torch.Tensor, value: torch.Tensor) -> None:"
-    ]

@@ -2,19 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import edits
-from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
+from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.12.0")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 OPTIMIZERS = ("hybrid-0.5", "hybrid-1.0-precision-aware")
 
 
@@ -41,18 +40,14 @@ def resumes(
     return {name: {row["result"] for row in rows if row["optimizer"] == name} for name in names}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_dies_or_trains_on_from_another_state(version: str, delivery: str, tmp_path: Path) -> None:
     found = resumes(version, delivery, tmp_path)
     assert all("died" in result for result in found["hybrid-0.5"])
     assert any(result.startswith("differs by 0.0") for result in found["hybrid-1.0-precision-aware"])
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumes(version, delivery, tmp_path) == {name: {"bit-equal"} for name in OPTIMIZERS}
 
@@ -85,39 +80,3 @@ def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_t
     assert resumes(NEWEST, "hook", tmp_path / "fixed", names, root=copy) == {names[0]: {"bit-equal"}}
     plain = resumes(NEWEST, "none", tmp_path / "plain", names, root=copy)
     assert plain != {names[0]: {"bit-equal"}}
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.11.0"))
-def test_releases_without_the_hybrid_optimizer_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (HYBRID, "fp32_param.data.copy_(v[", "fp32_param.data.set_(v["),
-        (HYBRID, "kwargs\n\n        self._init_sub_optimizers()", "kwargs\n\n        self._build()"),
-        (HYBRID, 'del update_group_attrs["params"]', 'update_group_attrs.pop("params")'),
-        (DISTRIB_OPTIMIZER, "            step = None\n", "            step = 0\n"),
-        (DISTRIB_OPTIMIZER, "def _set_main_param_and_optimizer_states(", "def _set_states("),
-    ],
-)
-def test_unknown_code_in_one_module_leaves_both_alone(tmp_path: Path, module: str, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, module, old, new)
-
-
-@pytest.mark.parametrize("version", ["0.12.0", NEWEST])
-def test_the_edits(version: str) -> None:
-    _, made = edits.plan(tree("megatron-core", version), FIX)
-    added = edits.added_lines(made)
-    assert added["distrib_optimizer"].count("self.optimizer._sync_hdo_state_to_sub_optimizers()") == 3
-    assert "param.data.copy_(fp32_param)" in added["hybrid_optimizer"]
-    assert [line for line in added["hybrid_optimizer"] if line.startswith("def ")] == [
-        "def _allow_optimizer_classes_in_checkpoints(self) -> None:",
-        "def _step_of_param_groups(self) -> int | None:",
-    ]

@@ -7,33 +7,23 @@ from typing import Any
 
 import pytest
 
-import edits
 from ckpt_patches.demo.ranks import free_port
-from ckpt_patches.engine.plan import Outcome
-from deepspeed_patches.latest_after_all_ranks import BARRIER, ENGINE
-from upstream import DELIVERIES, newest_by_default, releases, run, tree
+from upstream import newest_affected, releases, run, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
 FIX = "latest_after_all_ranks"
 
 AFFECTED = releases("deepspeed")
-NEWEST = "0.19.8"
-
-
-def writes_in_background(version: str) -> bool:
-    """Whether a release has engines that do; since 0.17.1."""
-    return "def _commit_decoupled_checkpoint(" in edits.text(tree("deepspeed", version), ENGINE)
+NEWEST = newest_affected(FIX)[1]
 
 
 def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "stage1") -> list[dict[str, Any]]:
     on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery}
-    done = run("latest_too_early", what, out, kind, env=PERMISSIVE, timeout=100, **on)
+    done = run("latest_too_early", what, out, kind, env=PERMISSIVE, **on)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_names_a_checkpoint_that_a_rank_has_not_written(version: str, delivery: str, tmp_path: Path) -> None:
     assert on_ranks("save", tmp_path, version, delivery) == [{"latest": "second", "codes": [1, 3]}]
     assert len(list((tmp_path / "second").glob("*_optim_states.pt"))) == 1
@@ -47,9 +37,7 @@ def test_upstream_does_not_start_again_from_it(tmp_path: Path) -> None:
     assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # and waits for the other
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_names_the_one_before_it(version: str, delivery: str, tmp_path: Path) -> None:
     assert on_ranks("save", tmp_path, version, delivery) == [{"latest": "first", "codes": [1, 3]}]
 
@@ -68,7 +56,7 @@ def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Pat
 
     def one(rank: int) -> list[str]:
         env = {"RANK": str(rank), "MASTER_PORT": port, **({"CKPT_PATCHES_SKIP": FIX} if rank in lacks else {})}
-        on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env, "timeout": 100}
+        on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env}
         done = run("latest_too_early", "whole", tmp_path, "stage1", **on)
         return [json.loads(line)["error"] for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -78,31 +66,3 @@ def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Pat
         assert errors == [[""], [""]]
     for rank in {0, 1} - set(lacks):
         assert not lacks or errors[rank][0].startswith(f"{FIX}: 1 of 2 ranks have it, rank {lacks[0]} has not")
-
-
-# The edits themselves
-
-
-@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
-def test_what_is_added(version: str) -> None:
-    result, made = edits.plan(tree("deepspeed", version), FIX, for_upstream=True)
-    assert result.outcome is Outcome.APPLIES
-    added = [line for line in edits.added_lines(made)["engine"] if not line.startswith("#")]
-    assert added == [BARRIER] * (2 if writes_in_background(version) else 1)
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    return edits.copy_of(tree("deepspeed", NEWEST), FIX, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("if save_latest and self.global_rank == 0:", "while save_latest and self.global_rank == 0:"),
-        ("open(os.path.join(commit_info.save_dir, 'latest'), 'w')", "open(latest_of(commit_info), 'w')"),
-        ("def save_checkpoint(", "def save_all("),
-    ],
-)
-def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
-    assert "engine.py: expected" in edits.check_left_alone(copy, FIX, ENGINE, old, new)

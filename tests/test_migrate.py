@@ -15,13 +15,15 @@ import test_audit_shifted
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
-from upstream import MAIN, all_releases, main_branch, run, tree
+from upstream import MAIN, all_releases, main_branch, newest, run, tree
 
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
 GATHERED = "dp_zero_gather_scatter"
 TARGETS = {MODEL_SPACE: "fully_reshardable", BUCKETS: "dp_reshardable", GATHERED: GATHERED}
 # 0.15.3 is the one release that reads the old formats and the new ones.
-LOADED_BY = ["0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"] if all_releases() else ["0.19.2"]
+LOADED_BY = (
+    ["0.15.3", "0.16.1", "0.17.1", "0.18.2", newest("megatron-core")] if all_releases() else [newest("megatron-core")]
+)
 if main_branch("megatron-core"):
     LOADED_BY.append(MAIN)
 

@@ -1,6 +1,5 @@
 """override_learning_rate: with the flag the real megatron-core resumes at the run's own rates."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +9,12 @@ import pytest
 import edits
 from megatron.patches.override_learning_rate import OptimizerParamScheduler
 from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
-from upstream import DELIVERIES, numbers, releases, tree
+from upstream import newest_affected, numbers, releases, tree, with_fix, without_fix
 
 FIX = "override_learning_rate"
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
 AFFECTED = releases("megatron-core", oldest="0.9.0")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 
 OVERRIDE, CHECKPOINT = {"keep": "override"}, {"keep": "checkpoint"}
 NEW = {"lr": 5e-4, "min_lr": 1e-5}
@@ -54,9 +53,7 @@ def resumes(version: str, delivery: str, folder: Path, keep: dict[str, str], **m
     return {name: differences(*pair) for name, *pair in zip(names, right, loaded, strict=True)}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
@@ -72,9 +69,7 @@ def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
         ]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_every_group_goes_on_at_the_rates_of_the_run(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumes(version, delivery, tmp_path, OVERRIDE) == {name: [] for name in runs_for(version)}
 
@@ -172,29 +167,6 @@ def test_a_group_that_the_scheduler_was_not_made_with_is_told() -> None:
     with pytest.raises(AssertionError, match="expected the 1 param groups that the scheduler was made with, found 2"):
         scheduler._restore_own_bounds()
     assert scheduler.optimizer.param_groups == [{"max_lr": 2.0}, {"max_lr": 3.0}]
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.8.0"))
-def test_releases_with_the_scheduler_elsewhere_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    """It is in megatron.training there, which no release of megatron-core holds."""
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("self.optimizer = optimizer", "self.optimizer = wrapped(optimizer)"),
-        ("self.num_steps += increment", "self.num_steps = self.num_steps + increment"),
-        ("class OptimizerParamScheduler", "class Scheduler"),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, SCHEDULER, old, new)
 
 
 def test_upstreams_own_fix_is_there_already(tmp_path: Path) -> None:

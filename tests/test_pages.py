@@ -28,7 +28,7 @@ import old_checkpoints
 import zero_checkpoints
 from ckpt_patches.audit.audit import DAMAGED, audit
 from megatron_checkpoints import ZARR, written
-from upstream import REPOSITORY, tree
+from upstream import REPOSITORY, TIMEOUT, newest, tree
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def world(tmp_path: Path) -> dict[str, str]:
     upstream = tmp_path / "upstream"
     shutil.copytree(tree("megatron-core", CORE) / "megatron", upstream / "megatron")
     committed(upstream)
-    checkpoint = zero_checkpoints.trained("0.19.8", "stage1")["stage1"]
+    checkpoint = zero_checkpoints.trained(newest("deepspeed"), "stage1")["stage1"]
     shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
     runs = written(ZARR)
     damaged = next(path for path in runs.raced if audit(path).verdict == DAMAGED)
@@ -93,7 +93,11 @@ def world(tmp_path: Path) -> dict[str, str]:
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     (site_packages,) = environment.glob("lib/python*/site-packages")
     # What a container has: torch, NumPy and zarr of the tests, DeepSpeed and megatron-core.
-    folders = [sysconfig.get_path("purelib"), str(tree("megatron-core", CORE)), str(tree("deepspeed", "0.19.8"))]
+    folders = [
+        sysconfig.get_path("purelib"),
+        str(tree("megatron-core", CORE)),
+        str(tree("deepspeed", newest("deepspeed"))),
+    ]
     (site_packages / "container.pth").write_text("\n".join(folders) + "\n")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES", "GIT_"))}
     who = {
@@ -125,7 +129,7 @@ def test_the_commands_of_a_page(page: Path, world: dict[str, str], tmp_path: Pat
             env=world,
             text=True,
             capture_output=True,
-            timeout=600,
+            timeout=TIMEOUT,
         )
         printed = done.stdout + done.stderr
         assert done.returncode == 0, f"{command.text}\n{printed}"

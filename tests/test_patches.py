@@ -23,11 +23,11 @@ from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import DEEPSPEED, FIXES
-from upstream import MAIN, all_releases, main_branch, newest_affected, numbers, run_pytest, runnable, tree
+from upstream import MAIN, all_releases, main_branch, newest, newest_affected, numbers, run_pytest, runnable, tree
 from upstream_suites import as_installed
 
 # The releases that contributors work on; the last of each is in the default run.
-PINNED = {"megatron-core": ("0.16.1", "0.19.2"), "deepspeed": ("0.16.9", "0.19.8")}
+PINNED = {"megatron-core": ("0.16.1", newest("megatron-core")), "deepspeed": ("0.16.9", newest("deepspeed"))}
 FOREIGN = re.compile(
     r"\b(some|all|later|newer|older|earlier) releases\b|\b(since|until|up to) \d+\.\d+|import hook|ckpt.patches"
 )

@@ -14,6 +14,7 @@ import pytest
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.processes import Worker, WorkerDefect, WorkerDied, in_order, mapped, ready, started
 from universal import command, environment, parallel
+from upstream import TIMEOUT
 
 ITEMS = list(range(10))
 Run = Callable[[], Iterable[Any]]
@@ -177,7 +178,7 @@ with started([tests.killed, tests.paused]) as workers:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
         preexec_fn=partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN),
     )
     told = "before it was done; is there enough memory? Run the same command again"
@@ -199,7 +200,7 @@ with started([lambda: [bytes(1 << 20)]] * 2) as workers:
     assert parent.stdout
     assert parent.stdout.readline() == "full\n"
     parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=TIMEOUT)
 
 
 def test_nobody_is_ready_before_it_answers() -> None:
@@ -280,7 +281,7 @@ def converting(tmp_path: Path, write: str) -> subprocess.Popen[str]:
 
 def test_a_defect_of_the_converter_is_told_with_the_workers_traceback(tmp_path: Path) -> None:
     process = converting(tmp_path, "raise KeyError('group')")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, out) == (1, "")
     assert "this is a defect, please report it" in err
     assert "in write\nKeyError: 'group'\n" in err
@@ -294,7 +295,7 @@ def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
     assert process.stdout
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to all of them
-    _, err = process.communicate(timeout=30)  # until the last worker has closed its output
+    _, err = process.communicate(timeout=TIMEOUT)  # until the last worker has closed its output
     assert (process.returncode, err) == (130, "ds_to_universal: interrupted; the same command goes on from here\n")
 
 
@@ -303,7 +304,7 @@ def test_a_killed_worker_ends_the_conversion_in_one_line(tmp_path: Path) -> None
     assert process.stdout
     pid = int(process.stdout.readline())
     os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
     assert err == (
         f"ds_to_universal: worker process {pid} was killed (SIGKILL) before it was done; is there enough memory? "

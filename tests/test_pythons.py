@@ -22,11 +22,12 @@ from ckpt_patches.engine.plan import module_path
 from ckpt_patches.engine.registry import TARGETS
 from installs import Environment, wheel
 from small_tree import MODULE, make
+from upstream import newest
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback of the interpreter itself
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
-NEWEST = {"megatron-core": "0.16.1", "deepspeed": "0.19.8"}
+NEWEST = {"megatron-core": "0.16.1", "deepspeed": newest("deepspeed")}
 OLDER = {"megatron-core": ["0.7.0", "0.14.0"], "deepspeed": ["0.12.6", "0.16.2"]}
 TREES = {
     f"{distribution}-{version}": (distribution, version)

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import edits
 from test_dp_zero_empty_state import save_and_resume
-from upstream import DELIVERIES, numbers, releases, tree
+from upstream import numbers, releases, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_flag"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -26,9 +24,7 @@ def leaves_the_flag_out(version: str) -> bool:
     return numbers(version) >= (0, 17)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_takes_the_flag_for_a_state(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -41,9 +37,7 @@ def test_upstream_takes_the_flag_for_a_state(
         assert found["error"] == "load: KeyError: 'padding'"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -52,17 +46,3 @@ def test_a_resume_is_bit_equal(
     assert (found["error"], found["resume"]) == ("", "bit-equal")
     if leaves_the_flag_out(version):
         record_property("compat", edits.check_not_needed(tree("megatron-core", version), FIX))
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.10.0"))
-def test_releases_that_copy_their_own_keys_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-def test_the_line_that_it_brings() -> None:
-    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
-    assert edits.added_lines(made)["distrib_optimizer"] == ['src_tensors.pop("padding", None)']

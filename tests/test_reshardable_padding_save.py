@@ -1,19 +1,17 @@
 """reshardable_padding_save: the real megatron-core saves buckets whose padding is more than the end of one rank."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import edits
 from test_reshardable_padding_flag import reshardable
-from upstream import DELIVERIES, numbers, releases, run, tree
+from upstream import newest_affected, numbers, releases, run, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.11.0")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 EMPTY = ("small bucket", "gap")
 
 
@@ -39,9 +37,7 @@ def results(
     return {line["case"]: line["result"] for line in lines}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> None:
     found = results(version, delivery, tmp_path, "plain", *cases(version))
     assert found.pop("plain") == "bit-equal"
@@ -51,9 +47,7 @@ def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> No
     assert all(words[case] in result for case, result in found.items()), found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
     names = ("plain", *cases(version))
     assert results(version, delivery, tmp_path, *names) == dict.fromkeys(names, "bit-equal")
@@ -78,25 +72,3 @@ def test_a_load_without_the_fix_dies_where_a_rank_has_saved_nothing_of_a_bucket(
 def test_a_checkpoint_that_was_saved_without_the_fix_loads(tmp_path: Path) -> None:
     results(NEWEST, "none", tmp_path, "plain")
     assert results(NEWEST, "hook", tmp_path, "plain", load=tmp_path) == {"plain": "bit-equal"}
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.10.0"))
-def test_releases_before_0_11_are_left_as_they_are(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("'empty bucket encountered'", "'no bucket'"),
-        ("next_param_start = gbuf_local_numel", "next_param_start = int(gbuf_local_numel)"),
-        ("bucket_state = state_dict[gbuf_idx][dtype][bucket_idx]", "bucket_state = loaded[gbuf_idx][bucket_idx]"),
-    ],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)

@@ -1,18 +1,15 @@
 """sharding_type_default: a caller of the real megatron-core that names no format saves in one that the release has."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import edits
 from test_reshardable_padding_save import results
-from upstream import DELIVERIES, releases, tree
+from upstream import newest_affected, releases, with_fix, without_fix
 
 FIX = "sharding_type_default"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.16.0")
-NEWEST = "0.19.2"
+NEWEST = newest_affected(FIX)[1]
 EXACT = {"plain": "bit-equal"}
 
 
@@ -22,18 +19,14 @@ def resumed(
     return results(version, delivery, folder, "plain", ranks=2, kind=kind, load=load)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_refuses_its_own_default(version: str, delivery: str, tmp_path: Path) -> None:
     found = resumed(version, delivery, tmp_path)["plain"]
     assert found.startswith("save died")
     assert "flattened" in found
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumed(version, delivery, tmp_path) == EXACT
 
@@ -49,17 +42,3 @@ def test_what_is_saved_is_dp_reshardable_to_a_run_without_the_fix(tmp_path: Path
 def test_a_dp_reshardable_checkpoint_loads_by_default(tmp_path: Path) -> None:
     resumed(NEWEST, "none", tmp_path, "dp_reshardable")
     assert resumed(NEWEST, "hook", tmp_path, load=tmp_path) == EXACT
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.15.3"))
-def test_releases_that_save_their_default_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, "'distrib_optim_sharding_type', 'fully_s", "'kind', 'fully_s")

@@ -7,30 +7,24 @@ import pytest
 
 import edits
 from test_dp_zero_empty_state import save_and_resume
-from upstream import DELIVERIES, checkpoint_formats, releases, run, tree
+from upstream import checkpoint_formats, releases, run, tree, with_and_without_fix, with_fix, without_fix
 
 FIX = "torch_adam_step"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 AFFECTED = releases("megatron-core", oldest="0.10.0")
 # Only a run over all releases has it.
 WITHOUT_TORCHS_ADAM = releases("megatron-core", oldest="0.9.0", newest="0.9.0") or [
     pytest.param("0.9.0", marks=pytest.mark.skip(reason="not a default release; CKPT_PATCHES_TEST_ALL=1 runs it"))
 ]
-NEWEST = "0.19.2"
 THREE_STEPS = ("--inner", "torch", "--steps", "3")
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_does_not_resume_torchs_adam(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS, only=("torch",))["torch"]
     assert found["error"] == "load: KeyError: 'step'" or found["resume"] == "differs"
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS)
     assert {name: (line["error"], line["resume"]) for name, line in found.items()} == dict.fromkeys(
@@ -38,18 +32,7 @@ def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_
     )
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("megatron-core", newest="0.8.0"))
-def test_releases_that_need_apex_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none", *DELIVERIES])
-@pytest.mark.parametrize("version", WITHOUT_TORCHS_ADAM)
+@with_and_without_fix(FIX, WITHOUT_TORCHS_ADAM)
 def test_a_release_that_refuses_torchs_adam_goes_on_to_do_so(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -59,24 +42,6 @@ def test_a_release_that_refuses_torchs_adam_goes_on_to_do_so(
     done = run("empty_state", *arguments, tree=tree("megatron-core", version), delivery=delivery, check=False)
     assert "AssertionError: Please install Apex or Transformer Engine to use DistributedOptimizer." in done.stderr
     record_property("compat", "refused by upstream")
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("for key in dst_tensors", "for key in list(dst_tensors)"), ('s["step"] = step\n', 's["step"] = count\n')],
-)
-def test_unknown_code_is_left_alone_as_a_whole(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, DISTRIB_OPTIMIZER, old, new)
-
-
-def test_the_lines_that_it_brings() -> None:
-    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
-    assert edits.added_lines(made)["distrib_optimizer"] == [
-        's["step"] = step.clone()',
-        'if key == "step":',
-        "continue  # loaded with the param groups",
-    ]
 
 
 def test_the_dp_reshardable_format_of_0_15_leaves_the_step_out_too(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,19 @@ import torch
 
 import edits
 import shared
-from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.engine.registry import DEEPSPEED
+from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.source import Source
-from deepspeed_patches.torch_load_weights_only import checkpoint_classes, load_checkpoint_file
 from upstream import (
     DELIVERIES,
     all_releases,
     environment_for,
+    newest,
     numbers,
     releases,
     run,
     run_json,
     tree,
+    with_and_without_fix,
 )
 from zero_checkpoints import PERMISSIVE, converted, with_layers
 from zygotes import DEEPSPEED as DEEPSPEED_MODULES
@@ -50,20 +48,20 @@ def written(version: str, delivery: str = "none") -> Path:
     """Checkpoints of real trainings on 2 ranks, by kind, and what the trainings held when they saved and at the end."""
 
     def train(folder: Path) -> None:
-        run("own_files", "write", folder, *KINDS, tree=tree("deepspeed", version), delivery=delivery)
+        run(
+            "zero_training", "write", folder, *KINDS, "--ranks", "2", tree=tree("deepspeed", version), delivery=delivery
+        )
         for kind in convertible("0.12.0"):
             with_layers(folder / kind / "global_step2")
 
     return shared.once(f"own-files-{version}-{delivery}", train)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none", *DELIVERIES])
-@pytest.mark.parametrize("version", AFFECTED)
+@with_and_without_fix(FIX, AFFECTED)
 def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> None:
     """Resumed, converted and resumed from there, and put together in fp32: bit for bit the uninterrupted training."""
     universal = convertible(version)
-    arguments: tuple[str | Path, ...] = ("read", written(version), tmp_path, *KINDS, "--universal", *universal)
+    arguments: tuple[str | Path, ...] = (written(version), tmp_path, *KINDS, "--universal", *universal)
     found = run_json("own_files", *arguments, tree=tree("deepspeed", version), delivery=delivery)
     assert found.pop("allow list") == {"changed": ""}
     if delivery != "none":
@@ -98,7 +96,7 @@ WITH_SCRIPT = "0.12.6"
 
 
 def check_fp32(output: Path, folder: Path) -> None:
-    found, expected = torch.load(output), torch.load(folder / "at_save.pt")
+    found, expected = torch.load(output), torch.load(folder / "truth.pt")
     assert all(found[name].equal(states["fp32"]) for name, states in expected.items())
 
 
@@ -111,7 +109,7 @@ def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
     check_fp32(tmp_path / "fp32", folder)
 
 
-@pytest.mark.parametrize("reader", [WITH_SCRIPT, "0.19.8"])
+@pytest.mark.parametrize("reader", [WITH_SCRIPT, newest("deepspeed")])
 def test_the_copied_script_needs_no_patched_deepspeed(reader: str, tmp_path: Path) -> None:
     """DeepSpeed copies it into the folder, which outlives the install: there it works with upstream's package."""
     folder = written(WITH_SCRIPT, "in place") / "stage2"
@@ -170,73 +168,6 @@ def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> No
 
 # The edits themselves
 
-IMPORT = "from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import load_checkpoint_file"
-TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
-ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
-FUNCTIONS = (checkpoint_classes, load_checkpoint_file)
-ENGINE = ["partition = load_checkpoint_file(path, map_location=map_location)"]
-PROGRAM = [
-    "state_dict = load_checkpoint_file(file, map_location=device)",
-    "state_dict = load_checkpoint_file(f, map_location=device)",
-]
-CPU = "map_location=torch.device('cpu')"
-FIRST_FILE = f"sd = load_checkpoint_file(self.mp_rank_files[0], {CPU})"
-FILE_NAMES = f"sd_list = [load_checkpoint_file(fname, {CPU}) for fname in fname_list]"
-READER = [
-    IMPORT,
-    FIRST_FILE,
-    FIRST_FILE,
-    "sd_list = [",  # which would be too long a line
-    f"load_checkpoint_file(fname, {CPU})",
-    "for fname in self.tp_to_embedding_map[tp_index]",
-    "]",
-    FIRST_FILE,
-    FILE_NAMES,
-    FILE_NAMES,
-    f"sd = load_checkpoint_file(self.tp_to_final_norm_map[tp_index][0], {CPU})",
-]
-SHARDS = "shards = [load_checkpoint_file(p) for p in paths]"
-SLICES = f"mp_sd = load_checkpoint_file(mp_rank_file, {CPU})"
-CONVERTER = {
-    "0.12.6": [IMPORT, SHARDS, SLICES],
-    NEWEST: [
-        IMPORT,
-        "state_dict = load_checkpoint_file(optim_files[dp_index], map_location='cpu')",
-        SHARDS,
-        f"return load_checkpoint_file(files[0], {CPU})[PARAM_SHAPES]",
-        f"sd = load_checkpoint_file(optim_files[0], {CPU})",
-        f"state_dict = load_checkpoint_file(optim_files[0], {CPU})",
-        f"sd = load_checkpoint_file(ds_checkpoint.mp_rank_files[0], {CPU})",
-        SLICES,
-    ],
-}
-UNIVERSAL = [IMPORT, "optim_sd = load_checkpoint_file(optim_state_path)"]
-LAYER = 'loaded_checkpoint_state = load_checkpoint_file(os.path.join(folder, f"{key}.pt")).view(-1)'
-LOADER_OF_UNIVERSAL = {
-    "0.12.6": {"stage_1_and_2": UNIVERSAL},
-    NEWEST: {"base_optimizer": UNIVERSAL, "stage3": [*UNIVERSAL, LAYER]},
-}
-
-
-@pytest.mark.parametrize("version", ["0.12.6", NEWEST])
-def test_what_is_added(version: str) -> None:
-    """Two functions, and a call of them wherever a file is loaded."""
-    result, plan = edits.plan(tree("deepspeed", version), FIX)
-    assert result.outcome is Outcome.APPLIES
-    added = {name: [line for line in lines if line] for name, lines in edits.added_lines(plan).items()}
-    root = tree("deepspeed", version)
-    of_engine, of_program = (edits.definition(root, module, *FUNCTIONS) for module in (TORCH_ENGINE, ZERO_TO_FP32))
-    assert added == {
-        "torch_checkpoint_engine": [*of_engine, *ENGINE],
-        "nebula_checkpoint_engine": [IMPORT, ENGINE[-1]],
-        "zero_to_fp32": [*of_program, *PROGRAM],
-        "deepspeed_checkpoint": READER,
-        "zero_checkpoint": [IMPORT, f"sd = load_checkpoint_file(state_file, {CPU})"],
-        "ds_to_universal": CONVERTER[version],
-        "universal_checkpoint": [IMPORT, "ckpt_dict = load_checkpoint_file(ckpt_file)"],
-        **LOADER_OF_UNIVERSAL[version],
-    }
-
 
 @pytest.mark.parametrize("version", AFFECTED)
 def test_no_other_file_is_loaded(version: str) -> None:
@@ -251,25 +182,6 @@ def test_no_other_file_is_loaded(version: str) -> None:
         if source and len(source.all("torch.load")) > (2 if source.has_function("load_checkpoint_file") else 0):
             left.add(path.relative_to(root / "deepspeed").parts[0])
     assert left == {"inference", "module_inject"}
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.16.0"))
-def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
-    """By weights_only=False in every call."""
-    edits.check_fixed_upstream(version, FIX, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", AFFECTED)
-def test_together_with_the_other_fixes_and_alone(version: str, tmp_path: Path) -> None:
-    """Any of them skipped, the others apply as ever: they edit the same files at other places."""
-    names = [name for name in fixes_for(DEEPSPEED) if edits.plan(tree("deepspeed", version), name)[1].files]
-    assert FIX in names
-    for chosen in (names, [FIX], *(list(left) for left in combinations(names, len(names) - 1))):
-        plan = plan_tree(str(tree("deepspeed", version)), DEEPSPEED, chosen)
-        assert plan.named(Outcome.APPLIES) == list(chosen)
 
 
 @pytest.fixture(params=["0.12.6", NEWEST])

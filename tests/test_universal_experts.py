@@ -2,35 +2,33 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import edits
 import shared
-from ckpt_patches.engine.plan import Outcome
-from deepspeed_patches.universal_experts import _folder_names, _settings_to_load
 from test_audit_coverage import experts
 from test_ds_to_universal_experts import states
 from universal import ours
 from upstream import (
-    DELIVERIES,
     MAIN,
     all_releases,
+    newest_affected,
     newest_by_default,
     numbers,
     releases,
     run,
     tree,
+    with_fix,
+    without_fix,
 )
 from zero_checkpoints import PERMISSIVE
 
 FIX = "universal_experts"
 
 AFFECTED = newest_by_default(releases("deepspeed", oldest="0.14.1"))
-NEWEST = "0.19.8"
+NEWEST = newest_affected(FIX)[1]
 # Since then such a training saves the shapes of its parameters, without which nothing can be converted. A release
 # before that loads what the newest has written, and its losses are its own.
 SAVES_SHAPES = "0.19.3"
@@ -88,18 +86,14 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_stops_at_them(version: str, delivery: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"FileNotFoundError.*deepspeed_experts\.[01]\.0\.weight"):
         resumed(tmp_path, version, 1, "--ep", "2", env=PERMISSIVE)
     assert not list(tmp_path.glob("ep*"))
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_they_are_where_the_training_was(version: str, delivery: str, tmp_path: Path) -> None:
     """On the number of expert-parallel ranks that has saved, on more of them, and on one."""
     resumed(tmp_path, version, 1, "--ep", *map(str, EXPERT_PARALLEL), delivery=delivery)
@@ -147,75 +141,3 @@ def test_what_an_old_release_has_saved_is_converted_after_a_resume(tmp_path: Pat
     run("experts", tmp_path / "new", "1", "--resume", old, tree=tree("deepspeed", NEWEST))
     check_is_where_the_training_was(tmp_path / "new", old.parent, losses=False)
     ours(tmp_path / "new/global_step8", tmp_path / "universal", "--inject_missing_state")
-
-
-# The edit itself
-
-BASE_OPTIMIZER, STAGE_1_AND_2 = "deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
-EDITED = [
-    "folder_names = _folder_names(self.param_names, checkpoint_dir)",
-    "settings_of_saved_groups = _settings_to_load(self.optimizer.param_groups, optim_sd['param_groups'])",
-    "loaded_param_group) in enumerate(zip(self.optimizer.param_groups, settings_of_saved_groups)):",
-    "step = lp.load_hp_checkpoint_state(os.path.join(checkpoint_dir, folder_names[lp]),",
-]
-LINKED = (
-    "partition_size = self.bit16_groups_flat[i].numel() // dist.get_world_size(group=self.real_dp_process_group[i])"
-)
-LINKED_WRONG = "0.14.4"  # the last release in which experts' parts are linked as those of all ranks
-
-
-@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.14.1"))
-def test_what_is_edited(version: str) -> None:
-    result, plan = edits.plan(tree("deepspeed", version), FIX)
-    assert result.outcome is Outcome.APPLIES
-    linked_wrong = numbers(version) <= numbers(LINKED_WRONG)
-    assert set(plan.files) == {BASE_OPTIMIZER, *([STAGE_1_AND_2] if linked_wrong else [])}
-    added = edits.added_lines(plan)
-    inserted = edits.definition(tree("deepspeed", version), BASE_OPTIMIZER, _folder_names, _settings_to_load)
-    base = [line.removesuffix(" tp_rank,") for line in added["base_optimizer"] if line]
-    assert base == [*inserted, *EDITED]
-    assert added.get("stage_1_and_2", [LINKED]) == [LINKED]
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.0"))
-def test_a_release_that_loads_parameter_by_parameter_is_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.fixture(params=["0.14.4", "0.19.8"] if all_releases() else ["0.19.8"])
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (BASE_OPTIMIZER, "self.param_names[lp])", "self.name_of(lp))"),
-        (BASE_OPTIMIZER, "optim_sd['param_groups'])", "self.groups_of(optim_sd))"),
-        (BASE_OPTIMIZER, "class DeepSpeedOptimizer(", "class DeepspeedOptimizer("),
-        (STAGE_1_AND_2, "partition_size = self.bit16_groups_flat[i]", "partition_size = self.flat(i)"),
-    ],
-)
-def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str) -> None:
-    reason = edits.check_left_alone(copy, FIX, module, old, new)
-    assert f"{module.rpartition('.')[2]}.py: expected" in reason
-
-
-TOGETHER: list[tuple[str, tuple[str, ...]]] = [("0.19.8", ("universal_empty_group",))]
-if all_releases():
-    TOGETHER += [
-        ("0.14.4", ("universal_empty_group", "torch_load_weights_only")),
-        ("0.14.4", ("optimizer_state_links",)),
-        ("0.18.4", ("universal_empty_group", "bf16_wrapper_name")),
-        ("0.19.6", ("universal_empty_group", "universal_fragment_rebind")),
-    ]
-
-
-@pytest.mark.parametrize(("version", "others"), TOGETHER)
-def test_before_or_after_other_fixes_of_these_files(version: str, others: tuple[str, ...], tmp_path: Path) -> None:
-    """What they make of them together does not depend on which was first."""
-    edits.check_in_any_order(tree("deepspeed", version), (FIX, *others), tmp_path)

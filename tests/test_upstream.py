@@ -15,6 +15,8 @@ import pytest
 import upstream
 from ckpt_patches.demo import ranks
 
+NEWEST = upstream.newest("megatron-core")
+
 
 def versions(parameters: list[Any]) -> list[str]:
     return [parameter.id for parameter in parameters]
@@ -28,9 +30,9 @@ def no_main_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_default_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
-    assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.19.2"]
+    assert versions(upstream.releases("megatron-core")) == ["0.7.0", NEWEST]
     assert versions(upstream.releases("megatron-core", newest="0.14.0")) == ["0.7.0", "0.14.0"]
-    assert versions(upstream.releases("deepspeed", oldest="0.16.2", newest="0.19.2")) == ["0.16.2", "0.19.2"]
+    assert versions(upstream.releases("deepspeed", newest="0.16.2")) == ["0.12.6", "0.16.2"]
 
 
 def test_all_releases_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +74,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_main_branch_is_the_last_of_a_range_without_end(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
-    assert versions(upstream.releases("megatron-core")) == ["0.7.0", "0.19.2", "main"]
-    assert versions(upstream.releases("megatron-core", oldest="0.19.2")) == ["0.19.2", "main"]
+    assert versions(upstream.releases("megatron-core")) == ["0.7.0", NEWEST, "main"]
+    assert versions(upstream.releases("megatron-core", oldest=NEWEST)) == [NEWEST, "main"]
     assert versions(upstream.releases("megatron-core", newest="0.14.0")) == ["0.7.0", "0.14.0"]
     assert "main" not in versions(upstream.releases("deepspeed"))
     assert all(upstream.numbers(release.version) < upstream.numbers("main") for release in upstream.RELEASES)

@@ -1,14 +1,11 @@
 """zero3_fragment_bounds: DeepSpeed's own converter on ZeRO-3 checkpoints with ranks past the end of a parameter."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import edits
-from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, releases, run, tree
+from upstream import DELIVERIES, newest_affected, releases, run, tree, without_fix
 from zero_checkpoints import (
     convert,
     converted,
@@ -20,9 +17,8 @@ from zero_checkpoints import (
 )
 
 FIX = "zero3_fragment_bounds"
-CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
-AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.19.2")
+AFFECTED = releases("deepspeed", oldest="0.14.5", newest=newest_affected(FIX)[1])
 WRITER = "0.16.2"
 
 # On 8 ranks: of w1.weight's 9 elements ranks 0 to 3 hold 2 each and rank 4 the last; ranks 5, 6, 7 write 1, 2, 2 more.
@@ -54,9 +50,7 @@ def checkpoint() -> Path:
     return trained(WRITER, "stage3")["stage3"]
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_writes_padding_as_data(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     """Silently."""
     assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}
@@ -76,9 +70,9 @@ def test_converts_what_was_trained(version: str, delivery: str, checkpoint: Path
 @pytest.mark.slow
 def test_dp768(tmp_path: Path) -> None:
     source, output = dp768()["dp768_stage3"], tmp_path / "dp768_stage3"
-    assert convert(tmp_path, source, version="0.19.2", delivery="none") == {"dp768_stage3": ""}
+    assert convert(tmp_path, source, version=newest_affected(FIX)[1], delivery="none") == {"dp768_stage3": ""}
     assert element_counts(converted(output)) == wrong(DP768)
-    assert convert(tmp_path, source, version="0.19.2", delivery="hook") == {"dp768_stage3": ""}
+    assert convert(tmp_path, source, version=newest_affected(FIX)[1], delivery="hook") == {"dp768_stage3": ""}
     assert element_counts(converted(output)) == right(DP768)
     assert differences(converted(output), source) == []
 
@@ -105,57 +99,3 @@ def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp
     resumed = json.loads(done.stdout.splitlines()[-1])
     assert resumed["different"] == []
     assert resumed["losses"] == pytest.approx(losses(checkpoint), rel=0.01)  # bf16 has 8 bits
-
-
-# The edit itself
-
-ADDED = "padding_free_numel = min(partitioned_numel, max(0, unpartitioned_numel - dp_index * partitioned_numel))"
-
-
-@pytest.mark.parametrize("version", AFFECTED)
-def test_what_is_added(version: str) -> None:
-    edits.check_added(version, FIX, {"ds_to_universal": [ADDED]})
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.19.3"))
-def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
-    edits.check_fixed_upstream(version, FIX, record_property)
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.4"))
-def test_a_converter_without_zero3_is_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.fixture(params=[WRITER, "0.19.2"])
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("abs(unpartitioned_numel - dp_index * partitioned_numel)", "_held(unpartitioned_numel, dp_index)"),
-        ("abs(unpartitioned_numel - dp_index", "abs(unpartitioned_numel - rank"),
-        ("def extract_zero_shards_stage3", "def extract_partitions_stage3"),
-    ],
-)
-def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
-    """A ZeRO-3 converter that is another one is not taken for one that is not there."""
-    reason = edits.check_left_alone(copy, FIX, CONVERTER, old, new)
-    assert "ds_to_universal.py: expected" in reason
-
-
-def test_anchor_in_a_comment_or_a_string_is_none(copy: Path) -> None:
-    anchor = "abs(unpartitioned_numel - dp_index * partitioned_numel)"
-    signature = "def extract_zero_shards_stage3(optim_files, param_shapes, dp_degree, temp_dir, dp_index):\n"
-    edits.rewrite(copy, CONVERTER, signature, f'{signature}    """{anchor}"""  # {anchor}\n    note = "{anchor}"\n')
-    result, plan = edits.plan(copy, FIX)
-    assert result.outcome is Outcome.APPLIES
-    assert edits.added_lines(plan) == {"ds_to_universal": [ADDED]}

@@ -2,19 +2,14 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import edits
-from upstream import DELIVERIES, newest_by_default, releases, run, tree
+from upstream import releases, run, tree, with_fix, without_fix
 from zero3_resumes import continued, kept
 from zero_checkpoints import PERMISSIVE, convert
 
 FIX = "zero3_universal_save"
-ENGINE = "deepspeed.runtime.engine"
 
 AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.17.6")
 KIND, RANKS = "stage3", 4
@@ -37,9 +32,7 @@ def model_files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / TAG).glob("*_model_states.pt"))
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", ["none"])
-@pytest.mark.parametrize("version", AFFECTED)
+@without_fix(FIX, AFFECTED)
 def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delivery: str, tmp_path: Path) -> None:
     """That checkpoint neither resumes nor converts."""
     folder = continued(version, KIND, RANKS, delivery)
@@ -51,9 +44,7 @@ def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delive
     assert "exceeds dimension size" in error
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", AFFECTED)
+@with_fix(FIX, AFFECTED)
 def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_path: Path) -> None:
     """Every bit of it, as an ordinary checkpoint and as a universal one."""
     folder = continued(version, KIND, RANKS, delivery)
@@ -69,50 +60,3 @@ def test_the_run_that_saves_is_as_without_the_fix() -> None:
     """The load of a universal checkpoint takes the first file on every rank as before."""
     before, after = (continued("0.16.2", KIND, RANKS, delivery) for delivery in ("none", "hook"))
     assert kept(before) == kept(after)
-
-
-# The edit itself
-
-ADDED = ["if mp_placeholder is not None and self.load_universal_checkpoint():"]
-
-
-@pytest.mark.parametrize("version", AFFECTED)
-def test_what_is_added(version: str) -> None:
-    edits.check_added(version, FIX, {"engine": ADDED})
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.18.0"))
-def test_fixed_upstream(version: str, delivery: str, record_property: Callable[[str, object], None]) -> None:
-    edits.check_fixed_upstream(version, FIX, record_property)
-
-
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("version", releases("deepspeed", newest="0.14.4"))
-def test_releases_without_such_a_load_are_not_concerned(
-    version: str, delivery: str, record_property: Callable[[str, object], None]
-) -> None:
-    edits.check_not_present(version, FIX, record_property)
-
-
-@pytest.fixture(params=newest_by_default(AFFECTED))
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (
-            "            if self.load_universal_checkpoint():\n                filename",
-            "            if self.load_universal_checkpoint() and True:\n                filename",
-        ),
-        ('filename = "zero_pp_rank_0"\n', 'filename = str("zero_pp_rank_0")\n'),
-        ("class DeepSpeedEngine(", "class Engine("),
-    ],
-)
-def test_unknown_code_is_left_alone(copy: Path, old: str, new: str) -> None:
-    reason = edits.check_left_alone(copy, FIX, ENGINE, old, new)
-    assert "engine.py: expected" in reason

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import shared
-from upstream import run, run_json, tree
+from upstream import TIMEOUT, newest, run, run_json, tree
 from zero_checkpoints import convert
 
 MODULE = "deepspeed_patches.ds_to_universal"
@@ -21,7 +21,7 @@ def command(source: Path, output: Path, *options: str | Path) -> list[str]:
     return [sys.executable, "-m", MODULE, *map(str, (*folders, *options))]
 
 
-def environment(version: str = "0.19.8", **more: str) -> dict[str, str]:
+def environment(version: str = newest("deepspeed"), **more: str) -> dict[str, str]:
     """In which a release of DeepSpeed is installed."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith("SLURM_")}
     return {**kept, "PYTHONPATH": str(tree("deepspeed", version)), **more}
@@ -31,7 +31,7 @@ def ours(
     source: Path,
     output: Path,
     *options: str | Path,
-    version: str = "0.19.8",
+    version: str = newest("deepspeed"),
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def ours(
         env={**environment(version), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TIMEOUT,
     )
     assert not check or done.returncode == 0, done.stderr
     return done
@@ -51,7 +51,7 @@ def summary(source: Path, output: Path, *options: str | Path, **keywords: Any) -
     return found
 
 
-def differences(pairs: Sequence[tuple[Path, Path]], version: str = "0.19.8") -> dict[str, list[str]]:
+def differences(pairs: Sequence[tuple[Path, Path]], version: str = newest("deepspeed")) -> dict[str, list[str]]:
     """Of pairs of universal checkpoints: upstream's, ours; loaded as this release's DeepSpeed loads them."""
     arguments = [f"{upstream}:{own}" for upstream, own in pairs]
     found: dict[str, list[str]] = run_json("same_universal", *arguments, tree=tree("deepspeed", version))
@@ -79,7 +79,7 @@ def parallel(*cases: str) -> dict[str, Path]:
 @functools.cache
 def _parallel(case: str) -> Path:
     def write(out: Path) -> None:
-        run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", "0.19.8"))
+        run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", newest("deepspeed")))
 
     return shared.once(f"parallel-{case}", write)
 

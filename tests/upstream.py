@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 
+import by_hand
 import shared
 import zygotes
 from ckpt_patches.demo import run as demonstrating
@@ -45,6 +46,8 @@ PROGRAMS = REPOSITORY / "tests" / "programs"
 
 # How a fix reaches a program: by the import hook, or written into the files of the tree.
 DELIVERIES = ("hook", "in place")
+# Seconds that a program may take: ten times what the slowest needs on a machine of its own.
+TIMEOUT = 900
 # In the place of a delivery: nothing was run, the edits were looked for.
 PLAN = "plan"
 
@@ -174,10 +177,46 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     ]
 
 
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def without_fix(fix: str, versions: list[Any]) -> Decorator:
+    """Decorate a test of `version` and `delivery` that shows a bug; see `with_fix`."""
+    return _cells(fix, versions, ["none"])
+
+
+def with_fix(fix: str, versions: list[Any]) -> Decorator:
+    """Decorate a test of `version` and `delivery`, whose outcomes are cells of docs/compatibility.md."""
+    return _cells(fix, versions, DELIVERIES)
+
+
+def with_and_without_fix(fix: str, versions: list[Any]) -> Decorator:
+    """Decorate a test of what is the same with a fix and without it; see `with_fix`."""
+    return _cells(fix, versions, ["none", *DELIVERIES])
+
+
+def _cells(fix: str, versions: list[Any], deliveries: Sequence[str]) -> Decorator:
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        for mark in (
+            pytest.mark.parametrize("version", versions),
+            pytest.mark.parametrize("delivery", deliveries),
+            pytest.mark.compat(fix=fix),
+        ):
+            test = mark(test)
+        return test
+
+    return decorate
+
+
 def runnable(distribution: str) -> list[str]:
     """The versions of a distribution that can be run here, newest first."""
     versions = [release.version for release in RELEASES if release.distribution == distribution and not release.note]
     return sorted(versions, key=numbers, reverse=True)
+
+
+def newest(distribution: str) -> str:
+    """The newest release of a distribution that can be run here."""
+    return runnable(distribution)[0]
 
 
 def newest_by_default(parameters: list[Any]) -> list[Any]:
@@ -314,7 +353,7 @@ def run(
     fixes: Sequence[str] = (),
     path: Sequence[str | Path] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = TIMEOUT,
     check: bool = True,
     imports: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
@@ -338,6 +377,7 @@ def run(
     environment.update(env or {})
     if file.parent == PROGRAMS:
         imports = imports or zygotes.IMPORTS.get(file.stem, ())
+    by_hand.note([file, *args], environment)
     done = zygotes.run(file, [*map(str, args)], environment=environment, timeout=timeout, imports=imports)
     if check and done.returncode != 0:
         raise AssertionError(
@@ -377,7 +417,9 @@ def demonstrate(fix: str, delivery: str, version: str | None = None) -> Outcome:
     root = tree(DISTRIBUTIONS[fix_files.package_of(fix)], version) if version else tree(*newest_affected(fix))
     shown = demonstrating.demonstrations()[fix]
     path = [tree(*release) for release in shown.beside]
-    return demonstrating.run(shown, environment_for(in_place(root) if delivery == "in place" else root, delivery, path))
+    environment = environment_for(in_place(root) if delivery == "in place" else root, delivery, path)
+    by_hand.note([shown.path], environment)
+    return demonstrating.run(shown, environment)
 
 
 # Pytest with none of this repository's settings.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shared
-from upstream import run, run_json, tree
+from upstream import newest, run, run_json, tree
 
 # Up to 0.15 DeepSpeed calls torch.load without weights_only, and dies on torch 2.6 and later before it gets to the bug.
 # To show that bug without any fix, torch is told, from outside, to load as it used to; see torch_load_weights_only.
@@ -43,7 +43,7 @@ def dp768() -> dict[str, Path]:
 
     def write(out: Path) -> None:
         out.mkdir()
-        run("write_dp768_checkpoint", out, tree=tree("deepspeed", "0.19.8"))
+        run("write_dp768_checkpoint", out, tree=tree("deepspeed", newest("deepspeed")))
         with_layers(out / "dp768" / "global_step10")
 
     out = shared.once("dp768-checkpoints", write)
@@ -56,7 +56,7 @@ def of_ranks(count: int) -> Path:
 
     def write(out: Path) -> None:
         out.mkdir()
-        run("write_dp768_checkpoint", out, str(count), tree=tree("deepspeed", "0.19.8"))
+        run("write_dp768_checkpoint", out, str(count), tree=tree("deepspeed", newest("deepspeed")))
         with_layers(out / str(count) / "global_step10")
 
     return shared.once(f"checkpoint-of-{count}-ranks", write) / str(count) / "global_step10"

@@ -55,7 +55,7 @@ def _run(*arguments: str | Path, version: str, delivery: str, ranks: int, nodes:
     """Without the fixes torch is told to load as it used to, so that the bug is reached."""
     env = PERMISSIVE if delivery == "none" else {}
     options = ("--ranks", str(ranks), "--node", str(ranks // nodes))
-    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": env, "timeout": 900}
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": env}
     return run(PROGRAM, *arguments, *options, **on).stdout
 
 

@@ -16,11 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import shared
 
@@ -76,132 +75,80 @@ WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED, CORE, NO_PACKAGE)
 # Read when a program runs, and by no import.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
-# Of one test process.
+# Processes that one test process keeps.
 AT_ONCE = 30
+# Whether programs run as forks; `pytest --no-forks` runs each in an interpreter of its own.
+forks = True
+
+_lifelines: OrderedDict[Path, IO[bytes]] = OrderedDict()  # by a process's path, what it ends with
 
 
 class NotStarted(RuntimeError):
     """A process could not import the modules."""
 
 
-class Zygote:
-    """A process that has imported modules in an environment, and serves this one alone."""
+def connect(environment: Mapping[str, str], modules: Sequence[str]) -> tuple[socket.socket, Path]:
+    """A connection to the process of this run of the tests with these imports, which starts unless it is there.
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str], base: "Zygote | None" = None) -> None:
-        """Have it forked from the one of the run with these imports, which is started unless it is there.
+    Beside its path, ending in .out and .err, is what the imports printed.
 
-        With a base it is started as a fork of that, whose environment is that of `environment_of_base`.
-
-        Raises:
-            NotStarted: an import failed, or left a thread behind; with what it said.
-        """
-        what = json.dumps([sys.executable, list(modules), sorted(environment.items())])
-        self._path = shared.folder() / f"zygote-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-        self._lock = threading.Lock()
-        self._lifeline: IO[bytes] | None = None  # what the ancestor ends with, if this one has started it
-        with open(f"{self._path}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            ready = self._connect()
-            if not ready:
-                self._start(environment, modules, base)
-                ready = self._connect()
-        self._said = tuple(Path(f"{self._path}.{name}").read_text(errors="replace") for name in ("out", "err"))
-        if not ready:
-            self.end()
-            raise NotStarted(f"{' '.join(modules)} could not be imported:\n{''.join(self._said)}")
-        self.pid, self.ancestor = map(int, ready.split())
-
-    def _connect(self) -> bytes:
-        """What the process that serves this one says first; nothing if there is none."""
-        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._requests.connect(f"{self._path}.socket")
-            return self._requests.recv(100)
-        except (FileNotFoundError, ConnectionError):
-            self._requests.close()
-            return b""
-
-    def _start(self, environment: Mapping[str, str], modules: Sequence[str], base: "Zygote | None") -> None:
-        Path(f"{self._path}.socket").unlink(missing_ok=True)
-        reading, writing = os.pipe()
-        self._lifeline = os.fdopen(writing, "wb")
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
-            open(reading, "rb") as ends,
-            open(f"{self._path}.out", "wb") as out,
-            open(f"{self._path}.err", "wb") as err,
-        ):
-            listening.bind(f"{self._path}.socket")
-            listening.listen()
-            files = [ends.fileno(), out.fileno(), err.fileno(), listening.fileno()]
-            if base is None:
-                command = [sys.executable, str(ZYGOTE), str(listening.fileno()), *modules]
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=ends,
-                    stdout=out,
-                    stderr=err,
-                    pass_fds=files[3:],
-                    start_new_session=True,
-                ).wait()
-            else:
-                request = {"modules": list(modules), "environment": dict(environment)}
-                with base._lock:
-                    socket.send_fds(base._requests, [json.dumps(request).encode()], files)
-                    base._requests.recv(100)
-
-    def run(
-        self, argv: Sequence[str], *, cwd: str, environment: Mapping[str, str | None], timeout: float
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run a program with these variables set (None: not set); its output begins with what the imports said.
-
-        Raises:
-            subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
-            RuntimeError: this process has been killed.
-        """
-        request = json.dumps({"argv": list(argv), "cwd": cwd, "environment": dict(environment)})
-        with self._lock, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            socket.send_fds(self._requests, [request.encode()], [out.fileno(), err.fileno()])
-            self._requests.settimeout(timeout)
-            try:
-                status = self._requests.recv(100)
-            except TimeoutError:
-                self._requests.settimeout(None)
-                self._requests.send(b"kill")
-                self._requests.recv(100)
-                raise subprocess.TimeoutExpired(list(argv), timeout, _text(out), _text(err)) from None
-            if not status:
-                raise RuntimeError(f"the process that was to fork for {argv[0]} is gone: {_text(err)}")
-            said = [before + _text(file) for before, file in zip(self._said, (out, err), strict=True)]
-        return subprocess.CompletedProcess([sys.executable, *argv], int(status), *said)
-
-    def end(self) -> None:
-        """End the process and, should there be one, the program that it runs; those of other clients go on."""
-        self._requests.close()
-        if self._lifeline is not None:
-            self._lifeline.close()
+    Raises:
+        NotStarted: an import failed, or left a thread behind; with what it printed.
+    """
+    what = json.dumps([sys.executable, list(modules), sorted(environment.items())])
+    path = shared.folder() / f"zygote-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = _greeted(path)
+        if connection is None:
+            _start(path, environment, modules)
+            connection = _greeted(path)
+    if connection is None:
+        raise NotStarted(f"{' '.join(modules)} could not be imported:\n{''.join(_printed(path))}")
+    if path in _lifelines:
+        _lifelines.move_to_end(path)
+    return connection, path
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
+def _greeted(path: Path) -> socket.socket | None:
+    """A connection to the process that serves there; None if none does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(f"{path}.socket")
+        if connection.recv(100):
+            return connection
+    except (FileNotFoundError, ConnectionError):
+        pass
+    connection.close()
+    return None
 
 
-_zygotes: OrderedDict[tuple[object, ...], Zygote] = OrderedDict()
-
-
-def zygote_for(environment: Mapping[str, str], modules: Sequence[str]) -> Zygote:
-    """The one of this test process that has these modules, and this environment but for what is `PER_RUN`."""
-    lasting = {name: value for name, value in environment.items() if name not in PER_RUN}
-    key = (tuple(modules), *sorted(lasting.items()))
-    if key not in _zygotes:
-        base = zygote_for(environment_of_base(lasting), TORCH) if modules in WITH_TORCH else None
-        if len(_zygotes) >= AT_ONCE:
-            _zygotes.popitem(last=False)[1].end()
-        _zygotes[key] = Zygote(lasting, modules, base)
-    _zygotes.move_to_end(key)
-    return _zygotes[key]
+def _start(path: Path, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    """Start a process in an environment: where it imports torch, as a fork of one that has."""
+    base = connect(environment_of_base(environment), TORCH)[0] if modules in WITH_TORCH else None
+    while len(_lifelines) >= AT_ONCE:
+        _lifelines.popitem(last=False)[1].close()
+    Path(f"{path}.socket").unlink(missing_ok=True)
+    reading, writing = os.pipe()
+    _lifelines[path] = os.fdopen(writing, "wb")
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+        open(reading, "rb") as ends,
+        open(f"{path}.out", "wb") as out,
+        open(f"{path}.err", "wb") as err,
+    ):
+        listening.bind(f"{path}.socket")
+        listening.listen()
+        if base is None:
+            command = [sys.executable, str(ZYGOTE), str(listening.fileno()), *modules]
+            files: dict[str, Any] = {"stdin": ends, "stdout": out, "stderr": err, "pass_fds": [listening.fileno()]}
+            subprocess.Popen(command, env=environment, start_new_session=True, **files).wait()
+        else:
+            request = {"modules": list(modules), "environment": dict(environment)}
+            numbers = [file.fileno() for file in (ends, out, err, listening)]
+            with base:
+                socket.send_fds(base, [json.dumps(request).encode()], numbers)
+                base.recv(100)  # until it has them
 
 
 def environment_of_base(environment: Mapping[str, str]) -> dict[str, str]:
@@ -222,19 +169,48 @@ def run(
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+        RuntimeError: the process that waited for it was killed.
     """
-    argv, zygote = [str(program), *arguments], None
-    if imports:
+    argv = [str(program), *arguments]
+    if imports and forks:
+        lasting = {name: value for name, value in environment.items() if name not in PER_RUN}
         with contextlib.suppress(NotStarted):  # then the program's own imports say why
-            zygote = zygote_for(environment, imports)
-    if zygote is None:
-        command = [sys.executable, *argv]
-        return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=timeout)
-    variables = {name: environment.get(name) for name in PER_RUN}
-    return zygote.run(argv, cwd=os.getcwd(), environment=variables, timeout=timeout)
+            connection, path = connect(lasting, imports)
+            with connection:
+                return _run(connection, argv, {name: environment.get(name) for name in PER_RUN}, timeout, path)
+    return subprocess.run([sys.executable, *argv], env=environment, text=True, capture_output=True, timeout=timeout)
+
+
+def _run(
+    connection: socket.socket, argv: list[str], variables: Mapping[str, str | None], timeout: float, path: Path
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program with these variables set (None: not set); its output begins with what the imports printed."""
+    request = json.dumps({"argv": argv, "cwd": os.getcwd(), "environment": variables})
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        socket.send_fds(connection, [request.encode()], [out.fileno(), err.fileno()])
+        connection.settimeout(timeout)
+        try:
+            status = connection.recv(100)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(argv, timeout, _text(out), _text(err)) from None
+        if not status:
+            raise RuntimeError(f"the process that waited for {argv[0]} is gone: {_text(err)}")
+        printed = [before + _text(file) for before, file in zip(_printed(path), (out, err), strict=True)]
+    return subprocess.CompletedProcess([sys.executable, *argv], int(status), *printed)
+
+
+def _printed(path: Path) -> list[str]:
+    """What the imports of a process printed to standard output and error."""
+    return [Path(f"{path}.{name}").read_text(errors="replace") for name in ("out", "err")]
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 @atexit.register
 def end_all() -> None:
-    while _zygotes:
-        _zygotes.popitem()[1].end()
+    """End the processes that this one has started; programs that others run go on."""
+    while _lifelines:
+        _lifelines.popitem()[1].close()

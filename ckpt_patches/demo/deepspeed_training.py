@@ -290,19 +290,24 @@ def flattened(run: Any) -> dict[str, Any]:
     """Put every group's equal partitions together again, and cut them by the parameters' sizes; not by the links."""
     names = names_of(run)
     states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
-    optimizer = run.optimizer
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
-    else:  # BF16_Optimizer
-        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-    for master, parameters in zip(masters, groups, strict=True):
-        own = {"fp32": master.detach(), **optimizer.optimizer.state.get(master, {})}
+    for master, parameters in flat_groups(run):
+        own = {"fp32": master.detach(), **run.optimizer.optimizer.state.get(master, {})}
         for key in ("fp32", *MOMENTS):
             flat = torch.cat(gathered(own.get(key, torch.full_like(master, torch.nan)).clone()))
             for parameter in parameters:
                 states[f"{names[parameter]}.{key}"] = flat[: parameter.numel()].view(parameter.shape).clone()
                 flat = flat[parameter.numel() :]
     return states
+
+
+def flat_groups(run: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Of each group this rank's part of the flat masters, and the parameters."""
+    optimizer = run.optimizer
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+    else:  # BF16_Optimizer
+        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    return list(zip(masters, groups, strict=True))
 
 
 def names_of(run: Any) -> dict[torch.Tensor, str]:

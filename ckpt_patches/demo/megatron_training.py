@@ -265,13 +265,17 @@ def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool, hidden: int =
 
 def step(model: Model, optimizer: Optimizer, iteration: int) -> None:
     """One training step on a batch that depends on the iteration alone."""
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
     generator = torch.Generator().manual_seed(100 + iteration)
     dtype = next(p.dtype for name, p in model.named_parameters() if name.endswith("a.weight"))
     x = torch.randn(4, 16, generator=generator).to(dtype).cuda()
-    loss = model(x).float().pow(2).mean()
-    optimizer.scale_loss(loss).backward()
+    update(model, optimizer, lambda: model(x).float().pow(2).mean())
+
+
+def update(model: Model, optimizer: Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+    """One training step on this loss."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    optimizer.scale_loss(loss()).backward()
     model.finish_grad_sync()
     optimizer.step()
 
@@ -358,21 +362,28 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
-def optimizer_state(model: Model, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The main parameter and the moments of every parameter, whole, in fp32, put together from all ranks' shards."""
+def gathered(value: Any) -> list[Any]:
+    """What every rank has there."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def optimizer_state(model: Model, optimizer: Optimizer, group: Any = None) -> dict[str, torch.Tensor]:
+    """The main parameter and the moments of every parameter, complete, in fp32, from the shards of a group's ranks."""
     distributed, state = inner(optimizer), {}
     for name, p in model.named_parameters():
         full = {key: torch.zeros(p.numel()) for key in ("param", "exp_avg", "exp_avg_sq")}
         if p in distributed.model_param_group_index_map:  # this rank owns a part of it
-            group, order = distributed.model_param_group_index_map[p]
-            main_param = distributed.optimizer.param_groups[group]["params"][order]
+            number, order = distributed.model_param_group_index_map[p]
+            main_param = distributed.optimizer.param_groups[number]["params"][order]
             own = distributed.optimizer.state[main_param]
             owned = distributed._get_model_param_range_map(p)["param"]
             for key in full:
                 shard = own.get("master_param", main_param) if key == "param" else own[key]
                 full[key][owned.start : owned.end] = shard.detach().float()
         for key, tensor in full.items():
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
             state[f"{name}.{key}"] = tensor
     return state
 

@@ -17,7 +17,7 @@ from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
 NOT_INHERITED = (*RANK_VARIABLES, "LOCAL_RANK", "WORLD_SIZE")  # of a launcher
-TIMEOUT = 300.0  # seconds
+TIMEOUT = 900.0  # seconds
 
 
 @dataclass(frozen=True)

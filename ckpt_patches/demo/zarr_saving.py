@@ -45,7 +45,7 @@ def import_packages() -> None:
 
 def _start(rank: int, worker: Callable[..., Any], ranks: int, port: str, *args: object) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks))
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
     result = worker(rank, *args)
     dist.barrier()
     dist.destroy_process_group()

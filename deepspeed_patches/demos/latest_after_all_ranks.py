@@ -10,7 +10,7 @@ from ckpt_patches.demo import show
 from ckpt_patches.demo.ranks import RankError
 
 RANKS = 2
-LATE = 2.0  # seconds after which the other rank has written all that it writes without this one
+LATE = 2.0  # seconds from the other rank's last file until it has written all that it writes without this one
 WHOLE, CUT = "first", "second"
 
 
@@ -31,7 +31,9 @@ def save_twice(rank: int, folder: Path) -> None:
     run.save_checkpoint(str(folder), tag=CUT)
 
 
-def die(*args: object, **keywords: object) -> None:
+def die(state: object, path: str, *args: object, **keywords: object) -> None:
+    while not list(Path(path).parent.glob("*_optim_states.pt")):  # that of the other rank
+        time.sleep(0.05)
     time.sleep(LATE)
     os._exit(3)
 

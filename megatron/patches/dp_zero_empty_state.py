@@ -40,6 +40,7 @@ OLDER_LOOK_UPS = (
     "sharded_param_state_fs_model_space",
 )
 
+LOOKED_UP = "self.optimizer.state[main_param]"
 STATE_OF_SHARD = "self.optimizer.state.get(sharded_model_param, {})"
 SAVED_SHARD = "tensors = self._saved_optimizer_state(model_param, sharded_model_param, tensors)"
 SAVED_STATE = """self._saved_optimizer_state(
@@ -155,6 +156,7 @@ def complete_saved_states(source: Source) -> None:
             **source.functions_there(f"{CLASS}.", *methods),
             **keys_there(source),
             **calls_there(source, SAVED_STATE, look_ups),
+            **look_ups_gone(source, look_ups),
             **(calls_there(source, SAVED_SHARD, [LOOK_UP]) if has_look_up else {}),
             **(calls_there(source, STATE_OF_SHARD, [LOOK_UP]) if has_look_up else {}),
             **(steps_there(source) if needs_step(source) else {}),
@@ -162,7 +164,7 @@ def complete_saved_states(source: Source) -> None:
     )
     for name in look_ups:
         function = source.function(f"{CLASS}.{name}")
-        for state in source.some("self.optimizer.state[main_param]", within=function):
+        for state in source.some(LOOKED_UP, within=function):
             source.replace(state, SAVED_STATE)
     if has_look_up:
         complete_precision_aware_state(source, source.function(f"{CLASS}.{LOOK_UP}"))
@@ -190,6 +192,14 @@ def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool
     """For `check_parts`: which of these methods have a call."""
     return {
         f"{call} in {name}": source.has(call, source.function(f"{CLASS}.{name}"))
+        for name in methods
+    }
+
+
+def look_ups_gone(source: Source, methods: list[str]) -> dict[str, bool]:
+    """For `check_parts`: which of these methods look up no state by themselves; some do so twice."""
+    return {
+        f"no other look-up in {name}": not source.has(LOOKED_UP, source.function(f"{CLASS}.{name}"))
         for name in methods
     }
 

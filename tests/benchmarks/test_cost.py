@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.engine.releases import newest
-from upstream import REPOSITORY, needed, tree
+from upstream import REPOSITORY, needed, newest, tree
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 PTH = "training_checkpoint_patches.pth"

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from universal import command, differences, distinct, environment
-from upstream import REPOSITORY, environment_for, run, tree
+from upstream import REPOSITORY, environment_for, newest, run, tree
 
-VERSION = "0.19.8"
+VERSION = newest("deepspeed")
 RUNS = 3
 OFTEN = 3  # as many of the short runs in each: they wait for the disk, and one in ten meets it at a bad moment
 WORKER_COUNTS = ((1, 1), (2, 2), (4, 4))  # of upstream: extracting, merging

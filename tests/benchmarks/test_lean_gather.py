@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from upstream import run, tree
+from upstream import newest, run, tree
 
-NEWEST = "0.19.2"
+NEWEST = newest("megatron-core")
 RANKS = 4
 STATE = 400e6  # bytes: three fp32 states of four parameters
 MIB = 2**20

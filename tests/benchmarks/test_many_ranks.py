@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream import run, tree
+from upstream import newest, run, tree
 
 COUNTS = (1000, 3000, 10_000)  # rank files
 PARAMETERS, ELEMENTS = 720, 97_222_222  # 70e9 elements, 12 bytes each in the states
@@ -43,7 +43,7 @@ print(json.dumps([taken, memory, work, int(counted["rchar"]), int(counted["syscr
 @pytest.fixture(scope="module", params=COUNTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    release = tree("deepspeed", "0.19.8")
+    release = tree("deepspeed", newest("deepspeed"))
     run("write_sparse_ranks", folder, *map(str, (request.param, PARAMETERS, ELEMENTS)), tree=release)
     return request.param, folder
 

@@ -29,9 +29,10 @@ import torch
 
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo.ranks import wait_for
+from patience import seconds
 
 NUMEL = 5000
-PATIENCE = 4  # seconds after the end of a worker: who waits longer waits for ever
+PATIENCE = seconds(4)  # seconds after the end of a worker: who waits longer waits for ever
 
 
 def main() -> None:
@@ -193,7 +194,7 @@ def set_alarm_at_end_of_worker(calls: Any) -> None:
     while worker_of(calls) is None:
         time.sleep(0.05)
     multiprocessing.connection.wait([worker_of(calls).sentinel])
-    signal.alarm(PATIENCE)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
 
 def interrupt(*_: object) -> None:

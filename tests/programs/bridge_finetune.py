@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import bridge_imports  # noqa: F401  stands in for what Bridge asks for and is not here
 from ckpt_patches.demo import megatron_training as mt
@@ -45,8 +44,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     found = []
     for load, fraction in itertools.product(LOADS, FRACTIONS):
         result = case(options, load, fraction, saved)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, result)
+        results = mt.gathered(result)
         found.append({
             "load": load,
             "fraction": fraction,
@@ -159,13 +157,9 @@ def config(fraction: float | None, checkpoint: dict[str, Any]) -> Any:
 
 
 def step(model: Any, optimizer: Any) -> None:
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
     tokens = torch.arange(8).unsqueeze(0).cuda()
     mask = torch.ones(1, 1, 8, 8).triu(1).bool().cuda()
-    model(tokens, tokens, mask, labels=tokens).float().mean().backward()
-    model.finish_grad_sync()
-    optimizer.step()
+    mt.update(model, optimizer, lambda: model(tokens, tokens, mask, labels=tokens).float().mean())
 
 
 def changed_by_work_around(optimizer: Any) -> list[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
 
@@ -40,8 +39,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     mt.use_inner_optimizer(options.inner)
     for name in options.formats.split(","):
         result = case(name, options)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, result)
+        results = mt.gathered(result)
         if rank == 0:
             failed = [r["error"] for r in results if r["error"]]
             resume = sorted({r["resume"] for r in results})

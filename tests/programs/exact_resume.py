@@ -106,8 +106,7 @@ def resume(rank: int, options: argparse.Namespace) -> None:
         folder = options.out / kind.name
         for name in options.formats:
             result = resumed(kind, name, folder)
-            results: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(results, result)
+            results = mt.gathered(result)
             if rank == 0:
                 line = {"inner": options.inner, "optimizer": kind.name, "format": name, "ranks": dist.get_world_size()}
                 print(json.dumps({**line, "result": worst(results)}), flush=True)

@@ -206,10 +206,8 @@ def whole_state(own: Any, names: dict[Any, str]) -> dict[str, torch.Tensor]:
 
 def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of the ranks that have the same parameters: each has a part of their states, and the others zeros."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (place(), found))
     together: dict[str, torch.Tensor] = {}
-    for where, other in everybody:
+    for where, other in mt.gathered((place(), found)):
         for name, tensor in other.items():
             # Experts are those of an expert-parallel rank, and all else is cut up over these ranks as well.
             if where != place() and (".experts." in name or where.rpartition("-")[0] != place().rpartition("-")[0]):
@@ -256,15 +254,9 @@ def save(rank: int, options: argparse.Namespace) -> None:
         step(model, optimizer, number)
     after = summed(everything(model, optimizer, options.optimizer))
     file = options.out / f"{layout(options)}-{place()}.pt"
-    if not any(p == place() for p in places()[:rank]):
+    if place() not in mt.gathered(place())[:rank]:
         torch.save((saved, after), file)
     dist.barrier()
-
-
-def places() -> list[str]:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, place())
-    return everybody
 
 
 def layout(options: argparse.Namespace) -> str:
@@ -293,8 +285,7 @@ def resume(rank: int, options: argparse.Namespace) -> None:
         step(model, optimizer, number)
     found.append(summed(everything(model, optimizer, options.optimizer)))
     differ = [different(before, after) for before, after in zip(expected, found, strict=True)]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, differ)
+    everybody = mt.gathered(differ)
     if rank == 0:
         names = [sorted({name for own in everybody for name in own[number]}) for number in range(2)]
         results = [f"differs: {own}" if own else "bit-equal" for own in names]

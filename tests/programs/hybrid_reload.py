@@ -13,7 +13,6 @@ import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
 
@@ -29,8 +28,7 @@ def main() -> None:
 def worker(rank: int, options: argparse.Namespace) -> None:
     for precision_aware, fraction, overlap in itertools.product((False, True), (0.0, 0.5, 1.0), (False, True)):
         result = case(options, precision_aware, fraction, overlap)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, result)
+        results = mt.gathered(result)
         if rank == 0:
             print(json.dumps({
                 "precision_aware": precision_aware,

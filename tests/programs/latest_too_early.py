@@ -14,14 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-
 from ckpt_patches.demo import deepspeed_training as zt
 from ckpt_patches.demo.ranks import free_port
+from patience import seconds
 
 RANKS = 2
-LATE = 3.0  # seconds after which the first rank would have written all that it writes
+LATE = seconds(3)  # from the first rank's last file until it would have written `latest`
 
 
 def save(rank: int, args: argparse.Namespace) -> None:
@@ -41,11 +39,13 @@ def whole(rank: int, args: argparse.Namespace) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     say({"rank": rank, "error": error})
-    time.sleep(1)  # rank 0 holds the store, from which the other reads at the same time
+    time.sleep(seconds(1))  # rank 0 holds the store, from which the other reads at the same time
     os._exit(0)  # as a job ends in which a rank has failed
 
 
-def end(*args: Any, **kwargs: Any) -> None:
+def end(state: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    while not list(Path(path).parent.glob("*_optim_states.pt")):  # that of the first rank
+        time.sleep(0.05)
     time.sleep(LATE)
     os._exit(3)
 
@@ -69,29 +69,20 @@ def say(found: dict[str, Any]) -> None:
     os.write(1, f"{json.dumps(found)}\n".encode())
 
 
-def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    args.work(rank, args)
-    torch.distributed.barrier()
-    os._exit(0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", choices=["save", "whole", "resume"])
     parser.add_argument("out", type=Path)
     parser.add_argument("kind", choices=zt.KINDS)
     args = parser.parse_args()
+    args.ranks = RANKS
     is_save, args.work = args.work == "save", {"save": save, "whole": whole, "resume": resume}[args.work]
     zt.prepare()
     if args.work is whole:
-        rank_main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args)
+        zt.rank_main(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args)
     port = free_port()
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(RANKS)]
+    ranks = [context.Process(target=zt.rank_main, args=(rank, port, args)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -55,8 +55,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     upstream = upstream_optimizer(options.upstream_file)
     for part in options.parts.split(","):
         found = {"equal": equal, "memory": memory, "cost": cost}[part](upstream, options)
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, found)
+        by_rank = mt.gathered(found)
         if rank == 0:
             print(json.dumps({"part": part, "ranks": by_rank}), flush=True)
 

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
+from patience import seconds
 
 VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
-PATIENCE = 20  # seconds; a plan that waits longer is wrong, and fails
+PATIENCE = seconds(300)  # a plan that waits longer is wrong, and fails
 
 
 def main() -> None:
@@ -109,14 +110,9 @@ def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
     """One step on tokens that depend on the seed alone; even ones, so that the odd ones are never seen."""
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
     generator = torch.Generator().manual_seed(seed)
     tokens = 2 * torch.randint(0, SEEN // 2, (4, 16), generator=generator).cuda()
-    loss = (model(tokens).float() - 1).pow(2).mean()
-    optimizer.scale_loss(loss).backward()
-    model.finish_grad_sync()
-    optimizer.step()
+    mt.update(model, optimizer, lambda: (model(tokens).float() - 1).pow(2).mean())
 
 
 def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:

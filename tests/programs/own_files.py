@@ -1,11 +1,10 @@
-"""Do with a DeepSpeed release what it does with the checkpoints that it wrote; print what came of it, as JSON.
+"""Read with a DeepSpeed release the checkpoints that zero_training.py wrote with it; print the outcomes, as JSON.
 
-    own_files.py write FOLDER KIND...
-    own_files.py read FOLDER OUTPUT KIND... [--universal KIND...]
+    own_files.py FOLDER OUTPUT KIND... [--universal KIND...]
 
-`write` trains, saves in FOLDER/KIND, and trains on. `read` loads each checkpoint and trains on; puts its fp32 weights
-together; and for the kinds after --universal converts it into OUTPUT and trains on from there. For each of these, by
-kind: "" if it went as it should, bit for bit; else what differs, or the error.
+Loads each checkpoint FOLDER/KIND and trains on; puts its fp32 weights together; and for the kinds after --universal
+converts it into OUTPUT and trains on from there. For each of these, by kind: "" if it went as it should, bit for bit;
+else what differs, or the error.
 """
 
 import argparse
@@ -22,31 +21,14 @@ from ckpt_patches.demo.deepspeed_training import (
     TAG,
     OneTensorParallelRank,
     engine,
+    not_equal,
     on_ranks,
-    save,
     state,
     train,
 )
 from convert import convert
 
 RANKS = 2
-States = dict[str, dict[str, torch.Tensor]]
-
-
-def write(rank: int, args: argparse.Namespace) -> None:
-    """`at_save.pt` and `at_end.pt` are the states of the live optimizer, `losses.json` the losses between them."""
-    for kind in args.kinds:
-        folder = args.folder / kind
-        run = engine(kind, RANKS, universal=False)
-        train(run, rank, RANKS, first=0)
-        save(run, folder)
-        at_save = state(run)
-        losses = train(run, rank, RANKS, first=STEPS)
-        at_end = state(run)
-        if rank == 0:
-            torch.save(at_save, folder / "at_save.pt")
-            torch.save(at_end, folder / "at_end.pt")
-            (folder / "losses.json").write_text(json.dumps(losses))
 
 
 def resume(rank: int, args: argparse.Namespace) -> None:
@@ -65,23 +47,15 @@ def resumed(rank: int, folder: Path, tag: str, kind: str) -> str:
     run.load_checkpoint(str(folder), tag=tag)
     at_load = state(run)
     losses = train(run, rank, RANKS, first=STEPS)
-    different = [
-        *differences("loaded", at_load, torch.load(folder / "at_save.pt")),
-        *differences("at the end", state(run), torch.load(folder / "at_end.pt")),
-    ]
+    different = [f"loaded: {name}" for name in not_equal(torch.load(folder / "truth.pt"), at_load)]
+    different += [f"at the end: {name}" for name in not_equal(torch.load(folder / "end.pt"), state(run))]
     expected = json.loads((folder / "losses.json").read_text())
     return ", ".join(different) or ("" if losses == expected else f"losses {losses}, not {expected}")
 
 
-def differences(when: str, found: States, expected: States) -> list[str]:
-    return [
-        f"{when}: {n}.{key}" for n, states in expected.items() for key in states if not found[n][key].equal(states[key])
-    ]
-
-
 def fp32_weights(folder: Path) -> str:
     weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG)
-    expected = torch.load(folder / "at_save.pt")
+    expected = torch.load(folder / "truth.pt")
     return ", ".join(name for name, states in expected.items() if not weights[name].equal(states["fp32"]))
 
 
@@ -99,12 +73,7 @@ def resume_each(args: argparse.Namespace, kinds: Iterable[str], tag: Callable[[s
     return outcomes
 
 
-def write_each(args: argparse.Namespace) -> dict[str, str]:
-    on_ranks(argparse.Namespace(work=write, ranks=RANKS, folder=args.folder, kinds=args.kinds))
-    return {}
-
-
-def read_each(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+def read(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     allowed = set(torch.serialization.get_safe_globals())
     converted = {kind: convert(args.folder / kind / TAG, args.output / kind, 1, False) for kind in args.universal}
     fp32 = {kind: outcome(fp32_weights, args.folder / kind) for kind in args.kinds}
@@ -122,18 +91,11 @@ def read_each(args: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    writing, reading = commands.add_parser("write"), commands.add_parser("read")
-    writing.set_defaults(do=write_each)
-    reading.set_defaults(do=read_each)
-    for command in (writing, reading):
-        command.add_argument("folder", type=Path)
-    reading.add_argument("output", type=Path)
-    for command in (writing, reading):
-        command.add_argument("kinds", nargs="+", choices=KINDS)
-    reading.add_argument("--universal", nargs="*", default=[], choices=KINDS)
-    args = parser.parse_args()
-    print("\n" + json.dumps(args.do(args)))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--universal", nargs="*", default=[], choices=KINDS)
+    print("\n" + json.dumps(read(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
 
@@ -51,8 +50,7 @@ def main() -> None:
 def worker(rank: int, options: argparse.Namespace) -> None:
     mt.use_inner_optimizer("fused")
     found = [outcome(rank, options, run) for run in options.runs]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    everyone = mt.gathered(found)
     if rank == 0:
         print(json.dumps([list(of_ranks) for of_ranks in zip(*everyone, strict=True)]))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
+from patience import seconds
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def worker(rank: int, out: Path, what: str) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     print(json.dumps({"error": error, "seconds": time.monotonic() - start}), flush=True)
-    time.sleep(1)  # rank 0 holds the store, from which the others read at the same time
+    time.sleep(seconds(1))  # rank 0 holds the store, from which the others read at the same time
     os._exit(0)  # as a job ends in which a rank has failed: no barrier, no end of the group
 
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from ckpt_patches.demo import megatron_training as mt
 
 VOCABULARY, SEEN, HIDDEN = 62, 41, 13
-STATES = ("param", "exp_avg", "exp_avg_sq")
 RATE = 1e-3  # after one step at it a norm's weights are still 1 in bf16, and its masters are not
 
 
@@ -100,12 +99,8 @@ def network(config: Any, dtype: torch.dtype, *, hidden: int, up: int, sizes: tup
 
 
 def step(model: Any, optimizer: Any) -> None:
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
     tokens = torch.randint(0, SEEN, (4, 16), generator=torch.Generator().manual_seed(1)).cuda()
-    (model(tokens).float() - 1).pow(2).mean().backward()
-    model.finish_grad_sync()
-    optimizer.step()
+    mt.update(model, optimizer, lambda: (model(tokens).float() - 1).pow(2).mean())
 
 
 def sharded(model: Any, optimizer: Any, options: argparse.Namespace, *, is_loading: bool) -> dict[str, Any]:
@@ -139,23 +134,11 @@ def keep_live(model: Any, optimizer: Any, path: Path) -> None:
 
 
 def live(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The main parameter and the moments of every parameter of this tensor-parallel rank, from all ranks' shards."""
+    """The main parameter and the moments of every parameter of this tensor-parallel rank."""
     from megatron.core import parallel_state
 
-    distributed, found, group = mt.inner(optimizer), {}, parallel_state.get_data_parallel_group()
-    for name, p in model.named_parameters():
-        whole = {key: torch.zeros(p.numel()) for key in STATES}
-        if p in distributed.model_param_group_index_map:
-            number, order = distributed.model_param_group_index_map[p]
-            main_param = distributed.optimizer.param_groups[number]["params"][order]
-            own, owned = distributed.optimizer.state[main_param], distributed._get_model_param_range_map(p)["param"]
-            for key, tensor in whole.items():
-                shard = own.get("master_param", main_param) if key == "param" else own[key]
-                tensor[owned.start : owned.end] = shard.detach().float()
-        for key, tensor in whole.items():
-            dist.all_reduce(tensor, group=group)
-            found[f"{name}/{key}"] = tensor.numpy()
-    return found
+    state = mt.optimizer_state(model, optimizer, parallel_state.get_data_parallel_group())
+    return {"/".join(name.rsplit(".", 1)): tensor.numpy() for name, tensor in state.items()}
 
 
 def load(rank: int, options: argparse.Namespace) -> None:
@@ -171,8 +154,7 @@ def load(rank: int, options: argparse.Namespace) -> None:
     tp = parallel_state.get_tensor_model_parallel_rank()
     truth, state = np.load(f"{options.out / 'shifted'}.{tp}.npz"), live(model, optimizer)
     wrong = {key: np.flatnonzero(state[key].view(np.uint32) != truth[key].view(np.uint32)).tolist() for key in state}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (tp, {key: found for key, found in wrong.items() if found}))
+    everyone = mt.gathered((tp, {key: found for key, found in wrong.items() if found}))
     if rank == 0:
         print(json.dumps(dict(sorted(everyone))))
 

@@ -30,6 +30,7 @@ from ckpt_patches.demo.deepspeed_training import (
     TAG,
     differences,
     engine_of,
+    flat_groups,
     gathered,
     numbers,
     on_ranks,
@@ -64,14 +65,10 @@ def snapshot(run: Any) -> dict[str, Any]:
     """Weights, masters and moments, whole; the steps and settings of every group. Not through the fragments."""
     names = {parameter: name for name, parameter in run.module.named_parameters()}
     states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
-    optimizer = run.optimizer
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
-    else:  # BF16_Optimizer
-        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-    for number, (master, parameters) in enumerate(zip(masters, groups, strict=True)):
-        own = {"fp32": master.detach(), **optimizer.optimizer.state.get(master, {})}
-        settings = optimizer.optimizer.param_groups[number]
+    inner = run.optimizer.optimizer
+    for number, (master, parameters) in enumerate(flat_groups(run)):
+        own = {"fp32": master.detach(), **inner.state.get(master, {})}
+        settings = inner.param_groups[number]
         states[f"group {number}"] = {key: value for key, value in settings.items() if key != "params"}
         states[f"group {number}.steps"] = gathered(float(own.get("step", torch.nan)))
         for key in ("fp32", *MOMENTS):

@@ -18,11 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_patches.demo import zarr_saving
+from patience import seconds
 
 SHAPE = (64, 128)  # 32 KiB a chunk
 KEY = "optimizer.state.exp_avg.w"
 VICTIM = 2
-PATIENCE = 30  # seconds
+PATIENCE = seconds(300)
 
 
 def main() -> None:

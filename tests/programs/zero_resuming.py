@@ -41,9 +41,10 @@ from ckpt_patches.demo.deepspeed_training import (
     train,
 )
 from ckpt_patches.demo.ranks import free_port
+from patience import seconds
 
 # Of a rank that does not notice that another one has died.
-PATIENCE = 20  # seconds
+PATIENCE = seconds(20)
 
 
 def is_settings(name: str) -> bool:

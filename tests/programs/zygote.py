@@ -3,19 +3,18 @@
     zygote.py SOCKET MODULE...
 
 SOCKET is the number of an open file: a socket of packets that listens. When all is imported, a fork of this process
-serves each who connects; it sends its number and this one's first. A request is JSON {"argv": [PROGRAM, ARGUMENT...],
-"cwd": FOLDER, "environment": {NAME: VALUE or null}} with two open files for standard output and error. It is answered
-with the exit status, as subprocess gives it. The packet "kill" ends the program before that. So does the end of the
-connection, which ends the process that served it, too. This process ends with its standard input, and is no child of
-who started it, who may have to know all of those. Nothing outlives who asked for it.
+answers each connection, first with a greeting. A request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER,
+"environment": {NAME: VALUE or null}} with open files for standard output and error. Its answer is the exit status, as
+subprocess gives it. The end of the connection ends the program. This process ends with its standard input, and is no
+child of the process that started it.
 
-The request {"modules": [MODULE...], "environment": {NAME: VALUE}} with four open files, for standard input, output and
-error and a socket that listens, is answered at once: there is one more process like this one then, which knows the
-modules of both, has these variables and no others, and the folders and the import hook that they ask for.
+The request {"modules": [MODULE...], "environment": {NAME: VALUE}} with open files for standard input, output and error
+and a socket that listens makes one more process like this one, which has the modules of both, these variables and no
+others, and the folders and the import hook that they ask for.
 
 In the fork that runs a program everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there,
 and that nothing is freed at its end, which takes a second for modules that another process has imported. Its process
-group is its own, and is killed when it is gone.
+group is its own, and is killed when it has ended.
 """
 
 import atexit
@@ -36,7 +35,6 @@ import types
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-KILL = b"kill"
 MOST = 2**20  # bytes of a packet
 
 
@@ -54,9 +52,9 @@ def main() -> None:
     end(None)
 
 
-def serve(listening: int, modules: list[str]) -> tuple[str, list[str]]:
-    """Import, then serve; it returns in a fork for each request, with the program and its arguments."""
-    os.set_inheritable(listening, False)
+def serve(number: int, modules: list[str]) -> tuple[str, list[str]]:
+    """Import, then serve; returns in a fork for each program, with its arguments."""
+    os.set_inheritable(number, False)
     gc.disable()  # it would look at all modules again and again
     for name in modules:
         importlib.import_module(name)
@@ -66,55 +64,47 @@ def serve(listening: int, modules: list[str]) -> tuple[str, list[str]]:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
-    return wait_for_work(wait_for_client(socket.socket(fileno=listening)))
-
-
-def wait_for_client(listening: socket.socket) -> socket.socket:
-    """In this process it never returns; in a fork for each client it does, with the connection."""
-    nobody = os.open(os.devnull, os.O_RDONLY)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that answer leave nothing to wait for
+    listening = socket.socket(fileno=number)
     while True:
         readable, _, _ = select.select([listening.fileno(), 0], [], [])
         if 0 in readable:
             os._exit(0)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-        requests, _ = listening.accept()
+        connection, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
-            os.dup2(nobody, 0)
-            os.close(nobody)
-            requests.send(f"{os.getpid()} {os.getppid()}".encode())
-            return requests
-        requests.close()
+            return answer(connection)
+        connection.close()
 
 
-def wait_for_work(requests: socket.socket) -> tuple[str, list[str]]:
-    """In this process it never returns; in a fork for each request it does, with the program and its arguments."""
+def answer(connection: socket.socket) -> tuple[str, list[str]]:
+    """Answer one request; returns in the fork that is to be the program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.send(b"ready")
+    packet, files, _, _ = socket.recv_fds(connection, MOST, 4)
+    if not packet:
+        os._exit(0)
+    request = json.loads(packet)
+    if "modules" in request:
+        connection.close()
+        return serve(another(request, files), request["modules"])
     parent = os.getpid()
-    while True:
-        packet, files, _, _ = socket.recv_fds(requests, MOST, 4)
-        if not packet:
-            os._exit(0)
-        if packet == KILL:  # the program ended by itself, in the same moment
-            continue
-        request = json.loads(packet)
-        child = os.fork()
-        if child == 0:
-            requests.close()
-            if "modules" in request:
-                return serve(another(request, files), request["modules"])
-            prepare(request, files, parent)
-            program, *arguments = request["argv"]
-            return program, arguments
+    child = os.fork()
+    if child != 0:
         for file in files:
             os.close(file)
-        requests.send(str(wait(child, requests)).encode())
+        status = wait(child, connection)
+        with contextlib.suppress(ConnectionError):
+            connection.send(str(status).encode())
+        os._exit(0)
+    connection.close()
+    prepare(request, files, parent)
+    program, *arguments = request["argv"]
+    return program, arguments
 
 
 def another(request: dict[str, Any], files: list[int]) -> int:
-    """Make the child one more process that imports, and no child of this one; its socket."""
-    if os.fork() != 0:
-        os._exit(0)
+    """Make this fork one more process that serves; its socket."""
     os.setsid()
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
@@ -134,17 +124,13 @@ def folders_asked_for() -> list[str]:
     return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
-def wait(child: int, requests: socket.socket) -> int:
-    """The child's exit status, when it has ended, or was ended because a packet came."""
+def wait(child: int, connection: socket.socket) -> int:
+    """The child's exit status, when it has ended, or was ended because nobody waits for it any more."""
     ended = os.pidfd_open(child)
-    readable, _, _ = select.select([ended, requests.fileno()], [], [])
-    os.close(ended)
-    wanted = requests.fileno() not in readable or requests.recv(MOST) == KILL
+    select.select([ended, connection.fileno()], [], [])
     os.kill(child, signal.SIGKILL)  # without effect on one that has ended: its process is there until it is waited for
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what it has left behind
-    if not wanted:
-        os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -154,7 +140,8 @@ def prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for number, file in enumerate(files, start=1):
+    nobody = os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate([nobody, *files]):
         os.dup2(file, number)
         os.close(file)
     os.chdir(request["cwd"])

@@ -1,0 +1,168 @@
+"""The places in upstream's source that a fix needs, and the same source with one of them changed."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ckpt_patches.engine import plan
+from ckpt_patches.engine.plan import Outcome, plan_tree
+from ckpt_patches.engine.source import Source, _is_wildcard, _parse_pattern
+
+RENAMED = b"_renamed"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Other code at every place of a module that one anchor of a fix finds."""
+
+    module: str
+    anchor: str  # as the fix asks for it
+    at: tuple[tuple[int, int, bytes], ...]  # start, stop in bytes; what is there instead
+
+    def applied(self, data: bytes) -> bytes:
+        for start, stop, text in sorted(self.at, reverse=True):
+            data = data[:start] + text + data[stop:]
+        return data
+
+
+class ObservedText(bytes):
+    """The text of a module, which records what it is searched for."""
+
+    searched: set[bytes]
+
+    def __contains__(self, text: object) -> bool:
+        assert isinstance(text, bytes)
+        self.searched.add(text)
+        return super().__contains__(text)
+
+
+class ObservedSource(Source):
+    """A source that records the anchors of a fix.
+
+    An anchor for whose absence the fix has a branch of its own (`has`, `has_function`, `all`, `in source.data`) is not
+    needed.
+    """
+
+    def __init__(self, data: bytes, path: str) -> None:
+        text = ObservedText(data)
+        text.searched = set()
+        super().__init__(text, path)
+        self.searched = text.searched
+        self.needed: list[tuple[str, ast.AST, list[ast.AST]]] = []  # an anchor, its pattern, and the nodes found
+        self.optional: set[str] = set()
+        self._depth = 0
+
+    def function(self, name: str) -> Any:
+        node = super().function(name)
+        self._record(name, node, [node])
+        return node
+
+    def class_named(self, name: str) -> Any:
+        node = super().class_named(name)
+        self._record(name, node, [node])
+        return node
+
+    def one(self, pattern: str, within: ast.AST | None = None) -> Any:
+        self._depth += 1
+        node = super().one(pattern, within)
+        self._depth -= 1
+        self._record(pattern, _parse_pattern(pattern), [node])
+        return node
+
+    def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
+        self._depth += 1
+        nodes = super().some(pattern, within)
+        self._depth -= 1
+        self._record(pattern, _parse_pattern(pattern), nodes)
+        return nodes
+
+    def branch(self, test: str, within: ast.AST | None = None) -> Any:
+        node = super().branch(test, within)
+        self._record(test, _parse_pattern(test), [node.test])
+        return node
+
+    def loop(self, target: str, within: ast.AST | None = None) -> Any:
+        node = super().loop(target, within)
+        self._record(target, _parse_pattern(target), [node.target])
+        return node
+
+    def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
+        if not self._depth:
+            self.optional.add(pattern)
+        return super().all(pattern, within)
+
+    def has_function(self, name: str) -> bool:
+        self.optional.add(name)
+        self._depth += 1
+        found = super().has_function(name)
+        self._depth -= 1
+        return found
+
+    def _record(self, anchor: str, pattern: ast.AST, nodes: list[Any]) -> None:
+        if not self._depth:
+            self.needed.append((anchor, pattern, nodes))
+
+    def is_optional(self, change: Change) -> bool:
+        """Whether the fix asks if there is what this changes."""
+        before, after = bytes(self.data), change.applied(bytes(self.data))
+        return (
+            change.anchor in self.optional
+            or any(name.startswith(f"{change.anchor}.") for name in self.optional)
+            or any((text in before) != (text in after) for text in self.searched)
+        )
+
+
+def changes(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> list[Change]:
+    """Every change of one name or literal at a place that a fix needs in a tree to which it applies."""
+    sources: dict[str, ObservedSource] = {}
+
+    def observed(data: bytes, path: str) -> Source:
+        return sources.setdefault(path, ObservedSource(data, path))
+
+    with monkeypatch.context() as patching:
+        patching.setattr(plan, "Source", observed)
+        made = plan_tree(root, package, [fix])
+    assert made.results[0].outcome is Outcome.APPLIES, made.results[0]
+    by_path = {plan.module_path(root, module): module for module in made.texts}
+    found = {
+        Change(by_path[path], anchor, at): one
+        for path, one in sources.items()
+        for anchor, pattern, nodes in one.needed
+        for at in zip(*(_others(one, pattern, node) for node in nodes), strict=True)
+    }
+    return [change for change, one in found.items() if not one.is_optional(change)]
+
+
+def _others(source: Source, pattern: ast.AST, node: ast.AST) -> Iterator[tuple[int, int, bytes]]:
+    """For each name and literal that a pattern asks for, where a node has it, and what to put there."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and node is pattern:
+        start, _ = source._span(node)
+        name = re.compile(rb"(?:@.*\s+)*(?:def|class)\s+(\w+)").match(source.data, start)
+        assert name, source.text(node)[:80]
+        yield name.end(), name.end(), RENAMED
+        return
+    for part in _parts(pattern, node):
+        if isinstance(part, ast.Name | ast.Attribute):
+            _, stop = source._span(part)
+            yield stop, stop, RENAMED
+        elif isinstance(part, ast.Constant):
+            yield *source._span(part), b"'other'" if isinstance(part.value, str) else b"other"
+
+
+def _parts(pattern: Any, node: Any) -> Iterator[ast.AST]:
+    """The nodes of an expression or statement that a pattern does not leave open."""
+    if _is_wildcard(pattern) or isinstance(pattern, ast.JoinedStr):
+        return
+    yield node
+    if isinstance(pattern, ast.Call) and len(pattern.args) == 1 and _is_wildcard(pattern.args[0]):
+        yield from _parts(pattern.func, node.func)
+        return
+    for field in pattern._fields:
+        mine, found = getattr(pattern, field), getattr(node, field)
+        for one, other in zip(mine, found, strict=True) if isinstance(mine, list) else [(mine, found)]:
+            if isinstance(one, ast.AST):
+                yield from _parts(one, other)

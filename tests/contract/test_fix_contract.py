@@ -1,0 +1,326 @@
+"""The contract that every fix keeps. Fixes are discovered; a new one has nothing to register here.
+
+A fix's own tests (tests/test_NAME.py) hold what is particular to it.
+"""
+
+import ast
+import importlib
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compatibility
+import edits
+from ckpt_patches import PREFIXES
+from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
+from ckpt_patches.demo.run import demonstrations
+from ckpt_patches.engine import fix as fixes
+from ckpt_patches.engine import plan
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import Outcome, plan_tree
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, SWITCHED, TARGETS, folder
+from ckpt_patches.engine.releases import RECORDED
+from ckpt_patches.engine.source import function_text
+from ckpt_patches.inplace import rewrite
+from contract import added_lines, anchors
+from demo import SHOWN
+from upstream import (
+    DELIVERIES,
+    MAIN,
+    PLAN,
+    REPOSITORY,
+    all_releases,
+    demonstrate,
+    in_place,
+    newest,
+    newest_affected,
+    releases,
+    tree,
+)
+
+NAMES = list(FIXES)
+PACKAGES = (CORE, DEEPSPEED)
+FORMS = [pytest.param(name, version, id=f"{name}-{version}") for name in NAMES for version in added_lines.forms(name)]
+
+
+def tree_for(fix: str, version: str) -> Path:
+    return tree(DISTRIBUTIONS[fixes.package_of(fix)], version)
+
+
+# Its files
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_the_index_has_what_the_fix_states(name: str) -> None:
+    """The index is built from the text of the files; these are the loaded definitions."""
+    fix = fixes.load(name)
+    assert fix.name == name
+    # A package's own file is no module that an import names: the hook does not look it up.
+    concerned = [module for module in [fix.concerns] if module and not module.endswith(".__init__")]
+    assert EVERYTHING[name] == tuple(dict.fromkeys([*(edit.module for edit in fix.edits), *concerned]))
+    assert {TARGETS[module] for module in EVERYTHING[name]} == {fix.package}
+    assert all(module.startswith(PREFIXES) for module in EVERYTHING[name])  # what the import hook looks at first
+    assert name in (SWITCHED[fix.switch] if fix.switch else FIXES)
+    assert all(NAMES.index(other) < NAMES.index(name) for other in fix.depends_on)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_has_its_page_its_test_for_upstream_and_its_line_in_the_change_log(name: str) -> None:
+    fix = fixes.load(name)
+    assert (Path(folder(fix.package)) / "upstream_tests" / Path(fix.test).name).exists()
+    assert (REPOSITORY / "docs" / f"{name}.md").exists()
+    assert f"`{name}`" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f"`{name}`" in (REPOSITORY / "README.md").read_text()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_has_a_demonstration(name: str) -> None:
+    """The name of its file is the fix's; its docstring begins with a title for a line of progress."""
+    title = demonstrations()[name].title
+    assert 0 < len(title) <= 60
+    assert not title.endswith(".")
+
+
+@pytest.mark.quick
+def test_a_demonstration_has_a_fix() -> None:
+    assert demonstrations().keys() <= set(FIXES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
+    sentence, blank, link = (ast.get_docstring(ast.parse(Path(fixes.path_of(name)).read_text())) or "").splitlines()
+    assert sentence.endswith(".")
+    assert blank == ""
+    assert link.startswith("https://github.com/")
+    assert link in fixes.load(name).upstream
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
+    """Loading it in a training process costs next to nothing, and `status` imports no torch."""
+    body = ast.parse(Path(fixes.path_of(name)).read_text()).body
+    modules = [node.module for node in body if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
+    """What gets inserted is found by its indentation; here by the parser."""
+    module = importlib.import_module(f"{Path(folder(fixes.package_of(name))).name}.{name}")
+    text = Path(str(module.__file__)).read_text()
+    lines = text.splitlines()
+    module_node = ast.parse(text)
+    parents: list[ast.Module | ast.ClassDef] = [module_node]
+    parents += [node for node in module_node.body if isinstance(node, ast.ClassDef)]
+    for parent in parents:
+        holder = getattr(module, parent.name) if isinstance(parent, ast.ClassDef) else module
+        for node in parent.body:
+            if isinstance(node, ast.FunctionDef) and "source: Source" not in ast.unparse(node.args):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                expected = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
+                found = getattr(holder, node.name)
+                function: Any = found.fget if isinstance(found, property) else found
+                assert function_text(function) == expected
+
+
+# What it does
+
+
+def demonstrated() -> Iterator[Any]:
+    """Each fix on the newest release that has its bug, without it and by each delivery."""
+    for name in NAMES:
+        version = newest_affected(name)[1]
+        marks = [pytest.mark.compat(fix=name), *([] if name in SHOWN else [pytest.mark.slow])]
+        for delivery in ("none", *DELIVERIES):
+            yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "version", "delivery"), list(demonstrated()))
+def test_the_demonstration_shows_the_bug_without_the_fix_and_not_with_it(
+    name: str, version: str, delivery: str
+) -> None:
+    """In an interpreter of its own, as for everybody who has installed this."""
+    shown = demonstrate(name, delivery, version)
+    assert shown.bug is (delivery == "none"), shown.found
+
+
+def on_releases() -> Iterator[Any]:
+    for name in NAMES:
+        for one in releases(DISTRIBUTIONS[fixes.package_of(name)]):
+            (version,) = one.values
+            yield pytest.param(name, version, PLAN, id=f"{name}-{version}-{PLAN}")
+
+
+@pytest.mark.parametrize(("name", "version", "delivery"), list(on_releases()))
+def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(
+    name: str,
+    version: str,
+    delivery: str,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Elsewhere upstream has fixed the bug, or does not have the code; which of both is recorded for each release."""
+    result, made = edits.plan(tree_for(name, version), name)
+    if version != MAIN and fixes.load(name).affects(version):
+        assert result.outcome is Outcome.APPLIES, result
+        return
+    request.applymarker(pytest.mark.compat(fix=name))
+    words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
+    if version == MAIN:
+        words[Outcome.APPLIES] = "applies"
+    assert result.outcome in words, result
+    assert version == MAIN or made.files == {}
+    record_property("compat", words[result.outcome])
+    recorded = recorded_words(name, version)
+    assert all_releases() or not recorded or recorded == {words[result.outcome]}
+
+
+def recorded_words(name: str, version: str) -> set[str]:
+    """What docs/compatibility.md says about a fix that a release does not need."""
+    rows = [row for row in compatibility.recorded().values() if (row["fix"], row["version"]) == (name, version)]
+    return {row["words"] for row in rows} & compatibility.NOTHING_TO_DO if version != MAIN else set()
+
+
+# What it edits
+
+
+@pytest.mark.parametrize(("name", "version"), FORMS)
+def test_the_lines_that_a_fix_adds_are_the_recorded_ones(name: str, version: str) -> None:
+    assert added_lines.lines(name, version) == added_lines.recorded(name, version), added_lines.COMMAND
+
+
+@pytest.mark.parametrize(("name", "version"), FORMS)
+def test_unknown_code_is_left_alone(name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another name or literal at a place that the fix needs: nothing is edited, and the file is named."""
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    changes = anchors.changes(str(copy), fixes.package_of(name), name, monkeypatch)
+    if not changes:
+        pytest.skip("the fix needs no single place: what it edits, and what it refuses, is in its own tests")
+    for change in changes:
+        path = Path(plan.module_path(str(copy), change.module))
+        original = path.read_bytes()
+        path.write_bytes(change.applied(original))
+        result, made = edits.plan(copy, name)
+        assert (result.outcome, made.files) == (Outcome.NO_MATCH, {}), change
+        assert result.reason.startswith(f"{path}: "), result
+        assert not result.unreadable, change
+        path.write_bytes(original)
+
+
+@pytest.mark.parametrize(("name", "version"), FORMS)
+def test_an_anchor_in_a_comment_or_a_string_is_none(
+    name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    before = edits.added_lines(edits.plan(copy, name)[1])
+    for change in anchors.changes(str(copy), fixes.package_of(name), name, monkeypatch):
+        path = Path(plan.module_path(str(copy), change.module))
+        commented = "".join(f"# {line}\n" for line in change.anchor.splitlines())
+        path.write_text(f"{path.read_text()}\n{commented}NOTE = {change.anchor!r}\n")
+    result, made = edits.plan(copy, name)
+    assert result.outcome is Outcome.APPLIES
+    assert edits.added_lines(made) == before
+
+
+@pytest.mark.parametrize(("name", "version"), FORMS)
+def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, version: str, tmp_path: Path) -> None:
+    """Each of its edits is left out in turn. It is never taken for a release in which the bug is fixed."""
+    package = fixes.package_of(name)
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    planned = plan._Tree(str(copy), {}, {})
+    assert plan._try(name, planned).outcome is Outcome.APPLIES
+    sources = {module: source for module, source in planned.sources.items() if source and source.edits}
+    whole = {module: source.edited() for module, source in sources.items()}
+    edits.write(edits.plan(copy, name)[1])
+    for module, source in sources.items():
+        wanted = list(source.edits)
+        for left_out in wanted:
+            source.edits = [edit for edit in wanted if edit is not left_out]
+            if edits.is_same_code(source.edited(), whole[module]):
+                continue  # it is of a comment
+            Path(source.path).write_bytes(source.edited())
+            made = plan_tree(str(tmp_path), package, [name])
+            result = made.results[0]
+            completed = result.outcome is Outcome.APPLIES and made.files[module].patched == whole[module]
+            assert completed or result.outcome is Outcome.NO_MATCH, (left_out, result)
+        Path(source.path).write_bytes(whole[module])
+
+
+@pytest.mark.parametrize(("name", "version"), FORMS)
+def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: str, tmp_path: Path) -> None:
+    package = fixes.package_of(name)
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    before = contents(copy)
+    assert rewrite.apply(str(copy), package, [name]).named(Outcome.APPLIES) == [name]
+    applied = contents(copy)
+    assert applied.keys() > before.keys()  # the originals are kept
+    result, made = edits.plan(copy, name)
+    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+    rewrite.apply(str(copy), package, [name])
+    assert contents(copy) == applied
+    assert rewrite.revert(str(copy), package, [name]) == [name]
+    assert contents(copy) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# With the others of its package
+
+
+def companies() -> list[Any]:
+    """Each release that is the newest with the bug of a fix."""
+    found = {(fixes.package_of(name), newest_affected(name)[1]): None for name in NAMES}
+    known = [(package, version) for package in PACKAGES for version in RECORDED[package]]
+    return [pytest.param(*one, id="-".join(one)) for one in known if one in found]
+
+
+@pytest.mark.parametrize(("package", "version"), companies())
+def test_the_order_of_the_fixes_does_not_matter(package: str, version: str, tmp_path: Path) -> None:
+    """Written one by one, in their order and backwards, and all at once, they give the same lines.
+
+    Those that two fixes insert at the same place are in the order in which they were written.
+    """
+    root = tree(DISTRIBUTIONS[package], version)
+    at_once = plan_tree(str(root), package)
+    applied = at_once.named(Outcome.APPLIES)
+    assert len(applied) > 1
+    for number, order in enumerate((applied, applied[::-1])):
+        copy = tmp_path / str(number)
+        for name in order:
+            edits.copy_of(root, name, copy)
+        for name in order:
+            result, made = edits.plan(copy, name)
+            assert result.outcome is Outcome.APPLIES, (order, result)
+            edits.write(made)
+        for module, file in at_once.files.items():
+            assert sorted(edits.text(copy, module).splitlines()) == sorted(file.patched.decode().splitlines())
+        again = plan_tree(str(copy), package, applied)
+        assert (again.files, again.named(Outcome.ALREADY_THERE)) == ({}, applied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "version"), companies())
+def test_a_fix_applies_alone_and_the_others_without_it(package: str, version: str) -> None:
+    root = str(tree(DISTRIBUTIONS[package], version))
+    applied = plan_tree(root, package).named(Outcome.APPLIES)
+    for name in applied:
+        assert plan_tree(root, package, [name]).named(Outcome.APPLIES) == [name]
+        others = [other for other in applied if other != name]
+        assert plan_tree(root, package, others).named(Outcome.APPLIES) == others
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_written_in_place_is_what_the_hook_runs(package: str) -> None:
+    """Of every module: so that most tests of what a fix does need not be run on both."""
+    root = tree(DISTRIBUTIONS[package], newest(DISTRIBUTIONS[package]))
+    made, written = plan_tree(str(root), package), str(in_place(root))
+    assert {module: Path(plan.module_path(written, module)).read_bytes() for module in made.files} == {
+        module: file.patched for module, file in made.files.items()
+    }
