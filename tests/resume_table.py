@@ -251,4 +251,5 @@ def blocks() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    generated.require(RECORD, ACROSS, ZERO)
     generated.write(PAGE, blocks())
