@@ -167,4 +167,5 @@ def recorded() -> dict[str, Result]:
 
 
 if __name__ == "__main__":
+    generated.require(RECORD)
     generated.write(PAGE, blocks(recorded()))

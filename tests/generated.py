@@ -1,5 +1,6 @@
 """The parts of pages that programs write from records, between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def write(path: Path, blocks: Mapping[str, str]) -> None:
     """Bring the blocks of a page up to date."""
     replace_durably(path, filled(path.read_text(encoding="utf-8"), blocks).encode())
     print(f"wrote {path}")
+
+
+def require(*records: Path) -> None:
+    """Exit with an error if a record is missing: a page is never written from nothing."""
+    for path in records:
+        if not path.exists():
+            sys.exit(f"expected recorded results in {path}, found none; run `make test-all` first")
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

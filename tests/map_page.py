@@ -3,11 +3,13 @@
 python tests/map_page.py
 """
 
+import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,257 +30,143 @@ class Stage:
     package: str
     column: int
     title: str
-    says: tuple[str, ...]  # who reads and writes what
+    text: tuple[str, ...]  # who reads and writes what
     modules: tuple[str, ...] = ()  # upstream's, without the package's name; none of files
     tools: str = ""  # of this package, that read or write the files
 
 
-STAGES = {
-    "format": Stage(
-        CORE,
-        SAVE,
-        "Choose the format",
-        ("reads: what the caller asks for", "makes: one of the sharding types"),
-        ("optimizer.distrib_optimizer", "dist_checkpointing.mapping"),
-    ),
-    "state": Stage(
-        CORE,
-        SAVE,
-        "Cut up the optimizer's state",
-        ("each rank reads its masters, moments and step", "makes: shards of buckets, or of parameters"),
-        ("optimizer.distrib_optimizer",),
-    ),
-    "gather": Stage(
-        CORE,
-        SAVE,
-        "Gather it (torch, dp_zero_gather_scatter, fully_reshardable)",
-        ("data-parallel rank 0 reads the others' parts", "makes: whole buffers, or parameters"),
-        ("optimizer.distrib_optimizer",),
-    ),
-    "share": Stage(
-        CORE,
-        SAVE,
-        "Share out the shards",
-        ("all ranks read what each of them holds", "makes: who writes which shard"),
-        (
-            "dist_checkpointing.exchange_utils",
-            "dist_checkpointing.mapping",
-            "dist_checkpointing.strategies.fully_parallel",
-        ),
-    ),
-    "zarr": Stage(
-        CORE,
-        SAVE,
-        "Write zarr",
-        ("one rank creates each array", "every rank writes its ranges of the chunks"),
-        ("dist_checkpointing.strategies.zarr",),
-    ),
-    "async": Stage(
-        CORE,
-        SAVE,
-        "Write torch_dist, in the background",
-        ("a worker reads copies of the tensors", "writes: a file each, then the index"),
-        ("dist_checkpointing.strategies.async_utils",),
-    ),
-    "megatron files": Stage(
-        CORE,
-        DISK,
-        "Megatron checkpoint",
-        (
-            "zarr: a folder an array, a file a chunk",
-            "torch_dist: *.distcp and .metadata",
-            "torch: distrib_optim.pt, model_optim_rng.pt",
-            "param groups and step: common.pt",
-        ),
-        tools="audit · repair · fingerprint",
-    ),
-    "migration": Stage(
-        CORE,
-        DISK,
-        "Migration, for 0.16 and later",
-        ("reads: zarr, or flattened ranges", "writes: torch_dist in today's formats"),
-        tools="migrate",
-    ),
-    "check": Stage(
-        CORE,
-        LOAD,
-        "Check and read the shards",
-        ("each rank reads the index, and its shards", "checks: that they cover each array"),
-        (
-            "dist_checkpointing.serialization",
-            "dist_checkpointing.validation",
-            "dist_checkpointing.exchange_utils",
-        ),
-    ),
-    "groups": Stage(
-        CORE,
-        LOAD,
-        "Give param groups their settings",
-        ("reads: the saved groups and the run's own", "sets: learning rates, weight decays, step"),
-        ("optimizer.optimizer", "optimizer.distrib_optimizer"),
-    ),
-    "optimizer": Stage(
-        CORE,
-        LOAD,
-        "Copy the state into the optimizer",
-        ("each rank reads its part, or what rank 0 scatters", "sets: masters, moments, step"),
-        ("optimizer.distrib_optimizer",),
-    ),
-    "offload": Stage(
-        CORE,
-        LOAD,
-        "Refresh the copies of CPU offload",
-        ("the hybrid optimizer reads weights and state", "sets: its copies on CPU and GPU"),
-        ("optimizer.cpu_offloading.hybrid_optimizer",),
-    ),
-    "scheduler": Stage(
-        CORE,
-        LOAD,
-        "Load the scheduler",
-        ("reads: its state, or the command line", "sets: learning rate and weight decay"),
-        ("optimizer_param_scheduler",),
-    ),
-    "wrapper": Stage(
-        DEEPSPEED,
-        SAVE,
-        "Choose the optimizer's wrapper",
-        ("the engine reads ZeRO's stage and the data types", "decides: who holds and saves the state"),
-        ("runtime.constants", "runtime.bf16_optimizer", "runtime.base_optimizer"),
-    ),
-    "model states": Stage(
-        DEEPSPEED,
-        SAVE,
-        "Write the model states",
-        ("reads: weights, shapes, the client's state", "writes: *_model_states.pt, of each rank at ZeRO-3"),
-        ("runtime.engine",),
-    ),
-    "optimizer states": Stage(
-        DEEPSPEED,
-        SAVE,
-        "Write the optimizer's states",
-        ("each rank reads its flat partitions and padding", "writes: its *_optim_states.pt"),
-        ("runtime.engine",),
-    ),
-    "latest": Stage(
-        DEEPSPEED,
-        SAVE,
-        "Name the checkpoint",
-        ("all ranks have written", "rank 0 writes: latest"),
-        ("runtime.engine",),
-    ),
-    "zero files": Stage(
-        DEEPSPEED,
-        DISK,
-        "ZeRO checkpoint",
-        ("a file of model states, or one a rank", "a file of optimizer states a rank"),
-        tools="audit · repair · fingerprint",
-    ),
-    "extract": Stage(
-        DEEPSPEED,
-        DISK,
-        "Conversion: cut out the fragments",
-        ("reads: the ranks' files, in the ranks' order", "writes: a file a rank, parameter and state; settings"),
-        (
-            "checkpoint.ds_to_universal",
-            "checkpoint.zero_checkpoint",
-            "checkpoint.deepspeed_checkpoint",
-            "checkpoint.reshape_utils",
-        ),
-        tools="to-universal",
-    ),
-    "merge": Stage(
-        DEEPSPEED,
-        DISK,
-        "Conversion: join the fragments",
-        ("reads: the fragments of each parameter", "writes: fp32.pt, exp_avg.pt, exp_avg_sq.pt"),
-        ("checkpoint.ds_to_universal",),
-        tools="to-universal",
-    ),
-    "universal files": Stage(
-        DEEPSPEED,
-        DISK,
-        "Universal checkpoint",
-        ("a folder a parameter, a file a state", "settings: zero/optimizer_state.pt"),
-        tools="audit · repair · fingerprint",
-    ),
-    "ordinary load": Stage(
-        DEEPSPEED,
-        LOAD,
-        "Load a ZeRO checkpoint",
-        ("each rank reads its own files", "sets: partitions, settings, step"),
-        (
-            "runtime.engine",
-            "runtime.checkpoint_engine.torch_checkpoint_engine",
-            "utils.zero_to_fp32",
-        ),
-    ),
-    "universal load": Stage(
-        DEEPSPEED,
-        LOAD,
-        "Load a universal checkpoint",
-        ("each rank reads its part of each parameter", "sets: masters and moments"),
-        (
-            "runtime.base_optimizer",
-            "runtime.zero.stage_1_and_2",
-            "runtime.zero.stage3",
-            "runtime.bf16_optimizer",
-            "checkpoint.universal_checkpoint",
-        ),
-    ),
-    "settings": Stage(
-        DEEPSPEED,
-        LOAD,
-        "… its settings and step",
-        ("reads: the saved param groups, the model states", "sets: learning rates, betas, decays, step"),
-        (
-            "runtime.engine",
-            "runtime.zero.stage_1_and_2",
-            "runtime.zero.stage3",
-            "checkpoint.universal_checkpoint",
-        ),
-    ),
-    "links": Stage(
-        DEEPSPEED,
-        LOAD,
-        "Link parameters to their state",
-        ("reads: where each lies in the flat tensors", "sets: the links of safe_get_full_… and of loads"),
-        ("utils.tensor_fragment", "runtime.zero.stage_1_and_2", "runtime.bf16_optimizer"),
-    ),
-}
+# Each stage: its name, column, title and tools; who reads and writes what; behind @ upstream's modules.
+MEGATRON = """\
+format | save | Choose the format
+  reads: what the caller asks for
+  makes: one of the sharding types
+  @ optimizer.distrib_optimizer dist_checkpointing.mapping
+state | save | Cut up the optimizer's state
+  each rank reads its masters, moments and step
+  makes: shards of buckets, or of parameters
+  @ optimizer.distrib_optimizer
+gather | save | Gather it (torch, dp_zero_gather_scatter, fully_reshardable)
+  data-parallel rank 0 reads the others' parts
+  makes: whole buffers, or parameters
+  @ optimizer.distrib_optimizer
+share | save | Share out the shards
+  all ranks read what each of them holds
+  makes: who writes which shard
+  @ dist_checkpointing.exchange_utils dist_checkpointing.mapping dist_checkpointing.strategies.fully_parallel
+zarr | save | Write zarr
+  one rank creates each array
+  every rank writes its ranges of the chunks
+  @ dist_checkpointing.strategies.zarr
+async | save | Write torch_dist, in the background
+  a worker reads copies of the tensors
+  writes: a file each, then the index
+  @ dist_checkpointing.strategies.async_utils
+megatron files | disk | Megatron checkpoint | audit · repair · fingerprint
+  zarr: a folder an array, a file a chunk
+  torch_dist: *.distcp and .metadata
+  torch: distrib_optim.pt, model_optim_rng.pt
+  param groups and step: common.pt
+migration | disk | Migration, for 0.16 and later | migrate
+  reads: zarr, or flattened ranges
+  writes: torch_dist in today's formats
+check | load | Check and read the shards
+  each rank reads the index, and its shards
+  checks: that they cover each array
+  @ dist_checkpointing.serialization dist_checkpointing.validation dist_checkpointing.exchange_utils
+groups | load | Give param groups their settings
+  reads: the saved groups and the run's own
+  sets: learning rates, weight decays, step
+  @ optimizer.optimizer optimizer.distrib_optimizer
+optimizer | load | Copy the state into the optimizer
+  each rank reads its part, or what rank 0 scatters
+  sets: masters, moments, step
+  @ optimizer.distrib_optimizer
+offload | load | Refresh the copies of CPU offload
+  the hybrid optimizer reads weights and state
+  sets: its copies on CPU and GPU
+  @ optimizer.cpu_offloading.hybrid_optimizer
+scheduler | load | Load the scheduler
+  reads: its state, or the command line
+  sets: learning rate and weight decay
+  @ optimizer_param_scheduler
+"""
+DEEPSPEED_STAGES = """\
+wrapper | save | Choose the optimizer's wrapper
+  the engine reads ZeRO's stage and the data types
+  decides: who holds and saves the state
+  @ runtime.constants runtime.bf16_optimizer runtime.base_optimizer
+model states | save | Write the model states
+  reads: weights, shapes, the client's state
+  writes: *_model_states.pt, of each rank at ZeRO-3
+  @ runtime.engine
+optimizer states | save | Write the optimizer's states
+  each rank reads its flat partitions and padding
+  writes: its *_optim_states.pt
+  @ runtime.engine
+latest | save | Name the checkpoint
+  all ranks have written
+  rank 0 writes: latest
+  @ runtime.engine
+zero files | disk | ZeRO checkpoint | audit · repair · fingerprint
+  a file of model states, or one a rank
+  a file of optimizer states a rank
+extract | disk | Conversion: cut out the fragments | to-universal
+  reads: the ranks' files, in the ranks' order
+  writes: a file a rank, parameter and state; settings
+  @ checkpoint.ds_to_universal checkpoint.zero_checkpoint checkpoint.deepspeed_checkpoint
+  @ checkpoint.reshape_utils
+merge | disk | Conversion: join the fragments | to-universal
+  reads: the fragments of each parameter
+  writes: fp32.pt, exp_avg.pt, exp_avg_sq.pt
+  @ checkpoint.ds_to_universal
+universal files | disk | Universal checkpoint | audit · repair · fingerprint
+  a folder a parameter, a file a state
+  settings: zero/optimizer_state.pt
+ordinary load | load | Load a ZeRO checkpoint
+  each rank reads its own files
+  sets: partitions, settings, step
+  @ runtime.engine runtime.checkpoint_engine.torch_checkpoint_engine utils.zero_to_fp32
+universal load | load | Load a universal checkpoint
+  each rank reads its part of each parameter
+  sets: masters and moments
+  @ runtime.base_optimizer runtime.zero.stage_1_and_2 runtime.zero.stage3 runtime.bf16_optimizer
+  @ checkpoint.universal_checkpoint
+settings | load | … its settings and step
+  reads: the saved param groups, the model states
+  sets: learning rates, betas, decays, step
+  @ runtime.engine runtime.zero.stage_1_and_2 runtime.zero.stage3 checkpoint.universal_checkpoint
+links | load | Link parameters to their state
+  reads: where each lies in the flat tensors
+  sets: the links of safe_get_full_… and of loads
+  @ utils.tensor_fragment runtime.zero.stage_1_and_2 runtime.bf16_optimizer
+"""
+
+
+def _stages(package: str, listed: str) -> Iterator[tuple[str, Stage]]:
+    """The stages of a package, by their names."""
+    for part in re.split(r"\n(?! )", listed.strip()):
+        head, *lines = part.split("\n  ")
+        name, column, title, tools = (*head.split(" | "), "")[:4]
+        modules = [module for line in lines if line.startswith("@ ") for module in line[2:].split()]
+        text = [line for line in lines if not line.startswith("@ ")]
+        yield name, Stage(package, ("save", "disk", "load").index(column), title, tuple(text), tuple(modules), tools)
+
+
+STAGES = dict([*_stages(CORE, MEGATRON), *_stages(DEEPSPEED, DEEPSPEED_STAGES)])
 
 # A fix, and the stages in which its bug shows.
 SITS = {name: load(name).stages for name in FIXES}
 
 # What goes from one stage to another.
-ARROWS = (
-    ("format", "state"),
-    ("state", "gather"),
-    ("gather", "share"),
-    ("share", "zarr"),
-    ("share", "async"),
-    ("zarr", "megatron files"),
-    ("async", "megatron files"),
-    ("megatron files", "migration"),
-    ("megatron files", "check"),
-    ("migration", "check"),
-    ("megatron files", "scheduler"),
-    ("check", "groups"),
-    ("groups", "optimizer"),
-    ("optimizer", "offload"),
-    ("wrapper", "model states"),
-    ("model states", "optimizer states"),
-    ("model states", "zero files"),
-    ("optimizer states", "latest"),
-    ("latest", "zero files"),
-    ("zero files", "extract"),
-    ("extract", "merge"),
-    ("merge", "universal files"),
-    ("zero files", "ordinary load"),
-    ("universal files", "universal load"),
-    ("universal load", "settings"),
-    ("settings", "links"),
-    ("ordinary load", "links"),
-)
+CHAINS = """
+format > state > gather > share > zarr > megatron files > migration > check > groups > optimizer > offload
+share > async > megatron files > check
+megatron files > scheduler
+wrapper > model states > optimizer states > latest > zero files > extract > merge > universal files
+model states > zero files > ordinary load > links
+universal files > universal load > settings > links
+"""
+ARROWS = [arrow for chain in CHAINS.strip().splitlines() for arrow in pairwise(chain.split(" > "))]
 
 # Units of the picture, which is as wide as a page of text when it is scaled to two thirds.
 WIDTH, MARGIN, GUTTER, GAP = 1260, 24, 54, 20
@@ -327,7 +215,7 @@ def lines_of(name: str) -> tuple[Line, ...]:
     """What is written in a stage's box."""
     stage = STAGES[name]
     found = [Line(part, "title", LINE, TITLE_LETTER) for part in _wrapped(stage.title, TITLE_LETTER)]
-    found += [Line(part, "soft", LINE, LETTER) for text in stage.says for part in _wrapped(text, LETTER)]
+    found += [Line(part, "soft", LINE, LETTER) for text in stage.text for part in _wrapped(text, LETTER)]
     found += [Line(fix, "code fix", FIX, CODE_LETTER) for fix, stages in SITS.items() if name in stages]
     if stage.tools:
         found.append(Line(stage.tools, "code tool", FIX, CODE_LETTER))

@@ -24,6 +24,7 @@ LICENSES = {
     DEEPSPEED: "# Copyright (c) DeepSpeed Team.\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team",
 }
 UNRELEASED = "## [Unreleased]\n"
+ADDED = "\n### Added\n"
 NEXT = """
 Next, in this order:
   1. {folder}/demos/{name}.py: what users do, on the real release,
@@ -101,10 +102,9 @@ def _filled(root: Path, template: str, values: dict[str, str]) -> str:
 
 def _with_entry(changes: str, name: str) -> str:
     before, heading, after = changes.partition(UNRELEASED)
-    kind, entry = "\n### Fixed\n", f"- Added `{name}`: what it changes, and in which releases.\n"
-    if after.startswith(kind):
-        return f"{before}{heading}{kind}{entry}{after.removeprefix(kind)}"
-    return f"{before}{heading}{kind}{entry}{after}"
+    unreleased, end, older = after.partition("\n## [")
+    start, _, rest = unreleased.partition(ADDED) if ADDED in unreleased else ("", "", unreleased)
+    return f"{before}{heading}{start}{ADDED}- Added `{name}`: what it changes, in which releases.\n{rest}{end}{older}"
 
 
 def main() -> int:

@@ -195,40 +195,33 @@ def _cell(words: Mapping[str, set[str]], known: Sequence[str]) -> str:
 
 def megatron(record: Record) -> dict[str, str]:
     """The results of megatron-core, from the rows that each test recorded."""
-    known = KNOWN["megatron-core"]
     rows = sorted(chain.from_iterable(record.values()), key=lambda row: (family(row), numbers(row["version"])))
+    known = KNOWN["megatron-core"]
     releases = {name: ranges({row["version"] for row in rows if row["format"] == name}, known) for name in FORMATS}
     heads = {name: f"`{name}` {versions}" for name, versions in releases.items() if versions}
-    results = {
-        delivery: [
-            Result(family(row), row["format"], row["version"], word(row)) for row in rows if row["delivery"] == delivery
-        ]
-        for delivery in ("hook", "none")
-    }
-    return {
-        "megatron-core": exceptions(results["hook"], known),
-        "megatron-core without": table("optimizer", results["none"], heads, known),
-    }
+    results = [(row, Result(family(row), row["format"], row["version"], word(row))) for row in rows]
+    return _both("megatron-core", "optimizer", results, heads)
 
 
 def zero(record: Record) -> dict[str, str]:
     """The results of DeepSpeed."""
-    known, kinds = KNOWN["deepspeed"], list(KINDS)
+    kinds = list(KINDS)
     rows = sorted(
         chain.from_iterable(record.values()), key=lambda row: (kinds.index(kind_of(row)), numbers(row["version"]))
     )
-    results = {
-        delivery: [
-            Result(KINDS[kind_of(row)], zero_column(row), row["version"], zero_word(row))
-            for row in rows
-            if row["delivery"] == delivery
-        ]
-        for delivery in ("hook", "none")
-    }
-    heads = {name: name for name in sorted({one.column for one in results["none"]})}
+    results = [(row, Result(KINDS[kind_of(row)], zero_column(row), row["version"], zero_word(row))) for row in rows]
+    heads = {name: name for name in sorted({one.column for _, one in results})}
+    return _both("deepspeed", "training", results, heads)
+
+
+def _both(name: str, head: str, results: Iterable[tuple[Row, Result]], heads: Mapping[str, str]) -> dict[str, str]:
+    """What is not exact with the fixes, and all results without them."""
+    of: dict[str, list[Result]] = {"hook": [], "none": []}
+    for row, result in results:
+        of[row["delivery"]].append(result)
     return {
-        "deepspeed": exceptions(results["hook"], known),
-        "deepspeed without": table("training", results["none"], heads, known),
+        name: exceptions(of["hook"], KNOWN[name]),
+        f"{name} without": table(head, of["none"], heads, KNOWN[name]),
     }
 
 
@@ -258,4 +251,5 @@ def blocks() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    generated.require(RECORD, ACROSS, ZERO)
     generated.write(PAGE, blocks())

@@ -136,6 +136,7 @@ def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     page = for_users(REPOSITORY / "docs" / f"{name}.md")
     assert text.splitlines()[0] == page.splitlines()[0]
     assert re.findall(r"^## (.*)", text, flags=re.MULTILINE) == re.findall(r"^## (.*)", page, flags=re.MULTILINE)
+    assert "<!--" not in text
     assert re.findall(r"\]\([^)]*\)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text)) == []
 
 

@@ -350,7 +350,6 @@ def about(checkout: Path) -> dict[str, Any]:
     """Of which code the results are."""
     commit, date = _git(checkout, "log", "-1", "--format=%H %cs").split()
     return {
-        "release": version(checkout),
         "tag": _git(checkout, "describe", "--tags", "--always"),
         "commit": commit,
         "commit_date": date,
@@ -363,14 +362,6 @@ def about(checkout: Path) -> dict[str, Any]:
 def _git(checkout: Path, *arguments: str) -> str:
     command = ["git", "-C", str(checkout), *arguments]
     return subprocess.run(command, text=True, capture_output=True, check=True).stdout.strip()
-
-
-def version(checkout: Path) -> str:
-    """The release that a checkout says it is."""
-    if (path := checkout / "version.txt").exists():
-        return path.read_text().strip()
-    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
 
 
 def record(package: str, changes: Mapping[str, Any] | None = None, row: Mapping[str, Any] | None = None) -> None:

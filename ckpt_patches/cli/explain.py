@@ -54,7 +54,8 @@ def _folder() -> Path:
 
 
 def without_links(markdown: str) -> str:
-    """The text of a link to another page; behind that of a link to another site its address."""
+    """The text of a link to another page; behind that of a link to another site its address. No comments."""
+    markdown = re.sub(r"(?m)^<!--.*?-->\n", "", markdown)
     markdown = re.sub(r"!\[[^]]*\]\([^)\s]+\)\n*", "", markdown)  # a picture
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
     markdown = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
