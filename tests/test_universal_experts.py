@@ -13,7 +13,7 @@ import shared
 from ckpt_patches.engine.plan import Outcome
 from deepspeed_patches.universal_experts import _folder_names, _settings_to_load
 from test_audit_coverage import experts
-from test_ds_to_universal_experts import states
+from test_convert_experts import states
 from universal import ours
 from upstream import (
     DELIVERIES,
