@@ -9,6 +9,12 @@ TRUST = "--trust-checkpoint"  # the option that messages about classes name
 class UserError(Exception):
     """What was expected, what was found, where, and what to do."""
 
+    status = 2  # the exit status of a command that raises it
+
+
+class WorkerDefect(RuntimeError):
+    """A worker process met an error that is a defect of this project; its traceback is in the message."""
+
 
 def unknown(what: str, name: str, known: Iterable[str], where: str) -> str:
     """One line for a name that does not exist: the nearest one that does, and the command that has them all."""

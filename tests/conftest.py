@@ -58,9 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
 QUICK = """
-    audit_blocks checksum command ds_to_universal_new_file ds_to_universal_plan
-    ds_to_universal_writer durable hook in_place map names plan processes rooms shared source stored_zip
-    torch_file unfinished
+    audit_blocks checksum command convert_new_file convert_plan convert_writer durable hook in_place map names plan
+    processes rooms shared source stored_zip torch_file unfinished
 """
 
 _Rows = dict[str, Any]  # lists of rows, by test

@@ -13,7 +13,7 @@ from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, WHOLE, audit
 from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MIXED_RANKS
 from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
-from test_ds_to_universal_experts import NEIGHBOURS, autoep, load, save
+from test_convert_experts import NEIGHBOURS, autoep, load, save
 from universal import ours
 
 SHARED = {

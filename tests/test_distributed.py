@@ -95,7 +95,7 @@ from ckpt_patches.audit.repair import copies
 from ckpt_patches.formats import ranged
 from ckpt_patches.migrate import migration_plan, move
 from ckpt_patches.runtime import distributed, unfinished
-from ckpt_patches.convert import convert_command as command, workers
+from ckpt_patches.convert import convert_command as command, write as writing
 {SMALL}
 {change}
 status = {"command" if self.command == "convert" else "cli"}.main(sys.argv[1:])
@@ -249,12 +249,12 @@ def test_a_full_disk_of_one_rank_ends_all_and_the_same_command_goes_on(command: 
 
 
 AFTER_ONE_FILE = """
-write, main = workers.Writer.write, os.getpid()
+write, main = writing.Writer.write, os.getpid()
 def last(self, output):
     write(self, output)
     self.finish()
     os.kill(main, {signal})
-workers.Writer.write = last
+writing.Writer.write = last
 """
 
 

@@ -345,9 +345,9 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with open(old / "__1_0.distcp", "r+b") as file:
         file.truncate(100)
     (tmp_path / "new").mkdir()
-    job = move.Job(tmp_path / "new", planned.shards)
+    writer = move.Writer(move.Job(tmp_path / "new", planned.shards), lambda _: None)
     with pytest.raises(UserError, match=r"old/__1_0\.distcp cannot be read: ends before"):
-        move.write(planned.files[0], job, lambda _: None)
+        writer.write(planned.files[0])
     assert list((tmp_path / "new").iterdir()) == []
 
 

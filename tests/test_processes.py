@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.processes import Worker, WorkerDefect, WorkerDied, in_order, mapped, ready, started
+from ckpt_patches.errors import UserError, WorkerDefect
+from ckpt_patches.runtime.processes import Worker, WorkerDied, in_order, mapped, ready, started
 from universal import command, environment, parallel
 from upstream import TIMEOUT
 
@@ -256,12 +256,12 @@ def test_results_that_are_not_asked_for_any_more() -> None:
 
 WRITE = """
 import os, sys
-from ckpt_patches.convert import convert_command as command, workers
+from ckpt_patches.convert import convert_command as command, write as writing
 
 def write(writer, output):
     {}
 
-workers.Writer.write = write
+writing.Writer.write = write
 sys.exit(command.main())
 """
 

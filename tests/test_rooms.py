@@ -17,11 +17,11 @@ ROOMS = {
     "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
-    "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint"},
-    "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "ckpt_patches.convert": COMMON
     | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.engine.installed"}
     | {"ckpt_patches.engine.registry", "ckpt_patches.engine.releases"},
+    "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.convert"},
+    "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
     "ckpt_patches.demo": COMMON | {"ckpt_patches.engine"},
     "deepspeed_patches.demos": {"ckpt_patches.demo"},
     "megatron.patches.demos": {"ckpt_patches.demo"},

@@ -40,7 +40,7 @@ def check_while_another(path: Path, act: Callable[[], None], look: int) -> bool:
 
     _at_each_look.append(at_each)
     try:
-        folder(path).check()
+        folder(path).check([])
     finally:
         _at_each_look.clear()
     return looks >= look
@@ -65,7 +65,7 @@ def test_another_process_of_this_work_ends_at_any_moment(look: int, tmp_path: Pa
 def test_what_belongs_to_another_work_is_refused(tmp_path: Path) -> None:
     folder(tmp_path, "of another").begin()
     with pytest.raises(UserError, match="holds the unfinished conversion of another checkpoint"):
-        folder(tmp_path).check()
+        folder(tmp_path).check([])
     os.rename(folder(tmp_path).working, folder(tmp_path).final)
     with pytest.raises(UserError, match="output exists; name another output folder"):
-        folder(tmp_path).check()
+        folder(tmp_path).check([])

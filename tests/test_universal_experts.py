@@ -9,7 +9,7 @@ import pytest
 
 import shared
 from test_audit_coverage import experts
-from test_ds_to_universal_experts import states
+from test_convert_experts import states
 from universal import ours
 from upstream import (
     MAIN,

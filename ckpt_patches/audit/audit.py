@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
@@ -17,9 +16,6 @@ from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.progress import Progress
-
-if TYPE_CHECKING:
-    from ckpt_patches.fingerprint.states import OfZero
 
 WHOLE, REPAIRED, DAMAGED, INCOMPLETE, UNKNOWN = "WHOLE", "REPAIRED", "DAMAGED", "INCOMPLETE", "UNKNOWN"
 EXIT_STATUS = {WHOLE: 0, REPAIRED: 0, DAMAGED: 1, INCOMPLETE: 1, UNKNOWN: 3}
@@ -77,10 +73,10 @@ class Share:
     unreadable: Finding | None = None  # why there are no more
 
 
-def audit(path: Path, workers: int | None = None, of_zero: "OfZero | None" = None) -> Report:
+def audit(path: Path, workers: int | None = None) -> Report:
     """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
 
-    Without a number of workers as many as there are processors; `of_zero` gives the fingerprints of a ZeRO checkpoint.
+    Without a number of workers as many as there are processors.
 
     Raises:
         UserError: it is no checkpoint in a format that is known.
@@ -88,17 +84,17 @@ def audit(path: Path, workers: int | None = None, of_zero: "OfZero | None" = Non
     ranks = Ranks()
     workers = workers or ranks.workers
     structure = _structure(path)
-    return _judge(structure, _scan(structure, workers, ranks), workers, of_zero)
+    return _judge(structure, _scan(structure, workers, ranks), workers)
 
 
-def audit_together(path: Path, workers: int, ranks: Ranks, of_zero: "OfZero | None" = None) -> Report | None:
+def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
     """As `audit`. Each of several ranks reads its share, and rank 0 judges; None on the others.
 
     Raises:
         UserError: it is no checkpoint in a format that is known, or a rank is missing.
     """
     if ranks.size == 1:
-        return audit(path, workers, of_zero)
+        return audit(path, workers)
     own: list[_Structure] = []
 
     def read() -> Share:
@@ -106,7 +102,7 @@ def audit_together(path: Path, workers: int, ranks: Ranks, of_zero: "OfZero | No
         return _share(own[0], workers, ranks)
 
     found = ranks.gather(f"reading {path}", read)
-    return None if ranks.rank else _judge(own[0], _of_all(found), workers, of_zero)
+    return None if ranks.rank else _judge(own[0], _of_all(found), workers)
 
 
 def _structure(path: Path) -> _Structure:
@@ -183,7 +179,7 @@ def _of_all(found: list[Share]) -> Iterator[scan.Part]:
             raise UnreadableError(own.unreadable)
 
 
-def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int, of_zero: "OfZero | None") -> Report:
+def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
     """By what is odd in its parts."""
     found, shift = structure.found, None
     pieces: list[record_checksums.PartRead] = []
@@ -193,7 +189,7 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int, of_z
         found.repaired = repair_list.read(found).ranges
         odds = scan.by_shard(parts, len(structure.shards), pieces)
         shift = judged(found, structure.shards, odds, pieces)
-        found.findings += recorded_states.findings(found, found.path, workers, of_zero)
+        found.findings += recorded_states.findings(found, found.path, workers)
     except UnreadableError as error:
         found.findings.append(error.finding)
     except Exception as error:

@@ -5,23 +5,22 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.errors import UserError
+from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_distributed, add_workers, described
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
-    from ckpt_patches.fingerprint.states import OfZero
     from ckpt_patches.runtime.distributed import Ranks
 
-Result = TypeVar("Result")
 
-
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
+def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Say what the commands take; what they need is imported when they run."""
-    audit = commands.add_parser(
+    audit = parsers.add_parser(
         "audit",
         help="find damage in checkpoints",
         **described(
@@ -38,8 +37,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
     audit.add_argument("--html", type=Path, metavar="FILE.html", help="write a page: verdicts, pictures, what to do")
     _add_processes_to(audit)
-    audit.set_defaults(run=_audit, of_zero=of_zero)
-    repair = commands.add_parser(
+    audit.set_defaults(run=_audit)
+    repair = parsers.add_parser(
         "repair",
         help="repair a damaged checkpoint, in a copy",
         **described(
@@ -53,7 +52,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
     _add_processes_to(repair)
-    repair.set_defaults(run=_repair, of_zero=of_zero)
+    repair.set_defaults(run=_repair)
 
 
 def _add_processes_to(command: argparse.ArgumentParser) -> None:
@@ -84,12 +83,9 @@ def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.
     """Work with the other ranks, if there are any; the exit status, which is rank 0's."""
     from ckpt_patches.runtime.distributed import joined
 
-    try:
+    with commands.needed_by(what):
         import ckpt_patches.audit.repair.repair  # noqa: F401 - and all that it needs
-    except ModuleNotFoundError as error:
-        name = error.name
-        raise UserError(f"{what} needs {name}, which is not installed: pip install {name}") from None
-    with joined(options.distributed, lambda text: print(f"ckpt-patches: {text}", file=sys.stderr)) as ranks:
+    with joined(options.distributed, partial(commands.say, "ckpt-patches")) as ranks:
         return work(options, ranks, options.workers or ranks.workers)
 
 
@@ -101,7 +97,7 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
         return ["repair", *map(str, (options.path, options.output, options.older))]
 
     ranks.agree("the arguments", called_with, by=list)
-    result = _reading(lambda: repair(options.path, options.output, options.older, workers, ranks, options.of_zero))
+    result = repair(options.path, options.output, options.older, workers, ranks)
     if result is None:
         return 0
     for one in result.done:
@@ -127,8 +123,8 @@ def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -
         return [found for path in options.paths for found in _found(path, list(saves(path)))]
 
     reports: list[Report] = []
-    for checkpoint in ranks.agree("looking for checkpoints", lambda: _reading(found), by=list):
-        judged = audit_together(checkpoint, workers, ranks, options.of_zero)
+    for checkpoint in ranks.agree("looking for checkpoints", found, by=list):
+        judged = audit_together(checkpoint, workers, ranks)
         if judged is None:
             continue
         reports.append(judged)
@@ -151,7 +147,7 @@ def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
     elif not options.json_lines:
         for run in runs:
             print(run.as_text())
-    _reading(lambda: _write_pictures(options, reports))
+    _write_pictures(options, reports)
     sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
     statuses = {EXIT_STATUS[found.verdict] for found in reports}
     return 1 if 1 in statuses else max(statuses)
@@ -193,13 +189,3 @@ def _found(path: Path, checkpoints: list[Path]) -> list[Path]:
     if not checkpoints:
         raise UserError(f"{path}: expected a checkpoint in a known format, found none (ckpt-patches explain audit)")
     return checkpoints
-
-
-def _reading(work: Callable[[], Result]) -> Result:
-    """A file that cannot be read is a line, not a stack trace."""
-    from ckpt_patches.runtime.processes import WorkerDefect
-
-    try:
-        return work()
-    except (OSError, WorkerDefect) as error:
-        raise UserError(one_line(error)) from None

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 from ckpt_patches import __version__
 from ckpt_patches.audit import audit_command as audit
 from ckpt_patches.cli import completion
+from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import FIXES, TARGETS
 from ckpt_patches.engine.trees import select
-from ckpt_patches.errors import UserError, one_line, unknown
-from ckpt_patches.fingerprint import fingerprint_command as fingerprint
+from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
+from ckpt_patches.runtime import commands as runtime_commands
 from ckpt_patches.runtime import terminal
-from ckpt_patches.runtime.distributed import OtherRankError
 from ckpt_patches.runtime.options import Parser, described, spelled
 
 if TYPE_CHECKING:
     from ckpt_patches.cli.status import Installed, Status
     from ckpt_patches.engine.fix import Fix
     from ckpt_patches.engine.fix_table import Row
-    from ckpt_patches.fingerprint.states import Fingerprint
 
 AFTER = """Each command has its own --help. Documentation: ckpt-patches explain lists all pages.
 
@@ -50,24 +49,7 @@ MEANING = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    try:
-        status = _run(sys.argv[1:] if arguments is None else arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk is found here, and not when the interpreter ends
-    except OtherRankError:
-        return 2
-    except UserError as error:
-        return _failed(str(error))
-    except KeyboardInterrupt:
-        return _failed("interrupted", 130)
-    except BrokenPipeError:
-        _discard_output()
-        return 0
-    except OSError as error:
-        _discard_output()
-        # Only errors of files that are open already come without a name; standard output is the one that main knows.
-        return _failed(one_line(error, "cannot write the output"))
-    return status
+    return runtime_commands.run("ckpt-patches", lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -78,21 +60,6 @@ def _run(arguments: Sequence[str]) -> int:
     options = _parsers()[0].parse_args(spelled(arguments))
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
-
-
-def _failed(message: str, status: int = 2) -> int:
-    print(f"ckpt-patches: {message}", file=sys.stderr)
-    return status
-
-
-def _discard_output() -> None:
-    """If standard output cannot be written, forget what is left for it: the interpreter would try again at its end."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -113,9 +80,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     _add_patches(commands)
     # Its options are its own module's, which the other commands do without.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
-    audit.add_to(commands, _fingerprints_of_zero)
+    audit.add_to(commands)
     migrate.add_to(commands)
-    fingerprint.add_to(commands, _fingerprints_of_zero)
+    fingerprint.add_to(commands)
     _add_others(commands)
     return parser, commands.choices
 
@@ -265,12 +232,6 @@ def _completion(options: argparse.Namespace) -> int:
     }
     print(completion.script(parsers, words, options.shell), end="")
     return 0
-
-
-def _fingerprints_of_zero(path: Path, trust: bool) -> "Iterator[Fingerprint]":
-    from ckpt_patches.convert.zero_fingerprints import fingerprints
-
-    return fingerprints(path, trust=trust)
 
 
 def _distribution(name: str) -> str:

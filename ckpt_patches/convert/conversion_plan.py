@@ -6,10 +6,8 @@ Pure: nothing is read or written, and everything that the headers can tell to be
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_patches.convert import layout
-from ckpt_patches.convert.experts import Experts, LocalExpert
+from ckpt_patches.convert import layout, rules
 from ckpt_patches.convert.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
-from ckpt_patches.convert.headers import Checkpoint, Rank
 from ckpt_patches.convert.merge import Merge, expert_outputs
 from ckpt_patches.convert.output_files import (
     CopiedOutput,
@@ -31,6 +29,8 @@ from ckpt_patches.formats.paths import is_within
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
+from ckpt_patches.formats.zero_checkpoint import Checkpoint, Rank
+from ckpt_patches.formats.zero_experts import KEY, Experts, LocalExpert
 
 BY_NUMBERS = (
     "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed since 0.14.1 "
@@ -42,8 +42,10 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     """The plan for a checkpoint. `strict` refuses what upstream's converter would do although it looks wrong.
 
     Raises:
-        UserError: fragments overlap or leave a hole, ranks are at different steps, or a rule does not fit.
+        UserError: fragments overlap or leave a hole, ranks are at different steps, a rule does not fit, or the
+            installed DeepSpeed could not load the result.
     """
+    _check_loadable(checkpoint, traits)
     _check_steps(checkpoint)
     found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
     found.append(_common_state(checkpoint))
@@ -58,6 +60,27 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
         file = checkpoint.files[index]
         outputs.append(CopiedOutput(file.path.name, index, file.size))
     return Plan(checkpoint.files, tuple(outputs), links, tuple(warnings))
+
+
+def _check_loadable(checkpoint: Checkpoint, traits: Traits) -> None:
+    is_stage_3, info = checkpoint.stage > 2, checkpoint.info
+    for has, known, what in (
+        (is_stage_3, traits.zero3, "is of ZeRO stage 3"),
+        (
+            is_stage_3 and checkpoint.tp_degree > 1,
+            traits.zero3_tensor_parallel,
+            f"is of {checkpoint.tp_degree} tensor-parallel ranks at ZeRO stage 3",
+        ),
+        (checkpoint.experts, traits.autoep, f"has layers of experts ({KEY})"),
+        (info.get(rules.VOCABULARY), traits.vocab_tensor, f"has {rules.VOCABULARY}"),
+        (info.get(rules.TWO_SUB_PARAMS), traits.two_sub_params, f"has {rules.TWO_SUB_PARAMS}"),
+        (info.get(rules.SUB_PARAMS), traits.sub_params, f"has {rules.SUB_PARAMS}"),
+    ):
+        if has and not known:
+            raise UserError(
+                f"{checkpoint.folder} {what}, which the installed DeepSpeed does not load from a universal checkpoint: "
+                "install a later release, and convert it there"
+            )
 
 
 def _check_steps(checkpoint: Checkpoint) -> None:

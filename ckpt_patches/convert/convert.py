@@ -1,30 +1,34 @@
 """Convert a checkpoint: read its headers, plan, check, move the bytes, and give the result its name."""
 
+import hashlib
+import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_patches.convert import read_headers, traits
+from ckpt_patches import __version__
+from ckpt_patches.convert import traits
 from ckpt_patches.convert.conversion_plan import plan
-from ckpt_patches.convert.file_systems import Direct, writes_directly
-from ckpt_patches.convert.output_files import Plan
-from ckpt_patches.convert.output_folder import OutputFolder, fingerprint
-from ckpt_patches.convert.source_files import Access
-from ckpt_patches.convert.workers import shares, worker_count, write_all
-from ckpt_patches.convert.write import Job
+from ckpt_patches.convert.new_file import Direct, writes_directly
+from ckpt_patches.convert.output_files import Output, Plan
+from ckpt_patches.convert.traits import Traits
+from ckpt_patches.convert.write import Job, writer
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
+from ckpt_patches.formats import zero_checkpoint
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.progress import Progress
-from ckpt_patches.runtime.unfinished import Written
+from ckpt_patches.runtime.shared_writing import Task, cost, write_together
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, reported, write_at_once
 
 WORKERS = 8  # on two cores, too: where one waits for the disk another goes on
+WORTH_A_PROCESS = 64 << 20  # bytes: starting a process takes as long as to move these
 MOST_SHOWN = 12  # states that are not as recorded
 BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into a processor's cache
+MARK = ".ds_to_universal.json"
+LATEST = "latest_universal"
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,6 @@ class Options:
 
     workers: int = WORKERS  # processes
     bytes_in_flight: int = BYTES_IN_FLIGHT  # in the buffers of all workers together
-    access: Access = "read"  # to the rank files: by ranges, or mapped into memory
     strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
     inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
     trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
@@ -84,33 +87,94 @@ def convert(
     )
     for warning in plan_of_all.warnings if ranks.rank == 0 else ():
         warn(warning)
-    with ExitStack() as stack:
-
-        def take() -> None:
-            folder.begin()
-            stack.enter_context(folder.held())
-
-        def finish() -> None:
-            check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
-            folder.finish(plan_of_all, check, sync=options.sync)
-
-        ranks.first("making the output folder", take)
-        planning = time.monotonic() - begin
-        written = ranks.gather("writing", lambda: _write_share(plan_of_all, folder, options, ranks))
-        ranks.first("finishing the output folder", finish)
-    seconds = time.monotonic() - begin
-    nbytes = sum(own.bytes for own in written)
+    direct = writes_directly(folder.working, options.direct, sync=options.sync)
+    paths = [file.path for file in plan_of_all.files]
+    job = Job(folder.working, paths, options.bytes_in_flight, options.sync, direct)
+    task = Task(plan_of_all.outputs, partial(writer, job), partial(_workers, options), _nbytes)
+    check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
+    done = write_together(folder, task, ranks, lambda: _finish(folder, plan_of_all, check, sync=options.sync))
+    end = time.monotonic()
     return Summary(
         output_folder=str(folder.final),
-        bytes=nbytes,
-        files=sum(own.files for own in written),
-        files_before=sum(own.files_before for own in written),
+        bytes=done.written.bytes,
+        files=done.written.files,
+        files_before=done.written.files_before,
         links=len(plan_of_all.links) if ranks.rank == 0 else 0,
-        seconds=seconds,
-        plan_seconds=planning,
-        rate=nbytes / max(seconds - planning, 1e-9),
-        workers=sum(own.workers for own in written),
+        seconds=end - begin,
+        plan_seconds=done.began - begin,
+        rate=done.written.bytes / max(end - done.began, 1e-9),
+        workers=done.written.workers,
     )
+
+
+def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
+    """Everything that is found out before the first byte is written."""
+    known, warning = traits.installed()
+    found = planned(input_folder, known, options)
+    found = replace(found, warnings=(*([warning] if warning else []), *found.warnings))
+    folder = UnfinishedFolder(output_folder, fingerprint(found, known, options.strict), MARK, "conversion")
+    folder.check(found.outputs)
+    return found, folder
+
+
+def planned(input_folder: Path, known: Traits, options: Options) -> Plan:
+    """The plan for a checkpoint's folder, of which the headers are read.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of a kind that is not converted here.
+    """
+    found = zero_checkpoint.read(
+        input_folder, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
+    )
+    try:
+        return plan(found, known, strict=options.strict)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # of what the plan alone looks at
+        raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
+
+
+def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
+    """A digest of all that the output depends on. A file of the checkpoint that was written anew has another time."""
+    files = [(os.path.abspath(file.path), file.size, file.mtime_ns) for file in plan.files]
+    data = json.dumps([__version__, files, sorted(vars(traits).items()), strict])
+    return hashlib.sha256(data.encode()).hexdigest()
+
+
+def _nbytes(outputs: Sequence[Output]) -> int:
+    return sum(output.nbytes for output in outputs)
+
+
+def _workers(options: Options, outputs: Sequence[Output]) -> int:
+    """How many processes these outputs are worth."""
+    # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
+    most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
+    return max(1, min(most, len(outputs), sum(map(cost, outputs)) // WORTH_A_PROCESS))
+
+
+def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], object], *, sync: bool) -> None:
+    """Give the complete folder its name, if `check` raises nothing, then write `latest_universal`.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    folder.check_complete(planned.outputs)
+    if not folder.is_of_this(folder.final):
+        folders = folder.clean()
+        for link in planned.links:
+            _link(folder.working / link.file, folder.working / link.name)
+        check(folder.working)
+        folder.rename(folders, sync=sync)
+    write_at_once(folder.final.parent / LATEST, folder.final.name.encode())
+    (folder.final / MARK).unlink()
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a small file another name; where the file system has no such links, copy it."""
+    with reported(name):
+        try:
+            os.link(file, name)
+        except OSError:
+            if not name.is_file():  # it is one of an interrupted run
+                write_at_once(name, file.read_bytes())
 
 
 def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[str], object]) -> None:
@@ -142,45 +206,3 @@ def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[s
                 ]
             )
         )
-
-
-def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, OutputFolder]:
-    """Everything that is found out before the first byte is written."""
-    known, warning = traits.installed()
-    found = planned(input_folder, known, options)
-    found = replace(found, warnings=(*([warning] if warning else []), *found.warnings))
-    folder = OutputFolder(output_folder, fingerprint(found, known, options.strict))
-    folder.check()
-    folder.check_space(folder.missing(found.outputs))
-    return found, folder
-
-
-def planned(input_folder: Path, known: traits.Traits, options: Options) -> Plan:
-    """The plan for a checkpoint's folder, of which the headers are read.
-
-    Raises:
-        UserError: the checkpoint is damaged, or of a kind that is not converted here.
-    """
-    try:
-        found = read_headers.read(
-            input_folder, known, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
-        )
-        return plan(found, known, strict=options.strict)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
-        raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-
-
-def _write_share(planned: Plan, folder: OutputFolder, options: Options, ranks: Ranks) -> Written:
-    """Write those files of this rank's share that are not there."""
-    own = shares(planned.outputs, ranks.size)[ranks.rank]
-    left = folder.missing(own)
-    paths = [file.path for file in planned.files]
-    direct = writes_directly(folder.working, options.direct, sync=options.sync)
-    job = Job(folder.working, paths, options.access, options.bytes_in_flight, options.sync, direct)
-    # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
-    most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
-    count = worker_count(left, most)
-    nbytes = sum(output.nbytes for output in left)
-    with Progress(nbytes) as progress:
-        write_all(left, job, count, progress.show, Progress.INTERVAL)
-    return Written(nbytes, len(left), len(own) - len(left), count)

@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from ckpt_patches.convert.convert import BYTES_IN_FLIGHT, WORKERS, Options, Summary, convert
-from ckpt_patches.convert.file_systems import LOCAL
-from ckpt_patches.convert.zero_folder import look
-from ckpt_patches.errors import UserError, one_line
-from ckpt_patches.runtime.distributed import OtherRankError, joined
+from ckpt_patches.convert.new_file import LOCAL
+from ckpt_patches.formats.zero_checkpoint import check_folder
+from ckpt_patches.runtime import commands
+from ckpt_patches.runtime.distributed import joined
 from ckpt_patches.runtime.options import (
     Parser,
     add_distributed,
@@ -22,7 +23,6 @@ from ckpt_patches.runtime.options import (
     described,
     spelled,
 )
-from ckpt_patches.runtime.processes import WorkerDefect
 from ckpt_patches.runtime.units import in_bytes
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
@@ -30,10 +30,11 @@ EPILOG = (
     "exit status: 0 converted; 1 a defect, with a traceback to report; 2 not converted: a line names the reason, and "
     "the same command continues from there; 130 interrupted"
 )
-# Upstream's options without a meaning here, and why.
+# Options without a meaning, and why.
 OBSOLETE = {
     "num_merge_workers": "nothing is merged: each file is written once, by --workers processes",
     "keep_temp_folder": "there is no temporary folder",
+    "access": "files are read by ranges",
 }
 SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
 UNITS = {"k": 10, "m": 20, "g": 30}
@@ -43,30 +44,19 @@ def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal
     """Run the command; the exit status."""
     begin = time.monotonic() - time.process_time()  # with the imports
     options = parser(program).parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
+    interrupted = "interrupted; the same command goes on from here"
+    return commands.run(program, lambda: _run(options, program, begin), interrupted=interrupted, defect=1)
 
-    def say(message: str) -> None:
-        print(f"{program}: {message}", file=sys.stderr)
 
+def _run(options: argparse.Namespace, program: str, begin: float) -> int:
+    say = partial(commands.say, program)
     for name, reason in OBSOLETE.items():
         if getattr(options, name):
             say(f"--{name.replace('_', '-')} has no meaning any more: {reason}")
-    try:
-        look(Path(options.input_folder))  # before torch is imported, and waited for other ranks
-        with joined(options.distributed, say) as ranks:
-            summary = convert(
-                options.input_folder, options.output_folder, _chosen(options), ranks=ranks, begin=begin, warn=say
-            )
-    except OtherRankError:
-        return 2
-    except (UserError, OSError) as error:
-        say(one_line(error))
-        return 2
-    except WorkerDefect as error:
-        say(str(error))
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here")
-        return 130
+    folders = options.input_folder, options.output_folder
+    check_folder(Path(folders[0]))  # before torch is imported, and waited for other ranks
+    with joined(options.distributed, say) as ranks:
+        summary = convert(*folders, commands.chosen(Options, options), ranks=ranks, begin=begin, warn=say)
     if ranks.rank == 0:
         print(json.dumps({"schema": SCHEMA, **asdict(summary)}) if options.json else text(summary))
     return 0
@@ -87,6 +77,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workers(parser, "--num-extract-workers", default=WORKERS)
     parser.add_argument("--num-merge-workers", type=int, metavar="N", help="of upstream, without a meaning here")
     parser.add_argument("--keep-temp-folder", action="store_true", help="of upstream, without a meaning here")
+    parser.add_argument("--access", choices=("read", "mmap"), help=argparse.SUPPRESS)
     parser.add_argument(
         "--no-strict",
         dest="strict",
@@ -106,9 +97,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of all workers together; 16M is 16 MiB, the default",
     )
     parser.add_argument(
-        "--access", choices=("read", "mmap"), default="read", help="read ranges of the files, or map them into memory"
-    )
-    parser.add_argument(
         "--direct",
         choices=("auto", "on", "off"),
         default="auto",
@@ -117,19 +105,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_no_sync(parser)
     add_distributed(parser)
     parser.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-
-
-def _chosen(options: argparse.Namespace) -> Options:
-    return Options(
-        workers=options.workers,
-        bytes_in_flight=options.bytes_in_flight,
-        access=options.access,
-        strict=options.strict,
-        inject_missing_state=options.inject_missing_state,
-        trust_checkpoint=options.trust_checkpoint,
-        direct=options.direct,
-        sync=options.sync,
-    )
 
 
 def size(text: str) -> int:

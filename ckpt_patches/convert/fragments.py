@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_patches.convert import rules
-from ckpt_patches.convert.headers import Checkpoint
 from ckpt_patches.convert.output_files import Pieces, Run
 from ckpt_patches.convert.rules import Rules
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.zero import ElementType, Flat, Partition, Shape
+from ckpt_patches.formats.zero_checkpoint import Checkpoint
 
 
 class Fragment(NamedTuple):

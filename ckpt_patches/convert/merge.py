@@ -5,16 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_patches.convert import layout, rules
-from ckpt_patches.convert.experts import Experts, stacked
-from ckpt_patches.convert.headers import Checkpoint
-from ckpt_patches.convert.layout import Layout
+from ckpt_patches.convert.layout import Block, Layout
 from ckpt_patches.convert.output_files import Content, Output, Slice, TorchOutput, tensor
 from ckpt_patches.convert.rules import Rule, Rules
 from ckpt_patches.convert.traits import Traits
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import Global, Instance, TensorHeader, stand_in
+from ckpt_patches.formats.torch_file import Global, Instance, stand_in
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
+from ckpt_patches.formats.zero_checkpoint import Checkpoint
+from ckpt_patches.formats.zero_experts import Experts
 
 
 class Merge:
@@ -31,15 +31,12 @@ class Merge:
         rule = self.rules.of(name)
         how, placed, entries = self._placed(name, rule, shapes)
         layout.check(name, placed, shapes)
-        vocabulary = rule.original_vocab_size is not None
-        if vocabulary and self.traits.vocab_tensor:
+        if rule.original_vocab_size is not None:
             placed, entries = _without_padding(name, placed, rule), {**entries, "vocab_tensor": True}
         for key, (kind, slices) in states.items():
             contents = {"0": Content(kind.dtype, placed, tuple(slices), how)}
-            value, param = dict(entries), tensor("0", kind, placed.shape)
-            if vocabulary and not self.traits.vocab_tensor:
-                value["vocab_divisibility_padding_tensor"] = _padding(param, rule, contents)
-            yield TorchOutput(state_file(name, key), {**value, "param": param}, contents)
+            value = {**entries, "param": tensor("0", kind, placed.shape)}
+            yield TorchOutput(state_file(name, key), value, contents)
 
     def _placed(self, name: str, rule: Rule, shapes: Sequence[Shape]) -> tuple[str, Layout, dict[str, Any]]:
         """How the slices are read, where their elements go, and what is saved beside the parameter."""
@@ -58,7 +55,7 @@ class Merge:
 
     def check_patterns(self) -> list[str]:
         """Warnings; a pattern that no parameter has used is most likely mistyped, and its parameters came out wrong."""
-        if not self.rules.unused or not self.traits.vocab_tensor:
+        if not self.rules.unused:
             return []
         text = f"no parameter matches the patterns {', '.join(sorted(self.rules.unused))}"
         if self.strict:
@@ -87,18 +84,54 @@ def _without_padding(name: str, placed: Layout, rule: Rule) -> Layout:
     return replace(placed, shape=(min(rule.original_vocab_size, placed.shape[0]), *placed.shape[1:]))
 
 
-def _padding(param: TensorHeader, rule: Rule, contents: dict[str, Content]) -> TensorHeader:
-    """What earlier releases keep of a vocabulary's padding, which they leave where it is: its last row, or zeros."""
-    rows, columns = param.shape
-    if rows > (rule.original_vocab_size or 0):
-        return param._replace(start=(rows - 1) * columns, shape=(columns,), stride=(1,))
-    contents["1"] = Content("float32", layout.whole((columns,)), (), "zeros")
-    return tensor("1", ElementType("float32"), (columns,))
-
-
 def _sub_param_shape(sub: rules.SubParams, shape: Sequence[Any]) -> Instance:
     """Upstream's own record of it, which it pickles by its class."""
     kind: Global = stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
     record: Instance = kind.__new__(kind)  # type: ignore[call-overload]
     record.state = {"patterns": sub.patterns, "shape": shape, "partition_dim": sub.partition_dim}
     return record
+
+
+def stacked(name: str, experts: Experts, shapes: Sequence[Shape]) -> Layout:
+    """Where the experts of each rank's tensor lie in the whole, of shapes by expert-parallel rank.
+
+    Raises:
+        UserError: the shapes are not those of so many experts, or the recorded map says something else.
+    """
+    for ep, (shape, held) in enumerate(zip(shapes, experts.held, strict=True)):
+        if not shape or shape[0] != len(held) or shape[1:] != shapes[0][1:]:
+            raise UserError(
+                f"{name}: expected {len(held)} experts on expert-parallel rank {ep}, found the shape {shape}"
+            )
+    each = layout.whole(shapes[0][1:]).blocks
+    numel = each[0].length if each else 0
+    found = Layout((experts.count, *shapes[0][1:]), *_blocks(experts.held, numel))
+    if experts.recorded is not None and numel:
+        recorded = layout.affine(name, experts.recorded, shapes)
+        if recorded.shape != found.shape or _places(recorded, numel) != _places(found, numel):
+            raise UserError(f"{name}: the affine map that is recorded of it is not that of its experts' placement")
+    return found
+
+
+def _blocks(held: Sequence[Sequence[int]], numel: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """One an expert, and those that hold an expert of another rank again."""
+    blocks: dict[int, Block] = {}
+    copies = []
+    for ep, experts in enumerate(held):
+        for index, expert in enumerate(experts):
+            block = Block(ep, index * numel, numel, expert * numel, numel, numel, 1)
+            if blocks.setdefault(expert, block) is not block:
+                copies.append(block)
+    return (tuple(blocks.values()), tuple(copies)) if numel else ((), ())
+
+
+def _places(placed: Layout, numel: int) -> set[tuple[int, float, float]]:
+    """Slice, index in it, and expert, of each."""
+
+    def experts(block: Block) -> Iterator[tuple[int, float, float]]:
+        for row in range(block.count):
+            source, target = block.source + row * block.source_stride, block.target + row * block.target_stride
+            for at in range(0, block.length, numel):
+                yield block.slice, (source + at) / numel, (target + at) / numel
+
+    return {place for block in (*placed.blocks, *placed.copies) for place in experts(block)}

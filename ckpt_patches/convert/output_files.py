@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_patches.convert import layout
-from ckpt_patches.convert.headers import File
 from ckpt_patches.convert.layout import Layout
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.formats.zero import ElementType, ModelFile, Shape
+from ckpt_patches.formats.zero_checkpoint import File
 
 
 class Run(NamedTuple):
@@ -78,7 +78,7 @@ class Content:
     dtype: str
     layout: Layout
     slices: tuple[Slice, ...]
-    how: str = "place"  # or "averaged", or "float32" (converted from `dtype`), or "zeros"
+    how: str = "place"  # or "averaged", or "float32" (converted from `dtype`)
 
     @property
     def nbytes(self) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_patches.convert.traits import Traits
-from ckpt_patches.convert.zero_folder import UPSTREAM
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.zero_checkpoint import UPSTREAM
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -54,7 +54,7 @@ class Rules:
     def __init__(self, info: dict[str, Any], traits: Traits) -> None:
         self.info = info
         self.traits = traits
-        self.sub_params = _sub_params(info, traits)
+        self.sub_params = _sub_params(info)
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
@@ -114,8 +114,7 @@ class Rules:
         return bool(found)
 
     def _patterns(self, key: str) -> Sequence[str]:
-        known = key != TWO_SUB_PARAMS or self.traits.two_sub_params
-        return self.info.get(key, []) if known else []
+        return self.info.get(key) or []
 
     def _matching_sub_params(self, name: str) -> SubParams | None:
         for sub_params in self.sub_params:
@@ -126,8 +125,8 @@ class Rules:
         return None
 
 
-def _sub_params(info: dict[str, Any], traits: Traits) -> Sequence[SubParams]:
-    entries = info.get(SUB_PARAMS, []) if traits.sub_params else []
+def _sub_params(info: dict[str, Any]) -> Sequence[SubParams]:
+    entries = info.get(SUB_PARAMS, [])
     return [SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""What the converter of the installed DeepSpeed does that others do not; read from its text, nothing is imported."""
+"""Which features of universal checkpoints the installed DeepSpeed has; read from its source, nothing is imported."""
 
 import ast
 from collections.abc import Iterator
@@ -14,33 +14,40 @@ CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
 
 @dataclass(frozen=True)
 class Traits:
-    """Read from the converter's syntax tree and not from its version: forks and back-ports are what they are."""
+    """Features; those of the latest release by default."""
 
-    zero3: bool = True
     steps: bool = True  # zero/<parameter>/step.pt
-    sub_params: bool = True  # `parameter_with_sub_params`
     # Sub-parameters of unequal shares, a count of them turned into widths, shapes by tensor-parallel rank
     shard_widths: bool = True
     module_weights: bool = True  # fp32.pt out of the model's weights, where the optimizer has none
-    parallel_dimensions: bool = True  # the degrees by what the checkpoint says, and not by counting files
-    zero3_tensor_parallel: bool = True
     affine_maps: bool = True
-    autoep: bool = True  # experts by their placement, as the latest does
+    # A checkpoint that has one of these is refused where DeepSpeed does not know it.
+    vocab_tensor: bool = True
     two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`
-    vocab_tensor: bool = True  # a vocabulary without its padding, and all patterns have to be used
+    sub_params: bool = True  # `parameter_with_sub_params`
+    zero3: bool = True
+    zero3_tensor_parallel: bool = True
+    autoep: bool = True
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a module uses, whatever its quotes, line breaks and comments are."""
-
-    functions: frozenset[str]  # that it defines, methods included
-    used: frozenset[str]  # names and attributes; one that is imported only is not
-    strings: frozenset[str]  # constants, and constant parts of f-strings
+# A name or a string that the converter uses since it has the feature. A syntax tree is what it is in forks and
+# back-ports as well, which a version is not.
+SIGNS = {
+    "steps": "step.pt",
+    "shard_widths": "SUB_PARAM_SHARD_WIDTHS",
+    "module_weights": "module_state",
+    "affine_maps": "AFFINE_MAP",
+    "vocab_tensor": "VOCAB_TENSOR",
+    "two_sub_params": "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0",
+    "sub_params": "PARAMETER_WITH_SUB_PARAMS",
+    "zero3": "extract_zero_shards_stage3",
+    "zero3_tensor_parallel": "_build_zero3_rank_grid",
+    "autoep": "_rebuild_zero3_autoep_rank_tensors",
+}
 
 
 def installed() -> tuple[Traits, str]:
-    """Of the installed DeepSpeed, all where there is none; and a warning, where its release was not tested."""
+    """Those of the installed DeepSpeed, all where there is none; and a warning, where its release was not tested."""
     root = locate(DEEPSPEED)
     if root is None or not (root / CONVERTER).is_file():
         return Traits(), ""
@@ -48,13 +55,14 @@ def installed() -> tuple[Traits, str]:
 
 
 def in_tree(root: Path) -> tuple[Traits, str]:
-    """What the converter of a DeepSpeed does; and a warning, where its release was not tested."""
+    """Those of a DeepSpeed; and a warning, where its release was not tested."""
     release, last = version_in(root, DEEPSPEED), RECORDED[DEEPSPEED][-1]
     untested = f"DeepSpeed {release} ({root}) was not tested, the last that was is {last}"
     try:
-        traits = of_syntax(facts((root / CONVERTER).read_bytes()))
+        used = set(_words(ast.parse((root / CONVERTER).read_bytes())))
     except (SyntaxError, ValueError) as error:
         return Traits(), f"{untested}; its converter does not parse ({error}): the output is for {last}"
+    traits = Traits(**{name: sign in used for name, sign in SIGNS.items()})
     if release in RECORDED[DEEPSPEED]:
         return traits, ""
     lacking = ", ".join(sorted(name for name, has in vars(traits).items() if not has))
@@ -62,49 +70,17 @@ def in_tree(root: Path) -> tuple[Traits, str]:
     return traits, f"{untested}: the output is as for {last}{but}; compare one with its own before you rely on it"
 
 
-def of_syntax(module: Facts) -> Traits:
-    """What a converter does, by what it defines and uses."""
-    return Traits(
-        zero3="extract_zero_shards_stage3" in module.functions,
-        steps=any(text.rpartition("/")[2] == "step.pt" for text in module.strings),
-        sub_params="PARAMETER_WITH_SUB_PARAMS" in module.used,
-        shard_widths="SUB_PARAM_SHARD_WIDTHS" in module.used,
-        module_weights="module_state" in module.used,
-        parallel_dimensions="model_state_metadata" in module.used,
-        zero3_tensor_parallel="_build_zero3_rank_grid" in module.functions,
-        affine_maps="AFFINE_MAP" in module.used,
-        autoep="_rebuild_zero3_autoep_rank_tensors" in module.functions,
-        two_sub_params="PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0" in module.used,
-        vocab_tensor="VOCAB_TENSOR" in module.used,
-    )
-
-
-def facts(text: bytes) -> Facts:
-    """Parse a module.
-
-    Raises:
-        SyntaxError, ValueError: it is no module for this Python.
-    """
-    tree = ast.parse(text)
-    nodes = list(_nodes(tree))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    constants = (node.value for node in nodes if isinstance(node, ast.Constant))
-    return Facts(
-        functions=frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef)),
-        used=frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}),
-        strings=frozenset(value for value in constants if isinstance(value, str)),
-    )
-
-
-def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that do something: no docstrings."""
-    left = [tree]
-    while left:
-        node = left.pop()
-        if not _is_docstring(node):
-            yield node
-            left += ast.iter_child_nodes(node)
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _words(node: ast.AST) -> Iterator[str]:
+    """What a module defines and uses, and the file names in its strings; imports, comments and docstrings apart."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    if isinstance(node, ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value.rpartition("/")[2]
+    for child in ast.iter_child_nodes(node):
+        yield from _words(child)

@@ -1,28 +1,71 @@
 """Write files of the output: their storages in windows of bounded size, then each file under its own name at once."""
 
 import os
+import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.convert.layout import Block
 from ckpt_patches.convert.new_file import PAGE, NewFile, pages
 from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Slice, TorchOutput
-from ckpt_patches.convert.source_files import Access, Sources
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_writer import torch_file
+from ckpt_patches.runtime.shared_writing import Moved
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
+SPARE_DESCRIPTORS = 64  # for everything else that a process has open
 SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place
 COMPARED = 1 << 20  # bytes at once
 # So many files are waited for together: what the disk has to do for one of them it then does for all.
 FILES_TOGETHER = 32
 BYTES_TOGETHER = 64 << 20
 
-Moved = Callable[[int], object]
-Fill = Callable[[Sources, Content, int, memoryview, memoryview], None]
+Fill = Callable[["Sources", Content, int, memoryview, memoryview], None]
+
+
+class Sources:
+    """Byte ranges of the checkpoint's files, by their numbers."""
+
+    def __init__(self, paths: Sequence[Path], files: RangedFiles) -> None:
+        self._paths, self._files = [str(path) for path in paths], files
+
+    def read_slice(self, slice_: Slice, begin: int, into: memoryview) -> None:
+        """Fill a buffer with the bytes of a slice from `begin` on."""
+        at = 0
+        for file, offset, nbytes in slice_.runs(begin, begin + len(into)):
+            self.read(file, offset, into[at : at + nbytes])
+            at += nbytes
+
+    def read(self, file: int, offset: int, into: memoryview) -> None:
+        """Fill a buffer with a file's bytes from `offset` on.
+
+        Raises:
+            UserError: the file has become shorter, or cannot be read.
+        """
+        try:
+            self._files.read(self._paths[file], offset, into)
+        except OSError as error:
+            raise UserError(f"{self._paths[file]} cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
+def opened(paths: Sequence[Path]) -> Iterator[Sources]:
+    """The files of a checkpoint, each opened when it is first needed, and kept open as long as there is room."""
+    with RangedFiles(_descriptors() - SPARE_DESCRIPTORS) as files:
+        yield Sources(paths, files)
+
+
+def _descriptors() -> int:
+    """How many a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return min(hard, 4096) if hard != resource.RLIM_INFINITY else 4096
 
 
 @dataclass(frozen=True)
@@ -31,27 +74,34 @@ class Job:
 
     folder: Path  # that they are written to
     paths: list[Path]  # of the checkpoint's files
-    access: Access
-    bytes_in_flight: int
+    bytes_in_flight: int  # of all workers together
     sync: bool = True  # have a file on the disk before it gets its name
     direct: bool = False  # write past the page cache
 
 
+@contextmanager
+def writer(job: Job, workers: int, moved: Moved) -> Iterator["Writer"]:
+    """One of several workers' writers."""
+    with opened(job.paths) as sources:
+        yield Writer(job, sources, job.bytes_in_flight // workers, moved)
+
+
 class Writer:
-    """Writes outputs of a job one by one; `moved` is told of every window of bytes.
+    """Writes outputs of a job one by one; calls `moved` for every window of bytes.
 
     A file has its name when it is on the disk: at the latest after `finish`.
     """
 
-    def __init__(self, job: Job, sources: Sources, moved: Moved) -> None:
+    def __init__(self, job: Job, sources: Sources, nbytes: int, moved: Moved) -> None:
         self.job, self.sources, self.moved = job, sources, moved
         # A second buffer takes rows on their way, or the slices that are averaged or compared.
-        memory = pages(max(job.bytes_in_flight, 2 * PAGE))
+        memory = pages(max(nbytes, 2 * PAGE))
         half = len(memory) // PAGE // 2 * PAGE
         self.buffer, self.rows = memory[:half], memory[half:]
         # By chance and not by process: those of two containers have the same numbers.
         self._temporary = f"{TEMPORARY}{os.urandom(4).hex()}-"
         self._unnamed: list[tuple[NewFile, str, str]] = []  # with their temporary names, and their own
+        self._unsynced = 0  # bytes of these
         self._folders: set[str] = set()  # that are there
 
     def write(self, output: Output) -> None:
@@ -60,7 +110,7 @@ class Writer:
         Raises:
             UserError: the disk is full, or a file cannot be read.
         """
-        path = f"{self.job.folder}/{output.name}"  # of a `Path` this takes as long as to write a small file
+        path = f"{self.job.folder}/{output.name}"  # with a `Path` this takes as long as to write a small file
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{self._temporary}{name}"
         with reported(path):
@@ -70,6 +120,7 @@ class Writer:
             file = NewFile(temporary, self.buffer, direct=self.job.direct)
             try:
                 self._fill(file, output)
+                file.finish()
             except BaseException:
                 file.close()
                 os.unlink(temporary)
@@ -77,7 +128,8 @@ class Writer:
             if isinstance(output, CopiedOutput):
                 shutil.copystat(self.job.paths[output.file], temporary)
         self._unnamed.append((file, temporary, path))
-        if len(self._unnamed) >= FILES_TOGETHER or sum(file.tell() for file, *_ in self._unnamed) >= BYTES_TOGETHER:
+        self._unsynced += output.nbytes
+        if len(self._unnamed) >= FILES_TOGETHER or self._unsynced >= BYTES_TOGETHER:
             self.finish()
 
     def _fill(self, file: NewFile, output: Output) -> None:
@@ -87,10 +139,10 @@ class Writer:
                     records.add_storage(key, content.nbytes, self.windows(file, content, output.name))
         else:
             self._copy(output, file)
-        file.finish()
 
     def finish(self) -> None:
         """Have the files that were written on the disk, and give them their names."""
+        self._unsynced = 0
         while self._unnamed:
             file, temporary, path = self._unnamed.pop(0)
             with reported(path):
@@ -121,11 +173,9 @@ class Writer:
 
 
 def made_by(how: str) -> Fill:
-    """The function that makes a content; `arithmetic` is imported for those only that need it."""
+    """The function that makes a content; `arithmetic` is imported only for those that need it."""
     if how == "place":
         return place
-    if how == "zeros":
-        return zeros
     from ckpt_patches.convert import arithmetic
 
     fills: dict[str, Fill] = {"averaged": arithmetic.averaged, "float32": arithmetic.as_float32}
@@ -172,11 +222,6 @@ def place(sources: Sources, content: Content, begin: int, window: memoryview, ro
         else:
             for source, target, nbytes in _rows(block.scaled(size), begin, begin + len(window)):
                 sources.read_slice(slice_, source, window[target - begin : target - begin + nbytes])
-
-
-def zeros(_sources: Sources, _content: Content, _begin: int, window: memoryview, _rows: memoryview) -> None:
-    """Fill a window with zeros."""
-    window[:] = bytes(len(window))
 
 
 def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

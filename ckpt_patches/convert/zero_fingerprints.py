@@ -5,10 +5,8 @@ from pathlib import Path
 
 from ckpt_patches.convert import traits
 from ckpt_patches.convert.convert import Options, planned
-from ckpt_patches.convert.new_file import pages
 from ckpt_patches.convert.output_files import Content, TorchOutput
-from ckpt_patches.convert.source_files import Sources
-from ckpt_patches.convert.write import made_by
+from ckpt_patches.convert.write import Sources, made_by, opened
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
 from ckpt_patches.formats.zero import STATES
@@ -23,7 +21,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
     plan = planned(path, traits.installed()[0], Options(trust_checkpoint=trust, inject_missing_state=True))
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
-    with Sources([file.path for file in plan.files]) as sources:
+    with opened([file.path for file in plan.files]) as sources:
         for name in sorted(outputs):
             folder, _, file = name.rpartition("/")
             state = file.removesuffix(".pt")
@@ -38,7 +36,8 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
 
 def _windows(sources: Sources, content: Content) -> Iterator[memoryview]:
     """All bytes of a parameter's state, in order, one block after another in the same memory."""
-    fill, memory, rows = made_by(content.how), pages(BLOCK), pages(BLOCK)
+    fill = made_by(content.how)
+    memory, rows = (memoryview(bytearray(min(BLOCK, content.nbytes))) for _ in range(2))
     for begin in range(0, content.nbytes, BLOCK):
         window = memory[: min(BLOCK, content.nbytes - begin)]
         fill(sources, content, begin, window, rows)

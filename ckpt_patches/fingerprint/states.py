@@ -1,6 +1,6 @@
 """Fingerprints of the states of parameters: of elements that come in blocks of bytes, and held against each other."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +28,6 @@ class Fingerprint(NamedTuple):
     @property
     def hexadecimal(self) -> str:
         return f"{self.value:016x}"
-
-
-# Of a ZeRO checkpoint, from its folder; with True classes pass that are not listed.
-OfZero = Callable[[Path, bool], Iterator[Fingerprint]]
 
 
 def state_named(name: str) -> str:

@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckpt_patches import __version__
@@ -25,12 +25,12 @@ from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
 from ckpt_patches.formats.torch_file import storages_in
 from ckpt_patches.formats.torch_writer import torch_file as written_file
 from ckpt_patches.migrate import keys, move, moved_repairs, old_checkpoint
-from ckpt_patches.migrate.migration_plan import Plan, needs_nothing, plan, source_type
+from ckpt_patches.migrate.migration_plan import OutputFile, Plan, needs_nothing, plan, source_type
 from ckpt_patches.migrate.old_checkpoint import Source
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.pause import without_garbage_collection
-from ckpt_patches.runtime.progress import Progress
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, Written, write_at_once
+from ckpt_patches.runtime.shared_writing import Task, write_together
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, write_at_once
 
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -39,6 +39,8 @@ MOST_SHOWN = 10  # findings
 
 class DamagedError(UserError):
     """A checkpoint with damage, of which nobody has said that it is to be migrated as it is."""
+
+    status = 1
 
 
 class NeedsNothingError(UserError):
@@ -52,7 +54,7 @@ class Options:
     workers: int | None = None  # processes; none: as many as processors
     step: int | None = None  # of all parameter groups; none: as they say
     damaged_as_is: bool = False  # migrate although elements are damaged
-    trust: bool = False  # let classes pass that are not listed; nothing of them is run
+    trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
     sync: bool = True  # have every file on the disk before it gets its name
 
 
@@ -122,35 +124,28 @@ def migrate(
     workers = options.workers or ranks.workers
 
     def prepared() -> tuple[Source, Plan, UnfinishedFolder]:
-        found, planned = prepare(path, options.step, trust=options.trust)
+        found, planned = prepare(path, options.step, trust=options.trust_checkpoint)
         folder = UnfinishedFolder(output, _fingerprint(found, planned, options), MARK, "migration")
-        folder.check()
-        folder.check_space(folder.missing(planned.files))
+        folder.check(planned.files)
         return found, planned, folder
 
     found, planned, folder = ranks.agree("planning", prepared, by=lambda made: made[2].fingerprint)
     for warning in planned.warnings if ranks.rank == 0 else ():
         warn(warning)
-    with ExitStack() as stack:
-
-        def take() -> None:
-            folder.begin()
-            stack.enter_context(folder.held())
-
-        ranks.first("making the output folder", take)
-        planning = time.monotonic() - begin
-        written = ranks.gather("writing", lambda: _write_share(planned, folder, options, workers, ranks))
-        findings = ranks.first("finishing the output folder", lambda: _finish(found, planned, folder, options, workers))
+    job = move.Job(folder.working, planned.shards, options.sync)
+    task = Task(planned.files, partial(move.writer, job), partial(_count, workers), partial(_to_read, planned))
+    done = write_together(folder, task, ranks, lambda: _finish(found, planned, folder, options, workers))
+    findings = done.result
     return Summary(
         output=str(folder.final),
         source_type=planned.source_type,
         target_type=planned.target_type,
-        bytes=sum(own.bytes for own in written),
-        files=sum(own.files for own in written),
-        files_before=sum(own.files_before for own in written),
+        bytes=done.written.bytes,
+        files=done.written.files,
+        files_before=done.written.files_before,
         seconds=time.monotonic() - begin,
-        plan_seconds=planning,
-        workers=sum(own.workers for own in written),
+        plan_seconds=done.began - begin,
+        workers=done.written.workers,
         verdict=Report(found.found, findings).verdict if findings is not None else "",
         findings=findings or (),
     )
@@ -164,16 +159,12 @@ def _fingerprint(found: Source, planned: Plan, options: Options) -> str:
     return hashlib.sha256(data.encode()).hexdigest()
 
 
-def _write_share(planned: Plan, folder: UnfinishedFolder, options: Options, workers: int, ranks: Ranks) -> Written:
-    """Write those files of this rank's share that are not there."""
-    own = move.shares(planned.files, ranks.size)[ranks.rank]
-    left = folder.missing(own)
-    job = move.Job(folder.working, planned.shards, options.sync)
-    numbers = [number for file in left for number in file.shards]
-    with Progress(sum(planned.shards[number].nbytes for number in numbers)) as progress:
-        if left:
-            move.write_all(left, job, workers, progress.show, Progress.INTERVAL)
-    return Written(sum(file.nbytes for file in left), len(left), len(own) - len(left), workers)
+def _count(workers: int, files: Sequence[OutputFile]) -> int:
+    return max(1, min(workers, len(files)))
+
+
+def _to_read(planned: Plan, files: Sequence[OutputFile]) -> int:
+    return sum(planned.shards[number].nbytes for file in files for number in file.shards)
 
 
 def _finish(

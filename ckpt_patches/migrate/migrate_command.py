@@ -3,16 +3,16 @@
 import argparse
 import dataclasses
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_patches.errors import UserError, one_line
+from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_distributed, add_no_sync, add_trust, add_workers, described
 from ckpt_patches.runtime.units import in_bytes
 
 if TYPE_CHECKING:
-    from ckpt_patches.migrate.migrate import Options, Summary
+    from ckpt_patches.migrate.migrate import Summary
     from ckpt_patches.migrate.migration_plan import Plan
 
 MOST_SHOWN = 10  # findings
@@ -24,9 +24,9 @@ exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migr
 the reason), 130 interrupted"""
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add it to the command line."""
-    migrate = commands.add_parser(
+    migrate = parsers.add_parser(
         "migrate",
         help="convert an old Megatron checkpoint for megatron-core 0.16 and later",
         **described(
@@ -63,47 +63,21 @@ def _step(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Migrate, or show what would be done; the exit status."""
-    try:
+    with commands.needed_by("migrate"):
         from ckpt_patches.migrate import migrate, old_checkpoint
-    except ModuleNotFoundError as error:
-        raise UserError(f"migrate needs {error.name}, which is not installed: pip install {error.name}") from None
+    if options.dry_run:
+        _, planned = migrate.prepare(options.path, options.step, trust=options.trust_checkpoint)
+        print(_plan_as_json(planned) if options.json else _plan_as_text(planned))
+        return 0
     from ckpt_patches.runtime.distributed import joined
-    from ckpt_patches.runtime.processes import WorkerDefect
 
-    try:
-        if options.dry_run:
-            _, planned = migrate.prepare(options.path, options.step, trust=options.trust_checkpoint)
-            found = _plan_as_json(planned) if options.json else _plan_as_text(planned)
-        else:
-            old_checkpoint.check(options.path)  # before torch is imported, and waited for other ranks
-            with joined(options.distributed, _say) as ranks:
-                summary = migrate.migrate(options.path, options.output, _chosen(options), ranks=ranks, warn=_say)
-            if ranks.rank:
-                return 0
-            found = _summary_as_json(summary) if options.json else _summary_as_text(summary)
-    except migrate.DamagedError as error:
-        _say(str(error))
-        return 1
-    except (OSError, WorkerDefect) as error:
-        raise UserError(one_line(error)) from None
-    print(found)
+    old_checkpoint.check(options.path)  # before torch is imported, and waited for other ranks
+    say, chosen = partial(commands.say, "ckpt-patches"), commands.chosen(migrate.Options, options)
+    with joined(options.distributed, say) as ranks:
+        summary = migrate.migrate(options.path, options.output, chosen, ranks=ranks, warn=say)
+    if ranks.rank == 0:
+        print(_summary_as_json(summary) if options.json else _summary_as_text(summary))
     return 0
-
-
-def _chosen(options: argparse.Namespace) -> "Options":
-    from ckpt_patches.migrate.migrate import Options
-
-    return Options(
-        workers=options.workers,
-        step=options.step,
-        damaged_as_is=options.damaged_as_is,
-        trust=options.trust_checkpoint,
-        sync=options.sync,
-    )
-
-
-def _say(message: str) -> None:
-    print(f"ckpt-patches: {message}", file=sys.stderr)
 
 
 def _plan_as_text(planned: "Plan") -> str:

@@ -6,10 +6,11 @@ all of them are written, and can be judged together: so a migration that was kil
 
 import bisect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt_patches.audit.judging import scan
 from ckpt_patches.audit.judging.record_checksums import PartRead
@@ -22,7 +23,7 @@ from ckpt_patches.migrate.entry_layout import Torch
 from ckpt_patches.migrate.judged_parts import decoded, encoded
 from ckpt_patches.migrate.migration_plan import OutputFile
 from ckpt_patches.runtime.durable import make_folder
-from ckpt_patches.runtime.processes import in_shares, largest_first
+from ckpt_patches.runtime.shared_writing import Moved
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported, write_at_once
 
 JUDGED = ".judged"  # the folder with what was odd, by file
@@ -39,90 +40,74 @@ class Job:
     sync: bool = True  # have a file on the disk before it gets its name
 
 
-def shares(files: Sequence[OutputFile], count: int) -> list[list[OutputFile]]:
-    """Divide files between workers, or processes: each comes to the same result."""
-    return largest_first(files, count, lambda file: (-file.nbytes, file.name), lambda file: file.nbytes + READ_AGAIN)
-
-
-def write_all(
-    files: Sequence[OutputFile], job: Job, workers: int, show: Callable[[int], object], interval: float
-) -> None:
-    """Write files by so many workers; `show` is told every `interval` seconds how many bytes were read till then.
-
-    Raises:
-        UserError: the disk is full, a file of the source cannot be read, or `show` raised it.
-        WorkerDefect: see `ckpt_patches.runtime.processes`.
-    """
-    make_folder(job.folder / JUDGED)
-    count = max(1, min(workers, len(files)))
-    in_shares(partial(_work, os.getpid(), job), shares(files, count), show, interval)
-
-
-def _work(parent: int, job: Job, files: Sequence[OutputFile], moved: Callable[[int], None]) -> Iterator[None]:
-    written: list[Written] = []
-    try:
-        for file in files:
-            if os.getppid() != parent:  # killed; nobody waits for this any more
-                break
-            written.append(write(file, job, moved))
-            if len(written) > 1:  # while the disk takes a file the next one is written
-                written.pop(0).finish()
-    finally:
-        while written:  # also where the next one could not be written
-            written.pop(0).finish()
-    yield None
-
-
-@dataclass(frozen=True)
-class Written:
+class _Written(NamedTuple):
     """A file under a temporary name."""
 
     file: OutputFile
-    job: Job
     descriptor: int
     temporary: Path
     found: list[Part]
 
-    def finish(self) -> None:
-        """Have it on the disk, with what was odd about what it holds, and give it its name.
+
+@contextmanager
+def writer(job: Job, _workers: int, moved: Moved) -> Iterator["Writer"]:
+    """A worker's writer."""
+    make_folder(job.folder / JUDGED)
+    yield Writer(job, moved)
+
+
+class Writer:
+    """Writes files one by one; calls `moved` with the bytes that were read for them.
+
+    A file has its name when it is on the disk: at the latest after `finish`.
+    """
+
+    def __init__(self, job: Job, moved: Moved) -> None:
+        self.job, self.moved = job, moved
+        self._written: list[_Written] = []
+
+    def write(self, file: OutputFile) -> None:
+        """Write a file under a temporary name.
 
         Raises:
-            UserError: the disk is full.
+            UserError: the disk is full, or a file of the source cannot be read.
         """
-        path = self.job.folder / self.file.name
+        path = self.job.folder / file.name
+        temporary = self.job.folder / f"{TEMPORARY}{os.urandom(4).hex()}-{file.name}"
+        with reported(path):
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                found = _fill(descriptor, file, self.job, self.moved)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                os.close(descriptor)
+                raise
+        self._written.append(_Written(file, descriptor, temporary, found))
+        if len(self._written) > 1:  # while the disk takes a file the next one is written
+            self._finish(self._written.pop(0))
+
+    def finish(self) -> None:
+        """Have the files that were written on the disk, and give them their names."""
+        while self._written:
+            self._finish(self._written.pop(0))
+
+    def _finish(self, written: _Written) -> None:
+        """Also put beside the file what was odd about what it holds."""
+        path = self.job.folder / written.file.name
         try:
             with reported(path):
                 if self.job.sync:
-                    os.fsync(self.descriptor)
-                write_at_once(self.job.folder / JUDGED / self.file.name, encoded(self.found))
-                os.replace(self.temporary, path)
+                    os.fsync(written.descriptor)
+                write_at_once(self.job.folder / JUDGED / written.file.name, encoded(written.found))
+                os.replace(written.temporary, path)
         except BaseException:
-            self.temporary.unlink(missing_ok=True)
+            written.temporary.unlink(missing_ok=True)
             raise
         finally:
-            os.close(self.descriptor)
+            os.close(written.descriptor)
 
 
-def write(file: OutputFile, job: Job, moved: Callable[[int], None]) -> Written:
-    """Write one file.
-
-    Raises:
-        UserError: the disk is full, or a file of the source cannot be read.
-    """
-    path = job.folder / file.name
-    temporary = job.folder / f"{TEMPORARY}{os.urandom(4).hex()}-{file.name}"
-    with reported(path):
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        with reported(path):
-            return Written(file, job, descriptor, temporary, _fill(descriptor, file, job, moved))
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        os.close(descriptor)
-        raise
-
-
-def _fill(descriptor: int, file: OutputFile, job: Job, moved: Callable[[int], None]) -> list[Part]:
+def _fill(descriptor: int, file: OutputFile, job: Job, moved: Moved) -> list[Part]:
     """Write all bytes of a file; what was found in those that were read for it."""
     found: list[Part] = []
     os.truncate(descriptor, file.nbytes)

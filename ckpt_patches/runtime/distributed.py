@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import UserError, one_line
 
 START = timedelta(minutes=10)  # until all ranks have started; also for an exchange, to which all have come
 STEP = timedelta(hours=6)  # for which the first rank at the end of a step waits for the last
@@ -152,7 +152,7 @@ def _message_of(error: Exception | None) -> str:
     if error is None:
         return ""
     if isinstance(error, UserError | OSError):
-        return str(error) or type(error).__name__
+        return one_line(error) or type(error).__name__
     return f"a defect, please report it with what follows:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 

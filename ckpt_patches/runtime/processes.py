@@ -22,16 +22,12 @@ from functools import partial
 from mmap import mmap
 from typing import Any, TypeVar
 
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import UserError, WorkerDefect
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _VALUE, _ERROR, _DEFECT = range(3)  # what a worker sends
 COUNT = struct.Struct("<Q")
-
-
-class WorkerDefect(RuntimeError):
-    """A worker met an error that is nobody's but this project's; its traceback is in the message."""
 
 
 class WorkerDied(UserError):
@@ -222,19 +218,6 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], worth_a_pr
 
 def _share(function: Callable[[Item], Result], share: Sequence[Item]) -> Iterator[list[Result]]:
     yield [function(item) for item in share]
-
-
-def largest_first(
-    items: Sequence[Item], count: int, order: Callable[[Item], Any], cost: Callable[[Item], int]
-) -> list[list[Item]]:
-    """Divide items between workers: those that come first by `order`, the largest, each to whom has least."""
-    divided: list[list[Item]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for item in sorted(items, key=order):
-        least = loads.index(min(loads))
-        divided[least].append(item)
-        loads[least] += cost(item)
-    return divided
 
 
 def in_shares(

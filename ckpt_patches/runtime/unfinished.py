@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -35,16 +34,6 @@ class File(Protocol):
 Output = TypeVar("Output", bound=File)
 
 
-@dataclass(frozen=True)
-class Written:
-    """What one process, with its workers, did for a folder."""
-
-    bytes: int
-    files: int
-    files_before: int  # of an interrupted run
-    workers: int
-
-
 class UnfinishedFolder:
     """`working` while it is written, `final` in the end.
 
@@ -57,12 +46,16 @@ class UnfinishedFolder:
         self.working = self.final.with_name(f"{self.final.name}.unfinished")
         self.fingerprint, self.mark, self.work = fingerprint, mark, work
 
-    def check(self) -> None:
-        """That the output can be written, or taken up again.
+    def check(self, outputs: Iterable[File]) -> None:
+        """Check that these files can be written, or the rest of them.
 
         Raises:
-            UserError: something else is there.
+            UserError: something else is there, or the disk has no room.
         """
+        self._check_names()
+        self._check_space(self.missing(outputs))
+
+    def _check_names(self) -> None:
         # What is there is seen before whose it is: others of this work may make the mark, or rename, at any moment.
         taken, begun = _holds_any(self.final), _holds_any(self.working)
         if self.is_of_this(self.final):
@@ -115,18 +108,13 @@ class UnfinishedFolder:
                     Path(folder, name).unlink(missing_ok=True)
         return folders
 
-    def check_space(self, outputs: Iterable[Output]) -> None:
-        """That the disk has room for these.
-
-        Raises:
-            UserError: it says how much is free and how much is needed.
-        """
+    def _check_space(self, outputs: Iterable[File]) -> None:
         existing = next(path for path in (self.working, *self.working.parents) if path.exists())
         needed, free = sum(output.nbytes for output in outputs), shutil.disk_usage(existing).free
         if free < needed + SPARE:
             raise UserError(f"{self.final} needs {in_bytes(needed)}, and {existing} has {in_bytes(free)} free")
 
-    def check_complete(self, outputs: Iterable[Output]) -> None:
+    def check_complete(self, outputs: Iterable[File]) -> None:
         """That no file is missing.
 
         Raises:

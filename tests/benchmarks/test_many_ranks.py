@@ -14,14 +14,16 @@ PARAMETERS, ELEMENTS = 720, 97_222_222  # 70e9 elements, 12 bytes each in the st
 TIME, MEMORY = 20.0, 500e6  # seconds and bytes, to reach for the most files
 
 CONVERTER = """
-from deepspeed_patches.ds_to_universal import read_headers, traits
+from ckpt_patches.convert import traits
 from ckpt_patches.convert.conversion_plan import plan
+from ckpt_patches.formats import zero_checkpoint
 known, _ = traits.installed()
-found = read_headers.read(path / "global_step10", known, trust=False, inject_missing_state=False)
+found = zero_checkpoint.read(path / "global_step10")
 work = len(plan(found, known, strict=True).outputs)
 """
 AUDIT = """
-from ckpt_patches.audit import audit, coverage, scan
+from ckpt_patches.audit import audit
+from ckpt_patches.audit.judging import coverage, scan
 found = audit.reader_of(path / "global_step10")(path / "global_step10")
 found.shards += coverage.others(found)
 assert found.findings == [], found.findings[:3]

@@ -8,16 +8,17 @@ from pathlib import Path
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers.checkpoint import Checkpoint
+from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import buckets, megatron_files, offline, record_files, universal_states
-from ckpt_patches.fingerprint.states import Fingerprint, OfZero
+from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats import megatron_torch
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.runtime.processes import in_order
 
 
-def findings(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None = None) -> Iterator[Finding]:
+def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
     """What is not as it was recorded, and a note of what was compared; nothing where nothing was recorded.
 
     What cannot be read is not compared: why, another finding says. States that are listed as repaired may differ.
@@ -26,9 +27,8 @@ def findings(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None
         found: the checkpoint that has the record.
         path: of the files, which were made of it or are its own; they are read once more.
         workers: processes that read.
-        of_zero: the fingerprints of a ZeRO checkpoint, which are those of what it would be converted to.
     """
-    checked = _checked(found, path, workers, of_zero)
+    checked = _checked(found, path, workers)
     if checked is None:
         return
     repaired = {megatron_files.parameter_and_state(array) for array, _ in found.repaired}
@@ -39,10 +39,10 @@ def findings(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None
     yield Finding(damages.RECORDED, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
 
 
-def _checked(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None) -> offline.Checked | None:
+def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | None:
     """None where nothing was recorded."""
     if found.format.startswith("deepspeed"):
-        return _of_deepspeed(path, of_zero)
+        return _of_deepspeed(path)
     if megatron_torch.folders(path):
         try:
             of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
@@ -52,14 +52,14 @@ def _checked(found: Checkpoint, path: Path, workers: int, of_zero: OfZero | None
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
 
 
-def _of_deepspeed(path: Path, of_zero: OfZero | None) -> offline.Checked | None:
+def _of_deepspeed(path: Path) -> offline.Checked | None:
     try:
         plain = record_files.of_deepspeed(path)
         if plain is None:
             return None
         if is_universal(path):
             return offline.check(plain, universal_states.fingerprints(path, trust=True))
-        return offline.check(plain, of_zero(path, True) if of_zero else [])
+        return offline.check(plain, zero_fingerprints.fingerprints(path, trust=True))
     except UserError as error:  # of what is damaged another finding says more
         return offline.Checked(0, [], {"the optimizer's state": str(error)})
 

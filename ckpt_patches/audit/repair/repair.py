@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -54,9 +53,6 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.durable import new_folder
-
-if TYPE_CHECKING:
-    from ckpt_patches.fingerprint.states import OfZero
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements, many times a block
@@ -216,7 +212,6 @@ def repair(
     older_path: Path | None,
     workers: int,
     ranks: Ranks | None = None,
-    of_zero: "OfZero | None" = None,
 ) -> Result | None:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
@@ -228,9 +223,9 @@ def repair(
     """
     ranks = ranks or Ranks()
     ranks.first("looking at the output", lambda: _check_new(output))
-    report = audit_together(path, workers, ranks, of_zero)
+    report = audit_together(path, workers, ranks)
     ranks.first("the audit", lambda: _check_damaged(report))
-    older = audit_together(older_path, workers, ranks, of_zero) if older_path else None
+    older = audit_together(older_path, workers, ranks) if older_path else None
     made = ranks.first("planning", lambda: _planned(report, older))
     with ExitStack() as stack:
 
@@ -258,7 +253,7 @@ def repair(
         temporary, divided = ranks.share("beginning the copy", begin)
         ranks.gather("copying", copy)
         done = ranks.first("repairing the copy", change)
-        result = audit_together(temporary, workers, ranks, of_zero)
+        result = audit_together(temporary, workers, ranks)
         ranks.first("finishing the copy", finish)
     if made is None or done is None:
         return None

@@ -32,7 +32,6 @@ SINGLE = (2, 2)  # the best of them where each process has one thread
 OURS = {
     "read": [],
     "one worker": ["--num_extract_workers", "1"],
-    "mmap": ["--access", "mmap"],
     "two workers": ["--num_extract_workers", "2"],
     "no sync": ["--no_sync"],
 }

@@ -20,7 +20,6 @@ SINCE = {
     "sub_params": "0.14.1",
     "zero3": "0.14.5",
     "zero3_tensor_parallel": "0.19.4",
-    "parallel_dimensions": "0.19.5",
     "shard_widths": "0.19.6",
     "affine_maps": "0.19.7",
     "module_weights": "0.19.8",

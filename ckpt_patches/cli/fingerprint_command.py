@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.commands import needed_by
 from ckpt_patches.runtime.options import add_trust, described
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
-    from ckpt_patches.fingerprint.states import Difference, Fingerprint, OfZero
+    from ckpt_patches.fingerprint.states import Difference, Fingerprint
 
 SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
 AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
@@ -21,7 +22,7 @@ AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRIN
 exit status: 0 all checksums are equal to those compared with, 1 some differ, 2 a checkpoint cannot be read"""
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_zero: "OfZero") -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add it to the command line."""
     command = commands.add_parser(
         "fingerprint",
@@ -39,26 +40,25 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", of_z
     command.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
     command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     add_trust(command)
-    command.set_defaults(run=lambda options: run(options, of_zero))
+    command.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, of_zero: "OfZero") -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status."""
-    try:
+    with needed_by("a fingerprint"):
         import ckpt_patches.fingerprint.states  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(f"a fingerprint needs {error.name}, which is not installed: pip install {error.name}") from None
-    found, checked = _read(options.path, options.trust_checkpoint, of_zero)
+    found, checked = _read(options.path, options.trust_checkpoint)
     if options.against is None:
         _print(found, checked, as_json=options.json)
         if checked is None:
             print(f"{options.path}: no recorded fingerprints, nothing was compared", file=sys.stderr)
         return 1 if checked is not None and checked.differences else 0
-    return _compare(options, found, _read(options.against, options.trust_checkpoint, of_zero)[0])
+    return _compare(options, found, _read(options.against, options.trust_checkpoint)[0])
 
 
-def _read(path: Path, trust: bool, of_zero: "OfZero") -> "tuple[list[Fingerprint], Checked | None]":
+def _read(path: Path, trust: bool) -> "tuple[list[Fingerprint], Checked | None]":
     """What the files have, and whether that is what the run has recorded; None where it has recorded nothing."""
+    from ckpt_patches.convert import zero_fingerprints
     from ckpt_patches.fingerprint import megatron_files, universal_states
     from ckpt_patches.formats import megatron_torch
     from ckpt_patches.formats.universal import is_universal
@@ -71,7 +71,7 @@ def _read(path: Path, trust: bool, of_zero: "OfZero") -> "tuple[list[Fingerprint
         return _of_megatron(path)
     if megatron_torch.folders(path):
         return _of_megatron_torch(path)
-    return _of_deepspeed(path, list(of_zero(path, trust)))
+    return _of_deepspeed(path, list(zero_fingerprints.fingerprints(path, trust=trust)))
 
 
 def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> "tuple[list[Fingerprint], Checked | None]":

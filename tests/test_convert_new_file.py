@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_patches.convert import file_systems
+from ckpt_patches.convert import new_file
 from ckpt_patches.convert.convert import convert
-from ckpt_patches.convert.file_systems import Direct, file_system, type_of
-from ckpt_patches.convert.new_file import PAGE, WORTH_IT, NewFile, pages
+from ckpt_patches.convert.new_file import PAGE, WORTH_IT, Direct, NewFile, file_system, pages, type_of
 from deepspeed_patches.ds_to_universal import Options
 from universal import files, parallel
 
@@ -85,14 +84,10 @@ MOUNTS = """
 27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard
 30 27 259:1 / /local rw,noatime - xfs /dev/nvme0n1p1 rw,attr2,inode64
 31 27 0:40 / /scratch rw,noatime - lustre 10.0.0.1@o2ib:10.0.0.2@o2ib:/scratch rw,flock,lazystatfs
-32 27 0:41 / /gpfs/fs0 rw,relatime - gpfs fs0 rw
 33 27 0:42 /export/home /home rw,relatime shared:7 - nfs4 server:/export/home rw,vers=4.2,hard
 34 27 0:43 / /data\\040set rw,nosuid - nfs server:/data rw,vers=3
 35 27 0:44 / /bucket rw,nosuid,nodev - fuse.gcsfuse bucket rw,user_id=0
-36 27 0:45 / /sshfs rw,nosuid,nodev - fuse.sshfs host:/ rw
-37 27 0:46 / /weka rw,relatime - wekafs default rw
 38 27 0:47 / / rw,relatime - overlay overlay rw,lowerdir=/a,upperdir=/b
-39 27 0:48 / /beegfs rw - beegfs beegfs_nodev rw
 40 27 253:3 /volumes/pvc-1 /checkpoints rw,relatime - ext4 /dev/mapper/pool rw
 """
 
@@ -103,22 +98,18 @@ MOUNTS = """
         ((254, 0), "ext4"),
         ((259, 1), "xfs"),
         ((0, 40), "lustre"),
-        ((0, 41), "gpfs"),
         ((0, 42), "nfs4"),
         ((0, 43), "nfs"),
         ((0, 44), "fuse.gcsfuse"),
-        ((0, 45), "fuse.sshfs"),
-        ((0, 46), "wekafs"),
         ((0, 47), "overlay"),
-        ((0, 48), "beegfs"),
         ((253, 3), "ext4"),
         ((0, 99), ""),
     ],
 )
 def test_the_type_of_a_mounted_file_system(device: tuple[int, int], expected: str, monkeypatch: Any) -> None:
     assert type_of(os.makedev(*device), MOUNTS) == expected
-    monkeypatch.setattr(file_systems, "file_system", lambda _: expected)
-    directly = file_systems.writes_directly(Path("/output"), "auto", sync=True)
+    monkeypatch.setattr(new_file, "file_system", lambda _: expected)
+    directly = new_file.writes_directly(Path("/output"), "auto", sync=True)
     assert directly == (expected in ("ext4", "xfs"))
 
 
@@ -144,7 +135,7 @@ def test_the_type_of_a_file_system_that_is_here(folder: Path) -> None:
 
 
 def test_without_proc_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_systems, "MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(new_file, "MOUNTS", tmp_path / "mountinfo")
     assert file_system(tmp_path) == ""
 
 

@@ -6,13 +6,11 @@ that ranks have different experts by one name. https://www.deepspeed.ai/tutorial
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.convert import layout
-from ckpt_patches.convert.layout import Block, Layout
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.zero import Folder, Shape, required
 
@@ -264,48 +262,3 @@ def check_files(folder: Folder, layers: Sequence[dict[str, Any]]) -> None:
             files = folder.starting_with(prefix)
             if len(files) != 1:
                 raise UserError(f"{folder.path}: expected one file {prefix}*, found {files or 'none'}")
-
-
-def stacked(name: str, experts: Experts, shapes: Sequence[Shape]) -> Layout:
-    """Where the experts of each rank's tensor lie in the whole, of shapes by expert-parallel rank.
-
-    Raises:
-        UserError: the shapes are not those of so many experts, or the recorded map says something else.
-    """
-    for ep, (shape, held) in enumerate(zip(shapes, experts.held, strict=True)):
-        if not shape or shape[0] != len(held) or shape[1:] != shapes[0][1:]:
-            raise UserError(
-                f"{name}: expected {len(held)} experts on expert-parallel rank {ep}, found the shape {shape}"
-            )
-    each = layout.whole(shapes[0][1:]).blocks
-    numel = each[0].length if each else 0
-    found = Layout((experts.count, *shapes[0][1:]), *_blocks(experts.held, numel))
-    if experts.recorded is not None and numel:
-        recorded = layout.affine(name, experts.recorded, shapes)
-        if recorded.shape != found.shape or _places(recorded, numel) != _places(found, numel):
-            raise UserError(f"{name}: the affine map that is recorded of it is not that of its experts' placement")
-    return found
-
-
-def _blocks(held: Sequence[Sequence[int]], numel: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """One an expert, and those that hold an expert of another rank again."""
-    blocks: dict[int, Block] = {}
-    copies = []
-    for ep, experts in enumerate(held):
-        for index, expert in enumerate(experts):
-            block = Block(ep, index * numel, numel, expert * numel, numel, numel, 1)
-            if blocks.setdefault(expert, block) is not block:
-                copies.append(block)
-    return (tuple(blocks.values()), tuple(copies)) if numel else ((), ())
-
-
-def _places(placed: Layout, numel: int) -> set[tuple[int, float, float]]:
-    """Slice, index in it, and expert, of each."""
-
-    def experts(block: Block) -> Iterator[tuple[int, float, float]]:
-        for row in range(block.count):
-            source, target = block.source + row * block.source_stride, block.target + row * block.target_stride
-            for at in range(0, block.length, numel):
-                yield block.slice, (source + at) / numel, (target + at) / numel
-
-    return {place for block in (*placed.blocks, *placed.copies) for place in experts(block)}

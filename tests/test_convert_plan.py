@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 from ckpt_patches.convert import arithmetic, layout
 from ckpt_patches.convert.conversion_plan import plan
-from ckpt_patches.convert.headers import Checkpoint, File, Rank
 from ckpt_patches.convert.layout import Layout
 from ckpt_patches.convert.output_files import (
     Content,
@@ -27,13 +27,14 @@ from ckpt_patches.convert.output_files import (
     TorchOutput,
 )
 from ckpt_patches.convert.rules import SubParams
-from ckpt_patches.convert.source_files import Sources
 from ckpt_patches.convert.traits import Traits
-from ckpt_patches.convert.workers import shares
-from ckpt_patches.convert.write import place, zeros
+from ckpt_patches.convert.write import place
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.formats.zero import ElementType, Flat, ModelFile, Partition, Step
+from ckpt_patches.formats.zero_checkpoint import Checkpoint, File, Rank
+from ckpt_patches.formats.zero_experts import Experts
+from ckpt_patches.runtime.shared_writing import shares
 
 SMALL = settings(max_examples=150, deadline=None)
 FLOAT32 = ElementType("float32")
@@ -338,22 +339,23 @@ def test_steps_of_two_checkpoints_are_refused() -> None:
         plan(mixed, Traits())
 
 
-@pytest.mark.parametrize("tokens", [3, 4])
-def test_before_0_12_3_a_vocabulary_keeps_its_padding(tokens: int) -> None:
-    """And beside it the last row of that, or zeros if there is none."""
-    checkpoint, data, truth = flattened([(4, 5)], 2)
-    info = {"vocabulary_parameter_patterns": ["p0"], "original_vocab_size": tokens}
-    found = plan(replace(checkpoint, info=info), replace(Traits(), vocab_tensor=False))
-    output = next(output for output in found.outputs if output.name == "zero/p0/fp32.pt")
-    assert isinstance(output, TorchOutput)
-    assert list(output.value) == ["cat_dim", "vocab_divisibility_padding_tensor", "param"]
-    assert placed(output.contents["0"], 64, Memory(data)) == truth["p0"].numpy().tobytes()
-    padding = output.value["vocab_divisibility_padding_tensor"]
-    assert (padding.shape, padding.storage.key, padding.start) == ((5,), *(("0", 15) if tokens == 3 else ("1", 0)))
-    if tokens == 4:
-        window = memoryview(bytearray(b"x" * output.contents["1"].nbytes))
-        zeros(Sources([]), output.contents["1"], 0, window, window)
-        assert bytes(window) == bytes(20)
+LOADABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "vocab_tensor": ({"info": {"vocabulary_parameter_patterns": ["p0"]}}, "has vocabulary_parameter_patterns"),
+    "two_sub_params": ({"info": {"parameter_with_2_sub_params_cat_dim_0": ["p0"]}}, "has parameter_with_2_sub_params"),
+    "sub_params": ({"info": {"parameter_with_sub_params": [{}]}}, "has parameter_with_sub_params"),
+    "zero3": ({"stage": 3}, "is of ZeRO stage 3"),
+    "zero3_tensor_parallel": ({"stage": 3, "tp_degree": 2}, "is of 2 tensor-parallel ranks at ZeRO stage 3"),
+    "autoep": ({"experts": {"p0": Experts(1, ((0,),), ((0,),))}}, "has layers of experts (ds_autoep_layers)"),
+}
+
+
+@pytest.mark.parametrize("feature", LOADABLE)
+def test_what_the_installed_deepspeed_does_not_load_is_refused(feature: str) -> None:
+    changes, expected = LOADABLE[feature]
+    checkpoint, _, _ = flattened([(4, 5)], 2)
+    text = re.escape(f"{expected}, which the installed DeepSpeed does not load from a universal checkpoint")
+    with pytest.raises(UserError, match=text.replace(",", ".*,", 1)):
+        plan(replace(checkpoint, **changes), replace(Traits(), **{feature: False}))
 
 
 def step_tensor(file: int, storage: int = 1) -> TensorHeader:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_patches.convert.convert import LATEST, MARK
 from ckpt_patches.convert.output_files import CopiedOutput
-from ckpt_patches.convert.output_folder import FINGERPRINT, LATEST, OutputFolder
 from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.unfinished import UnfinishedFolder
 from universal import command, distinct, environment, files, ours, parallel, summary
 from upstream import PROGRAMS, TIMEOUT, all_releases
 from zero_checkpoints import dp768
@@ -47,14 +48,14 @@ def looks_complete(output: Path) -> bool:
 def check_what_has_its_name(output: Path, expected: dict[str, bytes]) -> None:
     """The folder has its own name, and the marker is there, only when every file is there and whole."""
     if output.exists():
-        assert {name: data for name, data in files(output).items() if name != FINGERPRINT} == expected
+        assert {name: data for name, data in files(output).items() if name != MARK} == expected
     else:
         assert not (output.parent / LATEST).exists()
 
 
 def finished(output: Path) -> bool:
     """Whether a conversion has come to its end; it may have been killed after that, before its process ended."""
-    return (output.parent / LATEST).exists() and not (output / FINGERPRINT).exists()
+    return (output.parent / LATEST).exists() and not (output / MARK).exists()
 
 
 def whole_files(output: Path) -> int:
@@ -152,7 +153,10 @@ def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both begin an output folder together; one would take the other's file away before it has its name."""
-    replace, folders = os.replace, [OutputFolder(tmp_path / "universal", "same") for _ in range(2)]
+    replace, folders = (
+        os.replace,
+        [UnfinishedFolder(tmp_path / "universal", "same", MARK, "conversion") for _ in range(2)],
+    )
 
     def first_the_other_one(temporary: Path, path: Path) -> None:
         monkeypatch.setattr(os, "replace", replace)
@@ -162,7 +166,7 @@ def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
     monkeypatch.setattr(os, "getpid", lambda: 7)
     monkeypatch.setattr(os, "replace", first_the_other_one)
     folders[0].begin()
-    assert os.listdir(tmp_path / "universal.unfinished") == [FINGERPRINT]
+    assert os.listdir(tmp_path / "universal.unfinished") == [MARK]
 
 
 def interrupted(source: Path, output: Path) -> None:
@@ -174,10 +178,10 @@ def interrupted(source: Path, output: Path) -> None:
 
 
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
-    folder = OutputFolder(tmp_path / "a" / "universal", "")
-    folder.check_space([CopiedOutput("x", 0, 1)])
+    folder = UnfinishedFolder(tmp_path / "a" / "universal", "", MARK, "conversion")
+    folder.check([CopiedOutput("x", 0, 1)])
     with pytest.raises(UserError, match=rf"universal needs 909\.5 TiB, and {tmp_path} has .* [GT]iB free"):
-        folder.check_space([CopiedOutput("x", 0, 10**15)])
+        folder.check([CopiedOutput("x", 0, 10**15)])
 
 
 def test_a_disk_that_fills_up_is_reported_with_the_path(
@@ -207,7 +211,7 @@ def test_the_summary_of_a_run_that_had_nothing_to_do(source: Path, expected: dic
     ours(source, output)
     interrupted(source, tmp_path / "other")
     working = tmp_path / "other.unfinished"
-    shutil.copy(working / FINGERPRINT, output / FINGERPRINT)
+    shutil.copy(working / MARK, output / MARK)
     (tmp_path / LATEST).unlink()
     found = json.loads(ours(source, output, "--json").stdout)
     assert (found["files"], found["files_before"]) == (0, distinct(output))

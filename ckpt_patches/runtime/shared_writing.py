@@ -1,0 +1,131 @@
+"""Write the files of an unfinished folder: each rank its share, and each worker process of a rank a share of that."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.processes import in_shares
+from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.unfinished import File, UnfinishedFolder
+
+COST_OF_A_FILE = 1 << 18  # bytes that could be moved in the time it takes to make a file
+
+Output = TypeVar("Output", bound=File)
+Input = TypeVar("Input", bound=File, contravariant=True)
+Result = TypeVar("Result")
+Moved = Callable[[int], None]  # called with each number of bytes that was moved
+
+
+class Writer(Protocol[Input]):
+    """Writes files of a folder; a file has its name at the latest after `finish`."""
+
+    def write(self, file: Input, /) -> object: ...
+
+    def finish(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Task(Generic[Output]):
+    """The files to write, and how."""
+
+    outputs: Sequence[Output]  # of all ranks
+    # Called in a worker process, with the number of them.
+    writer: Callable[[int, Moved], AbstractContextManager[Writer[Output]]]
+    workers: Callable[[Sequence[Output]], int]  # how many processes some files are worth
+    to_move: Callable[[Sequence[Output]], int]  # bytes that will be reported as moved for some files
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote, with its workers."""
+
+    bytes: int
+    files: int
+    files_before: int  # of an interrupted run
+    workers: int
+
+
+@dataclass(frozen=True)
+class Done(Generic[Result]):
+    """What was written; on rank 0 by all ranks, on each other by that one."""
+
+    written: Written
+    began: float  # when the first byte was moved, on time.monotonic's clock
+    result: Result | None  # of `finish`, on rank 0
+
+
+def write_together(
+    folder: UnfinishedFolder, task: Task[Output], ranks: Ranks, finish: Callable[[], Result]
+) -> Done[Result]:
+    """Take the folder, write the files that are missing, and on rank 0 `finish`. All ranks call this.
+
+    Raises:
+        UserError: another process writes the folder, a file cannot be written, or a rank is missing.
+        WorkerDefect: see `ckpt_patches.runtime.processes`.
+    """
+    with ExitStack() as stack:
+
+        def take() -> None:
+            folder.begin()
+            stack.enter_context(folder.held())
+
+        ranks.first("making the output folder", take)
+        began = time.monotonic()
+        written = ranks.gather("writing", lambda: _write_share(folder, task, ranks))
+        result = ranks.first("finishing the output folder", finish)
+    total = Written(
+        bytes=sum(own.bytes for own in written),
+        files=sum(own.files for own in written),
+        files_before=sum(own.files_before for own in written),
+        workers=sum(own.workers for own in written),
+    )
+    return Done(total, began, result)
+
+
+def shares(files: Sequence[Output], count: int) -> list[list[Output]]:
+    """Divide files: the largest first, each to whom has least. Every process comes to the same result."""
+    divided: list[list[Output]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
+        least = loads.index(min(loads))
+        divided[least].append(file)
+        loads[least] += cost(file)
+    return divided
+
+
+def cost(file: File) -> int:
+    return file.nbytes + COST_OF_A_FILE
+
+
+def _write_share(folder: UnfinishedFolder, task: Task[Output], ranks: Ranks) -> Written:
+    """Write those files of this rank's share that are missing."""
+    own = shares(task.outputs, ranks.size)[ranks.rank]
+    left = folder.missing(own)
+    count = task.workers(left)
+    with Progress(task.to_move(left)) as progress:
+        if left:
+            work = partial(_work, os.getpid(), partial(task.writer, count))
+            in_shares(work, shares(left, count), progress.show, Progress.INTERVAL)
+    return Written(sum(file.nbytes for file in left), len(left), len(own) - len(left), count)
+
+
+def _work(
+    parent: int,
+    begin: Callable[[Moved], AbstractContextManager[Writer[Output]]],
+    share: Sequence[Output],
+    moved: Moved,
+) -> Iterator[None]:
+    with begin(moved) as writer:
+        try:
+            for file in share:
+                if os.getppid() != parent:  # killed; nobody waits for this any more
+                    break
+                writer.write(file)
+        finally:
+            writer.finish()  # those that are complete, also where the next one could not be written
+    yield None
