@@ -7,7 +7,7 @@ upper half of a float32.
 from typing import Any
 
 from ckpt_patches.convert.output_files import Content
-from ckpt_patches.convert.write import Sources
+from ckpt_patches.convert.sources import Sources
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 

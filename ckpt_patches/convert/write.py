@@ -1,9 +1,8 @@
 """Write files of the output: their storages in windows of bounded size, then each file under its own name at once."""
 
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,13 @@ from pathlib import Path
 from ckpt_patches.convert.layout import Block
 from ckpt_patches.convert.new_file import PAGE, NewFile, pages
 from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Slice, TorchOutput
+from ckpt_patches.convert.sources import Sources, opened
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_writer import torch_file
 from ckpt_patches.runtime.shared_writing import Moved
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
-SPARE_DESCRIPTORS = 64  # for everything else that a process has open
 SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place
 COMPARED = 1 << 20  # bytes at once
 # So many files are waited for together: what the disk has to do for one of them it then does for all.
@@ -26,46 +24,6 @@ FILES_TOGETHER = 32
 BYTES_TOGETHER = 64 << 20
 
 Fill = Callable[["Sources", Content, int, memoryview, memoryview], None]
-
-
-class Sources:
-    """Byte ranges of the checkpoint's files, by their numbers."""
-
-    def __init__(self, paths: Sequence[Path], files: RangedFiles) -> None:
-        self._paths, self._files = [str(path) for path in paths], files
-
-    def read_slice(self, slice_: Slice, begin: int, into: memoryview) -> None:
-        """Fill a buffer with the bytes of a slice from `begin` on."""
-        at = 0
-        for file, offset, nbytes in slice_.runs(begin, begin + len(into)):
-            self.read(file, offset, into[at : at + nbytes])
-            at += nbytes
-
-    def read(self, file: int, offset: int, into: memoryview) -> None:
-        """Fill a buffer with a file's bytes from `offset` on.
-
-        Raises:
-            UserError: the file has become shorter, or cannot be read.
-        """
-        try:
-            self._files.read(self._paths[file], offset, into)
-        except OSError as error:
-            raise UserError(f"{self._paths[file]} cannot be read: {error.strerror or error}") from None
-
-
-@contextmanager
-def opened(paths: Sequence[Path]) -> Iterator[Sources]:
-    """The files of a checkpoint, each opened when it is first needed, and kept open as long as there is room."""
-    with RangedFiles(_descriptors() - SPARE_DESCRIPTORS) as files:
-        yield Sources(paths, files)
-
-
-def _descriptors() -> int:
-    """How many a process may have open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return min(hard, 4096) if hard != resource.RLIM_INFINITY else 4096
 
 
 @dataclass(frozen=True)

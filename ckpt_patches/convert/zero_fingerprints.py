@@ -6,7 +6,8 @@ from pathlib import Path
 from ckpt_patches.convert import traits
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.output_files import Content, TorchOutput
-from ckpt_patches.convert.write import Sources, made_by, opened
+from ckpt_patches.convert.sources import Sources, opened
+from ckpt_patches.convert.write import made_by
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
 from ckpt_patches.formats.zero import STATES
