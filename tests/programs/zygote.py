@@ -32,7 +32,7 @@ import socket
 import sys
 import threading
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 MOST = 2**20  # bytes of a packet
@@ -60,7 +60,10 @@ def serve(number: int, modules: list[str]) -> tuple[str, list[str]]:
         importlib.import_module(name)
     gc.enable()
     if len(os.listdir("/proc/self/task")) != 1:
-        sys.exit(f"expected no thread but the first, which alone a fork has, after the import of {modules}")
+        print(
+            f"expected no thread but the first, which alone a fork has, after the import of {modules}", file=sys.stderr
+        )
+        end_at_once(1)
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
@@ -171,9 +174,14 @@ def end(code: object) -> None:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    end_at_once((code or 0) & 0xFF)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End without waiting for threads."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit((code or 0) & 0xFF)
+    os._exit(status)
 
 
 if __name__ == "__main__":
