@@ -78,6 +78,8 @@ KINDS: dict[str, dict[str, Any]] = {
     # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, the writer of the DP=768 report
     "bf16_optimizer": {**BF16, **zero(1), **FP32_GRADIENTS},
     "stage2": {**BF16, **zero(2)},
+    "stage1_round_robin": {**BF16, **zero(1, round_robin_gradients=True)},
+    "stage2_round_robin": {**BF16, **zero(2, round_robin_gradients=True)},
     "stage3": {**BF16, **zero(3)},
     "stage1_fp16": {**FP16, **zero(1)},
     "stage2_fp16": {**FP16, **zero(2)},

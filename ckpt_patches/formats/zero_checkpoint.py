@@ -6,13 +6,13 @@ sizes are elements.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero
+from ckpt_patches.formats import torch_file, zero, zero_addresses
 from ckpt_patches.formats import zero_experts as experts
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
@@ -246,6 +246,8 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         experts.check_local(folder.path, local, shapes, by_name)
 
     ranks = reader.ranks(partial(_partitions, {**known, **local}, dp_degree), pp_degree, tp_degree)
+    if zero_addresses.is_round_robin(read[0][1].get("ds_config")) and not _is_aligned(first):
+        ranks = _in_written_order(reader, ranks, [reader.model(*one) for one in read])
     others = [reader.read(name)[0] for name in folder.starting_with("mp") if name not in names]
     kept = experts.shortened(layers)
     return Checkpoint(
@@ -264,6 +266,25 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         local_experts=local,
         rewritten=tuple((index, experts.with_layers(value, kept, PATTERN)) for index, value in read if layers),
     )
+
+
+def _is_aligned(optimizer: Mapping[str, Any]) -> bool:
+    """Whether parameters are padded in their buffer; then the addresses in the files are those of the buffer."""
+    paddings = optimizer.get(zero_addresses.ALIGNMENT) or ()
+    return any(any(group) for group in paddings if isinstance(group, (list, tuple)))
+
+
+def _in_written_order(reader: _Reader, ranks: Sequence[Rank], models: Sequence[ModelFile]) -> tuple[Rank, ...]:
+    """With the addresses of a `round_robin_gradients` run; models and ranks are in the order pp, tp."""
+    dp_degree = reader.folder.dp_degree
+    found: list[Rank] = []
+    for number, model in enumerate(models):
+        own = ranks[number * dp_degree : (number + 1) * dp_degree]
+        partitions = zero_addresses.in_written_order(
+            [rank.partitions for rank in own], model.shapes, str(reader.folder.path)
+        )
+        found += [replace(rank, partitions=new) for rank, new in zip(own, partitions, strict=True)]
+    return tuple(found)
 
 
 def _degrees(folder: Folder, models: list[dict[str, Any]]) -> tuple[int, int]:

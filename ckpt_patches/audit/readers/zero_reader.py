@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero, zero_inventory
+from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
@@ -64,6 +64,7 @@ class RankFile:
     rank: int
     state: RankState
     facts: RankFacts
+    is_aligned: bool = False  # parameters are padded in the buffers
 
     @property
     def step(self) -> int | None:
@@ -126,6 +127,7 @@ def _read_model_rank(
     files = [file for rank, name in names.items() if (file := _rank_file(found, rank, folder.path / name))]
     if not files:
         return []
+    files = _in_written_order(found, files, info)
     _check_ranks(found, files, names.keys(), info, has_experts=bool(folder.experts))
     _check_paddings(found, files)
     if files[0].state.stage > 2 and not folder.experts:  # of experts the first rank alone saves the rest of the model
@@ -150,6 +152,21 @@ def _read_model_rank(
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
     return files
+
+
+def _in_written_order(found: Checkpoint, files: list[RankFile], info: Mapping[str, Any]) -> list[RankFile]:
+    """With the addresses of the buffers, if the run had `round_robin_gradients`."""
+    if files[0].state.stage > 2 or not zero_addresses.is_round_robin(info.get("ds_config")) or files[0].is_aligned:
+        return files
+    own = sorted(files, key=lambda file: file.rank)
+    try:
+        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+        fixed = zero_addresses.in_written_order([file.state.partitions for file in own], shapes, found.path.name)
+    except (UserError, ValueError, AttributeError, TypeError) as error:
+        found.findings.append(Finding(damages.NOT_JUDGED, "all parameters", detail=str(error)))
+        return files
+    states = [replace(file.state, partitions=partitions) for file, partitions in zip(own, fixed, strict=True)]
+    return [replace(file, state=state) for file, state in zip(own, states, strict=True)]
 
 
 def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iterator[Extent]:
@@ -182,7 +199,8 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     try:
         optimizer = zero.optimizer_of(path, file.value)
         state = zero.read_rank(path, rank, optimizer)
-        return RankFile(path, rank, state, _facts(file, optimizer, state))
+        aligned = any(map(any, optimizer.get(zero_addresses.ALIGNMENT) or ()))
+        return RankFile(path, rank, state, _facts(file, optimizer, state), aligned)
     except UserError as error:
         found.findings.append(tensor_streams.refused(error, path.name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:

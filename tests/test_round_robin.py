@@ -1,0 +1,48 @@
+"""Checkpoints of ZeRO 1 and 2 with `round_robin_gradients`, which upstream's `param_slice_mappings` misaddress."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import universal
+from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.convert.zero_fingerprints import fingerprints
+from ckpt_patches.fingerprint.states import Fingerprint
+from upstream import releases
+from zero_checkpoints import KEYS
+from zero_resumes import trained
+
+CASES = ("stage1_round_robin-2", "stage2_round_robin-2")
+STEP = "global_step2"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.14.5"))
+def test_existing_files_are_read_in_the_order_in_which_the_optimizer_wrote_them(
+    version: str, ranks: int, tmp_path: Path
+) -> None:
+    """Each state is what the optimizers held in memory, in the audit, in a conversion and in its fingerprints."""
+    saved = trained(version, "none", *CASES, ranks=ranks)
+    for case in CASES:
+        report = audit(saved / case / STEP)
+        assert (report.verdict, [f for f in report.findings if f.kind.severity != "note"]) == (WHOLE, [])
+        truth = torch.load(saved / case / "truth.pt", weights_only=False)["saved"]
+        output = tmp_path / case
+        universal.ours(saved / case / STEP, output, "--inject_missing_state")
+        names = [name.removesuffix(".fp32") for name in truth if name.endswith(".fp32")]
+        wrong = [
+            f"{name} {key}"
+            for name in names
+            for key in KEYS
+            if not value_of(output / "zero" / name / f"{key}.pt").equal(truth[f"{name}.{key}"])
+        ]
+        assert (wrong, len(names)) == ([], 7)
+        found: list[Fingerprint] = list(fingerprints(saved / case / STEP, trust=True))
+        assert len(found) >= len(names) * len(KEYS)
+
+
+def value_of(path: Path) -> torch.Tensor:
+    value = torch.load(path, weights_only=False)
+    tensor: torch.Tensor = value["param"] if isinstance(value, dict) else value
+    return tensor
