@@ -199,7 +199,7 @@ with started([lambda: [bytes(1 << 20)]] * 2) as workers:
     assert parent.stdout
     assert parent.stdout.readline() == "full\n"
     parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=300)
 
 
 def test_nobody_is_ready_before_it_answers() -> None:
@@ -280,13 +280,13 @@ def converting(tmp_path: Path, write: str) -> subprocess.Popen[str]:
 
 def test_a_defect_of_the_converter_is_told_with_the_workers_traceback(tmp_path: Path) -> None:
     process = converting(tmp_path, "raise KeyError('group')")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (1, "")
     assert "this is a defect, please report it" in err
     assert "in write\nKeyError: 'group'\n" in err
 
 
-STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(60)"
+STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(600)"
 
 
 def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
     assert process.stdout
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to all of them
-    _, err = process.communicate(timeout=30)  # until the last worker has closed its output
+    _, err = process.communicate(timeout=300)  # until the last worker has closed its output
     assert (process.returncode, err) == (130, "ds_to_universal: interrupted; the same command goes on from here\n")
 
 
@@ -303,7 +303,7 @@ def test_a_killed_worker_ends_the_conversion_in_one_line(tmp_path: Path) -> None
     assert process.stdout
     pid = int(process.stdout.readline())
     os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert err == (
         f"ds_to_universal: worker process {pid} was killed (SIGKILL) before it was done; is there enough memory? "
