@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ckpt_patches.convert.traits import Traits
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import torch_file
 from deepspeed_patches.ds_to_universal import Options
-from universal import both, distinct, environment, files, ours, parallel, summary
+from universal import both, changed, distinct, environment, files, ours, parallel, summary
 from upstream import all_releases, newest, numbers, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream
 from zero_checkpoints import dp768, losses, trained, with_layers
@@ -217,17 +216,8 @@ def test_a_missing_universal_info_is_injected_on_demand(tmp_path: Path) -> None:
 
 def without_info(source: Path, tmp_path: Path) -> Path:
     folder = shutil.copytree(source, tmp_path / "without" / source.name)
-    change(folder / "mp_rank_00_model_states.pt", lambda state: state.pop("universal_checkpoint_info"))
+    changed(folder / "mp_rank_00_model_states.pt", lambda state: state.pop("universal_checkpoint_info"))
     return folder
-
-
-def change(path: Path, by: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a file of torch holds."""
-    import torch
-
-    state = torch.load(path, weights_only=False)
-    by(state)
-    torch.save(state, path)
 
 
 def test_it_is_no_fix_and_no_part_of_the_start_up() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from universal import ours, parallel
+from universal import changed, check_refused, ours, parallel
 
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
@@ -39,12 +39,6 @@ def _classes_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("deepspeed", "deepspeed.utils", Fragment.__module__):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules[Fragment.__module__], "fragment_address", Fragment, raising=False)
-
-
-def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    state = torch.load(path, weights_only=False)
-    change(state)
-    torch.save(state, path)
 
 
 def optimizer(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -164,15 +158,6 @@ def test_a_damaged_checkpoint_is_one_clear_line(damage: str, folder: Path, tmp_p
     damaging, expected = DAMAGES[damage]
     damaging(folder)
     check_refused(folder, tmp_path / "out", expected)
-
-
-def check_refused(folder: Path, out: Path, expected: str) -> None:
-    """By one line, before a byte is written."""
-    done = ours(folder, out / "universal", check=False)
-    assert done.returncode == 2, done.stdout
-    assert expected in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not out.exists()
 
 
 def test_other_steps_at_stage_3(tmp_path: Path) -> None:

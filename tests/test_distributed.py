@@ -21,7 +21,7 @@ from ckpt_patches.runtime.distributed import Ranks, note, place
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
-from test_migrate_interrupted import write as write_old
+from test_interrupted import write_old
 from universal import environment, parallel
 
 LIMIT = 900  # seconds

@@ -287,7 +287,7 @@ def test_a_defect_of_the_converter_is_told_with_the_workers_traceback(tmp_path: 
     assert "in write\nKeyError: 'group'\n" in err
 
 
-STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(60)"
+STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(600)"
 
 
 def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ def descriptors(paths: list[str]) -> list[str]:
     return sorted(target for link in links if os.path.islink(link) and (target := os.readlink(link)) in paths)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_ranges_come_as_they_are_and_nothing_stays_open(paths: list[str], mapped: bool) -> None:
+def test_ranges_come_as_they_are_and_nothing_stays_open(paths: list[str]) -> None:
     into = bytearray(10)
-    with RangedFiles(2, mapped=mapped) as files:
+    with RangedFiles(2) as files:
         for _ in range(2):
             for number, path in enumerate(paths):
                 files.read(path, 2, memoryview(into))
@@ -35,9 +34,8 @@ def test_ranges_come_as_they_are_and_nothing_stays_open(paths: list[str], mapped
     assert descriptors(paths) == []
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_range_beyond_the_end_names_the_file(paths: list[str], mapped: bool) -> None:
-    with RangedFiles(mapped=mapped) as files, pytest.raises(OSError, match=r"ends before its byte 20.*/3'"):
+def test_a_range_beyond_the_end_names_the_file(paths: list[str]) -> None:
+    with RangedFiles() as files, pytest.raises(OSError, match=r"ends before its byte 20.*/3'"):
         files.read(paths[3], 10, memoryview(bytearray(10)))
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,34 @@ def ours(
     )
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def check_refused(folder: Path, out: Path, *expected: str, version: str = "0.19.8") -> None:
+    """By one line, before a byte is written."""
+    done = ours(folder, out / "universal", version=version, check=False)
+    assert done.returncode == 2, done.stdout
+    assert all(text in done.stderr for text in expected), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a file of torch holds."""
+    state = load(path)
+    change(state)
+    save(state, path)
+
+
+def load(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=False)
+
+
+def save(state: Any, path: Path) -> None:
+    import torch
+
+    torch.save(state, path)
 
 
 def summary(source: Path, output: Path, *options: str | Path, **keywords: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Read byte ranges of many files: each is opened when it is first read, and closed at the end of the work."""
 
 import errno
-import mmap
 import os
 from collections import OrderedDict
 from types import TracebackType
@@ -15,10 +14,9 @@ class RangedFiles:
     A file that gets another content under the same path meanwhile is read as it was when it was opened.
     """
 
-    def __init__(self, most: int = MOST, *, mapped: bool = False) -> None:
-        self._most, self._mapped = most, mapped
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
         self._open: OrderedDict[str, int] = OrderedDict()  # descriptors; the one used last is last
-        self._maps: dict[str, memoryview] = {}
 
     def __enter__(self) -> "RangedFiles":
         return self
@@ -31,16 +29,13 @@ class RangedFiles:
             self._close_oldest()
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
-        """Fill a buffer with a file's bytes from `offset` on: by reads, or from the file mapped into memory.
+        """Fill a buffer with a file's bytes from `offset` on.
 
         Raises:
             OSError: the file cannot be read, or is shorter; it names the file.
         """
         descriptor = self.descriptor(path)
         try:
-            if self._mapped:
-                into[:] = self._map(path, descriptor)[offset : offset + len(into)]
-                return
             while into:
                 found = os.preadv(descriptor, [into], offset)
                 if not found:
@@ -66,16 +61,5 @@ class RangedFiles:
         self._open[path] = os.open(path, os.O_RDONLY)
         return self._open[path]
 
-    def _map(self, path: str, descriptor: int) -> memoryview:
-        if path not in self._maps:
-            self._maps[path] = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        return self._maps[path]
-
     def _close_oldest(self) -> None:
-        path, descriptor = self._open.popitem(last=False)
-        os.close(descriptor)
-        if path in self._maps:
-            mapped = self._maps.pop(path)
-            whole = mapped.obj
-            mapped.release()
-            whole.close()  # type: ignore[attr-defined]
+        os.close(self._open.popitem(last=False)[1])

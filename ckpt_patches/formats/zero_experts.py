@@ -161,6 +161,12 @@ def data_first(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> bool:
     return found == {True}
 
 
+def shares_with_neighbours(model: Mapping[str, Any]) -> bool:
+    """Whether a model-states file states that neighbouring ranks have the same experts."""
+    config = model.get("ds_config")
+    return isinstance(config, dict) and config.get(DATA_FIRST) is True
+
+
 def ranks_of(dp_degree: int, ep_degree: int, neighbours: bool) -> tuple[tuple[int, ...], ...]:
     """By expert-parallel rank its data-parallel ranks, which are neighbours, or each `ep_degree`th.
 

@@ -25,7 +25,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_inventory
+from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_experts, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
@@ -135,7 +135,11 @@ def _read_model_rank(
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
-    parameters = _stage3(found, files, shapes) if stage > 2 else _stage12(found, files, shapes, _neighbours(info))
+    parameters = (
+        _stage3(found, files, shapes)
+        if stage > 2
+        else _stage12(found, files, shapes, zero_experts.shares_with_neighbours(info))
+    )
     found.padded += _partitions(files, parameters)
     for (name, of_experts), parameter in parameters.items():
         numel = sum(part.numel for part in parameter.ranks)
@@ -324,12 +328,6 @@ def _numel(partition: Partition) -> int:
     return max(flat.numel for flat in partition.states.values())
 
 
-def _neighbours(info: Mapping[str, Any]) -> bool:
-    """Whether neighbouring ranks share experts."""
-    config = info.get("ds_config")
-    return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
-
-
 def _stage12(
     found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]], neighbours: bool
 ) -> dict[Key, Parameter]:
@@ -360,8 +358,8 @@ def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int, neighbo
     ranks, counts = found.data_parallel or 1, file.state.data_parallel
     if group >= len(counts) or counts[group] == ranks or ranks % counts[group]:
         return ""
-    rank = file.rank // counts[group] if neighbours else file.rank % (ranks // counts[group])
-    return f"expert-parallel rank {rank}"
+    sharing = zero_experts.ranks_of(ranks, ranks // counts[group], neighbours)
+    return next((f"expert-parallel rank {ep}" for ep, own in enumerate(sharing) if file.rank in own), "")
 
 
 def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:

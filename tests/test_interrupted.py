@@ -1,0 +1,303 @@
+"""A conversion or migration that is killed never looks complete, and the next run ends in the identical result."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.convert import convert
+from ckpt_patches.convert.convert import LATEST
+from ckpt_patches.convert.output_files import CopiedOutput
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_dist
+from ckpt_patches.migrate import migrate
+from ckpt_patches.migrate.move import JUDGED
+from ckpt_patches.runtime.unfinished import UnfinishedFolder
+from old_checkpoints import flattened, settings
+from universal import command, distinct, environment, files, ours, parallel, summary
+from upstream import PROGRAMS, all_releases
+from zero_checkpoints import dp768
+
+LAYERS: dict[str, tuple[int, ...]] = {f"layer{number}.weight": (8, 6) for number in range(6)}
+BEHIND_THE_END = 1000  # changes in the file system
+
+
+def write_old(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> Path:
+    old, _ = flattened(folder, shapes or LAYERS)
+    old.object("rng_state/shard_0_1", [1, 2])
+    return old.write(settings())
+
+
+def write_zero(folder: Path) -> Path:
+    return shutil.copytree(parallel("fused")["fused"], folder / "global_step7")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What is killed, and what it leaves."""
+
+    name: str
+    work: str  # its word for what it does
+    write: Callable[[Path], Path]  # a checkpoint
+    mark: str  # the name of its mark in an unfinished folder
+    beside: tuple[str, ...]  # what is beside the output in the end
+    rewritten: frozenset[str]  # files that are written in the end, and anew by the next run
+    changes: int  # in the file system, after which some files are complete and others are not
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a file of the folder is for the next run alone."""
+        return name == self.mark or name.startswith(JUDGED)
+
+
+TOOLS = {
+    "convert": Tool("convert", "conversion", write_zero, convert.MARK, (LATEST,), frozenset(), 40),
+    "migrate": Tool(
+        "migrate", "migration", write_old, migrate.MARK, (), frozenset({"common.pt", "metadata.json", ".metadata"}), 20
+    ),
+}
+POINTS = [
+    *(("convert", point) for point in range(0, 60, 1 if all_releases() else 4)),
+    *(("migrate", point) for point in range(0, 70, 1 if all_releases() else 6)),
+]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tool.write(tmp_path_factory.mktemp("source") / "in") for name, tool in TOOLS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    found = {}
+    for name, source in sources.items():
+        output = tmp_path_factory.mktemp("expected") / "output"
+        assert killed(name, source, output, BEHIND_THE_END).stdout == "done\n"
+        found[name] = files(output)
+    return found
+
+
+@pytest.fixture
+def source(sources: dict[str, Path]) -> Path:
+    return sources["convert"]
+
+
+def killed(name: str, source: Path, output: Path, point: int) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_in_time.py", name, source, output, point))]
+    return subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
+
+
+def unfinished(output: Path) -> Path:
+    return output.with_name(f"{output.name}.unfinished")
+
+
+def complete_files(tool: Tool, folder: Path) -> dict[str, int]:
+    """The inodes of the files that have their own names."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".unfinished-"))
+    inodes = {str(path.relative_to(folder)): path.stat().st_ino for path in found}
+    return {name: inode for name, inode in inodes.items() if not tool.is_kept(name)}
+
+
+def check_what_has_its_name(tool: Tool, output: Path, expected: dict[str, bytes]) -> None:
+    """The folder has its own name, and what is beside it is there, only when every file is there and complete."""
+    if output.exists():
+        assert {name: data for name, data in files(output).items() if not tool.is_kept(name)} == expected
+    else:
+        assert not any((output.parent / name).exists() for name in tool.beside)
+
+
+def has_ended(tool: Tool, output: Path) -> bool:
+    """Whether the work has come to its end; it may have been killed after that, before its process ended."""
+    is_there = all((output.parent / name).exists() for name in (output.name, *tool.beside))
+    return is_there and not any(map(tool.is_kept, os.listdir(output)))
+
+
+@pytest.mark.parametrize(("name", "point"), POINTS)
+def test_killed_at_any_change_of_the_file_system(
+    name: str, point: int, sources: dict[str, Path], expected: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    tool, source, output = TOOLS[name], sources[name], tmp_path / "output"
+    done = killed(name, source, output, point)
+    if done.returncode == 0:
+        assert done.stdout == "done\n"
+        assert point > tool.changes
+        assert files(output) == expected[name]
+        return
+    assert done.returncode == -signal.SIGKILL
+    check_what_has_its_name(tool, output, expected[name])
+    before = complete_files(tool, output if output.exists() else unfinished(output))
+
+    again = killed(name, source, output, BEHIND_THE_END)
+    assert (again.returncode, again.stdout) == (0, "done\n"), again.stderr
+    assert files(output) == expected[name]
+    after = complete_files(tool, output)
+    assert {own for own, inode in before.items() if after[own] != inode} <= tool.rewritten
+    assert sorted(os.listdir(tmp_path)) == sorted(["output", *tool.beside])
+    assert all((tmp_path / own).read_text() == "output" for own in tool.beside)
+
+
+def test_some_kills_come_when_some_files_are_complete(sources: dict[str, Path], tmp_path: Path) -> None:
+    for name, tool in TOOLS.items():
+        killed(name, sources[name], tmp_path / name, tool.changes)
+        assert complete_files(tool, unfinished(tmp_path / name))
+
+
+def killed_at_any_time(tool: Tool, arguments: list[str], output: Path, delay: float) -> None:
+    """In the middle of a file as well: the parent is killed alone, and its workers end by themselves."""
+    processes = []
+    while not has_ended(tool, output):
+        process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        processes.append(process)
+        time.sleep(delay)
+        process.kill()
+        assert process.wait() in (0, -signal.SIGKILL)
+        assert output.exists() or not any((output.parent / name).exists() for name in tool.beside)
+        delay *= 1.3
+    assert any(process.returncode for process in processes)
+    assert not unfinished(output).exists()
+    for process in processes:
+        process.communicate(timeout=300)  # until the last of its workers has ended as well
+
+
+@pytest.mark.slow
+def test_a_conversion_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
+    source, output = dp768()["dp768"], tmp_path / "universal"
+    ours(source, tmp_path / "expected" / "universal")
+    killed_at_any_time(TOOLS["convert"], command(source, output, "--bytes_in_flight", "16K"), output, 0.05)
+    assert files(output) == files(tmp_path / "expected" / "universal")
+
+
+@pytest.mark.slow
+def test_a_migration_killed_at_any_time_with_two_workers(tmp_path: Path) -> None:
+    source = write_old(tmp_path / "old", {f"layer{number}.weight": (1024, 1024) for number in range(24)})
+    output = tmp_path / "new"
+    arguments = [sys.executable, "-m", "ckpt_patches", "migrate", str(source), "--output", str(output)]
+    killed_at_any_time(TOOLS["migrate"], [*arguments, "--workers", "2"], output, 0.2)
+    index = torch_dist.read_index(output)
+    assert len(index.tensors) == 24 * 4
+    assert all(tensor.chunks.keys() == tensor.places.keys() for tensor in index.tensors.values())
+
+
+@pytest.mark.slow
+def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Their temporary files could have the same names: processes of two containers have the same numbers."""
+    source, output = dp768()["dp768"], tmp_path / "universal"
+    options = ("--bytes_in_flight", "16K", "--num_extract_workers", "1")
+    first = subprocess.Popen(command(source, output, *options), env=environment(), stdout=subprocess.PIPE)
+    while not any(output.with_name("universal.unfinished").rglob("*.pt")):
+        assert first.poll() is None
+    first.send_signal(signal.SIGSTOP)
+    second = ours(source, output, check=False)
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert "another conversion writes" in second.stderr
+    first.communicate(timeout=300)
+    assert first.returncode == 0
+    ours(source, tmp_path / "expected" / "universal")
+    assert files(output) == files(tmp_path / "expected" / "universal")
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_changed_checkpoint_is_not_taken_up_again(name: str, tmp_path: Path) -> None:
+    """Half of one checkpoint and half of another would look like one."""
+    tool, output = TOOLS[name], tmp_path / "output"
+    source = tool.write(tmp_path / "in")
+    assert killed(name, source, output, tool.changes).returncode == -signal.SIGKILL
+    os.utime(next(iter([*source.glob("*rank_1*optim_states.pt"), *source.glob("__1_0.distcp")])), ns=(0, 0))
+    done = killed(name, source, output, BEHIND_THE_END)
+    assert done.returncode == 1
+    assert f"output.unfinished holds the unfinished {tool.work} of another checkpoint" in done.stderr
+    shutil.rmtree(unfinished(output))
+    assert killed(name, source, output, BEHIND_THE_END).stdout == "done\n"
+
+
+def test_a_checkpoint_by_its_relative_and_by_its_absolute_path_is_one(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversion that was interrupted goes on."""
+    copy, output = shutil.copytree(source, tmp_path / "in" / source.name), tmp_path / "universal"
+    interrupted(copy, output)
+    monkeypatch.chdir(copy.parent)
+    assert summary(Path(copy.name), output)["files_before"] > 0
+
+
+def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin an output folder together; one would take the other's file away before it has its name."""
+    replace, folders = (
+        os.replace,
+        [UnfinishedFolder(tmp_path / "universal", "same", convert.MARK, "conversion") for _ in range(2)],
+    )
+
+    def first_the_other_one(temporary: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        folders[1].begin()
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(os, "replace", first_the_other_one)
+    folders[0].begin()
+    assert os.listdir(tmp_path / "universal.unfinished") == [convert.MARK]
+
+
+def interrupted(source: Path, output: Path) -> None:
+    killed("convert", source, output, 40)
+    assert complete_files(TOOLS["convert"], unfinished(output))
+
+
+# A full disk
+
+
+def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
+    folder = UnfinishedFolder(tmp_path / "a" / "universal", "", convert.MARK, "conversion")
+    folder.check([CopiedOutput("x", 0, 1)])
+    with pytest.raises(UserError, match=rf"universal needs 909\.5 TiB, and {tmp_path} has .* [GT]iB free"):
+        folder.check([CopiedOutput("x", 0, 10**15)])
+
+
+def test_a_disk_that_fills_up_is_reported_with_the_path(
+    source: Path, expected: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    """By a limit on the size of files, which fails like a full disk. Nothing is lost, and the next run goes on."""
+    output = tmp_path / "universal"
+    largest = max(map(len, expected["convert"].values()))
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY))
+
+    done = subprocess.run(
+        command(source, output), env=environment(), capture_output=True, text=True, preexec_fn=limited
+    )
+    assert done.returncode == 2
+    path = rf"{tmp_path}/universal\.unfinished/mp_rank_0\d_model_states\.pt"
+    assert re.fullmatch(rf"ds_to_universal: {path} cannot be written: File too large\n", done.stderr)
+    assert not output.exists()
+    check_what_has_its_name(TOOLS["convert"], output, {})
+    ours(source, output)
+    assert files(output) == expected["convert"]
+
+
+def test_the_summary_of_a_run_that_had_nothing_to_do(
+    source: Path, expected: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    """Killed between the last file and `latest_universal`."""
+    output = tmp_path / "universal"
+    ours(source, output)
+    interrupted(source, tmp_path / "other")
+    working = tmp_path / "other.unfinished"
+    shutil.copy(working / convert.MARK, output / convert.MARK)
+    (tmp_path / LATEST).unlink()
+    found = json.loads(ours(source, output, "--json").stdout)
+    assert (found["files"], found["files_before"]) == (0, distinct(output))
+    assert (tmp_path / LATEST).read_text() == "universal"
+    assert files(output) == expected["convert"]
