@@ -1,16 +1,26 @@
 """What is absent from a checkpoint, foreign in it, or contradicting is never silent. Real saves, changed on purpose."""
 
+import fnmatch
+import io
 import os
+import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed.checkpoint.metadata
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats.zero import look
 from crafted_files import with_other_value
+from every_checkpoint import EVERY
+from megatron_checkpoints import ZARR, Configuration, written
+from test_audit import TORCH_DIST
 from universal import parallel
 from zero_checkpoints import trained
 
@@ -194,3 +204,104 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (folder / MODEL).unlink()
     os.mkfifo(folder / MODEL)
     assert audit(folder).verdict == DAMAGED
+
+
+# Megatron
+
+
+def of_common(change: Callable[[Any], Any]) -> Change:
+    """Change what is not sharded."""
+    return lambda folder: _apply(folder / "common.pt", change)
+
+
+def groups_in(common: Any) -> Any:
+    """The param groups, of one optimizer or the first of a chain."""
+    optimizer = common["optimizer"]
+    while "param_groups" not in optimizer:
+        optimizer = next(value for value in optimizer.values() if isinstance(value, dict))
+    return optimizer["param_groups"]
+
+
+class Index(pickle.Unpickler):
+    """The index of a torch_dist checkpoint, with empty classes in the place of Megatron's own."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("megatron."):
+            holder = sys.modules.setdefault(module, ModuleType(module))
+            return vars(holder).setdefault(name, type(name, (), {"__module__": module}))
+        return super().find_class(module, name)
+
+
+def without_arrays(pattern: str) -> Change:
+    """Remove arrays from a zarr checkpoint, or from the index of a torch_dist one."""
+
+    def remove(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+        if (folder / ".metadata").exists():
+            with patch.dict(sys.modules):
+                index = Index(io.BytesIO((folder / ".metadata").read_bytes())).load()
+                for held in (index.state_dict_metadata, index.storage_data):
+                    names = {key: getattr(key, "fqn", key) for key in held}
+                    for key in (key for key, name in names.items() if fnmatch.fnmatch(name, pattern)):
+                        del held[key]
+                (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    return remove
+
+
+OF_MEGATRON: list[tuple[Change, set[str]]] = [
+    (without_arrays("optimizer.state.*"), {"missing_state"}),
+    (without_arrays("optimizer.state.exp_avg_sq.*"), {"missing_array"}),
+    (of_common(lambda value: value.pop("optimizer")), {"missing_state"}),
+    (of_common(lambda value: groups_in(value).clear()), {"missing_state"}),
+    (of_common(lambda value: groups_in(value)[0].update(step=-5)), {"contradiction"}),
+    (of_common(lambda value: groups_in(value)[0].update(step="x")), {"contradiction"}),
+    (of_common(lambda value: groups_in(value)[0].update(lr=float("nan"))), {"contradiction"}),
+    (of_common(lambda value: groups_in(value)[0].update(betas=(2.0, -1.0))), {"contradiction"}),
+]
+IDS = [
+    "all states",
+    "the squares",
+    "the optimizer",
+    "the groups",
+    "a step",
+    "no step",
+    "a rate",
+    "betas",
+    "another step",
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), OF_MEGATRON, ids=IDS)
+@pytest.mark.parametrize("run", [ZARR, TORCH_DIST], ids=str)
+def test_of_megatron(run: Configuration, change: Change, expected: set[str], tmp_path: Path) -> None:
+    check(written(run).whole[-1], change, expected, tmp_path)
+
+
+@pytest.mark.parametrize("run", [ZARR, TORCH_DIST], ids=str)
+def test_groups_of_megatron_at_different_steps_are_unusual(run: Configuration, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(run).whole[-1], tmp_path / "iter_0000003"))
+    of_common(lambda value: groups_in(value)[0].update(step=groups_in(value)[0]["step"] + 2))(folder)
+    report = audit(folder)
+    assert (report.verdict, "unusual" in {finding.kind.name for finding in report.findings}) == (UNKNOWN, True)
+
+
+# Universal
+
+
+def of_parameter(name: str, change: Callable[[Path], Any]) -> Change:
+    return lambda folder: change(folder / "zero" / name) and None
+
+
+OF_UNIVERSAL: list[tuple[Change, set[str]]] = [
+    (of_parameter("w1.weight", lambda path: (path / "step.pt").unlink()), {"missing_state"}),
+    (of_parameter("w1.weight", lambda path: torch.save(99, path / "step.pt")), {"mixed_steps"}),
+    (of_parameter("", lambda path: (path / "optimizer_state.pt").unlink()), {"missing_state"}),
+    (of_parameter("w1.weight", lambda path: (path / "exp_avg.pt").unlink()), {"missing_array"}),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), OF_UNIVERSAL, ids=["a step", "another step", "the groups", "a moment"])
+def test_of_universal(change: Change, expected: set[str], tmp_path: Path) -> None:
+    check(EVERY["universal of stage 2"].path, change, expected, tmp_path)

@@ -26,7 +26,7 @@ def large(tmp_path: Path) -> Path:
     (array / ".zarray").write_text(json.dumps(metadata))
     with open(array / "0", "wb") as chunk:
         chunk.truncate(4 * NUMEL)
-    torch.save({"optimizer": {"param_groups": [{"step": 1}]}}, path / "common.pt")
+    torch.save({"optimizer": {"param_groups": [{"step": 0}]}}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     return path
 

@@ -312,9 +312,7 @@ def test_objects_are_those_of_the_source_byte_for_byte(tmp_path: Path) -> None:
 
 def test_the_groups_of_ranks_are_given_one_step_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In formats that are not in model space each data-parallel group saves its own, as an object."""
-    old = Old(tmp_path / "old")
-    old.tensor("layer.weight", torch.bfloat16, (4,))
-    old.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
+    old, _ = flattened(tmp_path / "old", SHAPES)
     key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
     old.object(key, {"param_groups": [{"step": 3, "lr": torch.tensor(0.5)}, {"step": 4}]})
     old.write({"optimizer": {"param_state_sharding_type": "dp_zero_gather_scatter"}})

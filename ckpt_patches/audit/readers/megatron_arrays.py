@@ -20,9 +20,10 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.fingerprint.record import KEY
-from ckpt_patches.formats import torch_file
+from ckpt_patches.formats import settings, torch_file
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
+from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zarr import METADATA
 from ckpt_patches.runtime.shown import shown
 
@@ -30,6 +31,7 @@ CONFIG = "metadata.json"
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 # Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+ADAM = {"betas", "eps"}  # settings
 Value = TypeVar("Value")
 
 
@@ -59,15 +61,48 @@ def check_siblings(found: Checkpoint, arrays: Iterable[str]) -> None:
     parameters = by_parameter({name: name for name in arrays})
     with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
     usual = Counter(role for roles in with_state.values() for role in roles)
+    # Adam, known by its settings, has both moments of every parameter; Lion has no eps.
+    is_adam = any(group.keys() >= ADAM for group in found.groups) and any(map(usual.get, MOMENTS))
+    expected = {*(MOMENTS if is_adam else ()), *(role for role in ROLES if 2 * usual[role] > len(with_state))}
     for name, roles in with_state.items():
-        missing = [role for role in ROLES if role not in roles and 2 * usual[role] > len(with_state)]
+        missing = [role for role in ROLES if role not in roles and role in expected]
         if set(missing) == set(MOMENTS):
             found.findings.append(Finding(damages.MISSING_MOMENTS, name))
         elif missing:
             found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=f"no {' and no '.join(missing)}"))
-    without = len(parameters) - len(with_state)
+    without = sum(not _is_state(name) for name in parameters.keys() - with_state.keys())
     if with_state and without and not any(map(is_bucket, with_state)):
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
+
+
+def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
+    """What the param groups and the states promise of each other; settings that no optimizer takes."""
+    if any(finding.kind in (damages.BAD_METADATA, damages.NOT_READ) for finding in found.findings):
+        return  # it is not known what is there
+    has_states = any(map(_is_state, arrays)) or any(not shard.has_rows for shard in found.shards)
+    if found.step and not has_states:
+        detail = f"the optimizer is at step {found.step}, and no state of it is in the checkpoint"
+        found.findings.append(Finding(damages.MISSING_STATE, "the optimizer's state", detail=detail))
+    if has_states and not found.groups:
+        detail = "no param group, with its settings and its step, is in the checkpoint"
+        found.findings.append(Finding(damages.MISSING_STATE, "param_groups", detail=detail))
+    stated = {f"the step of group {n}": group.get("step") for n, group in enumerate(found.groups)}
+    steps: dict[str, Any] = {
+        name: step for name, step in stated.items() if step is not None and not isinstance(step, TensorHeader)
+    }
+    wrong = [
+        *settings.not_numbers({f"group {n}": group for n, group in enumerate(found.groups)}),
+        *settings.not_steps(steps),
+    ]
+    if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
+        detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
+        found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
+    found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
+
+
+def _is_state(name: str) -> bool:
+    """Whether an array holds states of an optimizer, which may be one that is not judged."""
+    return OPTIMIZER_STATE in name or is_bucket(name)
 
 
 def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> None:
@@ -89,7 +124,8 @@ def set_common(found: Checkpoint, common: Any) -> None:
         detail = f"expected a dict in {COMMON}, found {type(common).__name__}"
         found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
         return
-    set_run(found, param_groups(common.get("optimizer")), common.get("args"))
+    groups = param_groups([common.get("optimizer"), common.get("optimizer_states")])  # the second is NeMo's
+    set_run(found, groups, common.get("args"))
     named = _sharding_of_content(common)
     found.sharding, found.names_sharding = named or _sharding_of(common.get("optimizer")), bool(named)
     found.recorded = common.get(KEY)
@@ -99,6 +135,7 @@ def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> 
     """What the optimizer's groups and the arguments of the run say."""
     steps = [step for group in groups if (step := group.get("step")) is not None]
     found.step = last_step(steps) if steps else (0 if groups else None)
+    found.groups += groups
     found.beta1 = first_beta(groups)
     if isinstance(arguments, torch_file.Instance):
         found.data_parallel = arguments.fields.get("data_parallel_size")
@@ -122,6 +159,8 @@ def _sharding_of(optimizer: Any) -> str:
 
 def param_groups(optimizer: Any) -> list[dict[str, Any]]:
     """The groups of one optimizer, or of all in a chain."""
+    if isinstance(optimizer, list):
+        return [group for value in optimizer for group in param_groups(value)]
     if not isinstance(optimizer, dict):
         return []
     if isinstance(groups := optimizer.get("param_groups"), list):

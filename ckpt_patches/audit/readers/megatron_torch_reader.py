@@ -7,7 +7,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
-from ckpt_patches.audit.readers.megatron_arrays import STATES, param_groups, set_run
+from ckpt_patches.audit.readers.megatron_arrays import STATES, check_promises, param_groups, set_run
 from ckpt_patches.formats.megatron_torch import MODEL, OPTIMIZER, buckets, folders
 from ckpt_patches.formats.torch_file import TorchFile
 
@@ -22,6 +22,7 @@ def read(path: Path) -> Checkpoint:
             found.findings.append(Finding(damages.BAD_FILE, f"{label}/{OPTIMIZER}", detail="the file is missing"))
             continue
         judge_buckets(found, folder / OPTIMIZER, label, tensor_streams.read(folder / OPTIMIZER, found))
+    check_promises(found, ())
     return found
 
 

@@ -14,6 +14,7 @@ from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Ow
 from ckpt_patches.audit.readers.megatron_arrays import (
     by_parameter,
     check_config,
+    check_promises,
     check_siblings,
     name_other_cuts,
     set_common,
@@ -112,6 +113,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     check_siblings(found, tensors)
     for parameter, roles in by_parameter(tensors).items():
         found.shards += _shards(found, parameter, _with_shapes(roles))
+    check_promises(found, tensors)
     return found, tensors, index
 
 

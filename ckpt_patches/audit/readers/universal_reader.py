@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ckpt_patches.formats.zero import MODEL, Shape
 # The experts of `deepspeed.moe`: a rank counts its own from 0, the converter's folders all.
 LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
+COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second at stage 3
 STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
@@ -49,10 +51,23 @@ def read(path: Path) -> Checkpoint:
         _read_parameter(found, name, shapes.get(name, []), models, is_trained=name not in frozen)
     if frozen:
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
-    steps = [step for name in parameters if (step := _step(found, name)) is not None]
+    steps = {name: _step(found, name) for name in parameters if name not in frozen}
     _read_others(found, parameters)
-    found.step = last_step(steps)
+    found.step = last_step(steps.values())
+    _check_steps(found, steps)
+    if not any((path / place).exists() for place in COMMON):
+        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
     return found
+
+
+def _check_steps(found: Checkpoint, steps: Mapping[str, float | None]) -> None:
+    """Every trained parameter has the step, and all have the same."""
+    for name, step in steps.items():
+        if step is None and found.step is not None:
+            found.findings.append(Finding(damages.MISSING_STATE, f"{name}/step.pt", detail="there is no number in it"))
+        elif step is not None and step != found.step:
+            detail = f"step {step:g}, others are at {found.step}"
+            found.findings.append(Finding(damages.MIXED_STEPS, f"{name}/step.pt", detail=detail))
 
 
 def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]:

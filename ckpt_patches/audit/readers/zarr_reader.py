@@ -10,6 +10,7 @@ from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Shard, Str
 from ckpt_patches.audit.readers.megatron_arrays import (
     by_parameter,
     check_config,
+    check_promises,
     check_siblings,
     name_other_cuts,
     set_common,
@@ -28,12 +29,14 @@ def read(path: Path) -> Checkpoint:
     if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
         set_common(found, common)
     folders = _array_folders(found)
-    check_siblings(found, (folder.name for folder in folders))
+    names = [folder.name for folder in folders]
+    check_siblings(found, names)
     known = {array.name: array for folder in folders if (array := _array(folder, found))}
     for parameter, roles in by_parameter(known).items():
         found.shards += _shards(parameter, roles, found)
     for file in sorted(path.glob("*/shard_*.pt")):
         _read_object(file, found)
+    check_promises(found, names)
     return found
 
 
