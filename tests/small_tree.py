@@ -71,7 +71,7 @@ def python(
         stderr=subprocess.PIPE,
         check=check,
         cwd=cwd,
-        timeout=60,
+        timeout=300,
     )
 
 

@@ -215,18 +215,18 @@ class Source:
 
     def branch(self, test: str, within: ast.AST | None = None) -> ast.If:
         """The only `if` with that test. Raises NoMatch."""
-        wanted = _parse_pattern(test)
-        found = [node for node in self._nodes(ast.If, within, test) if _same(wanted, node.test)]
-        if len(found) != 1:
-            raise NoMatch(f"expected `if {test}` once, found it {len(found)} times")
-        return found[0]
+        return self._one_with(ast.If, "test", test, within, f"if {test}")
 
     def loop(self, target: str, within: ast.AST | None = None) -> ast.For:
         """The only `for` with that target. Raises NoMatch."""
-        wanted = _parse_pattern(target)
-        found = [node for node in self._nodes(ast.For, within, target) if _same(wanted, node.target)]
+        return self._one_with(ast.For, "target", target, within, f"for {target} in ...")
+
+    def _one_with(self, kind: type[NodeT], field: str, pattern: str, within: ast.AST | None, shown: str) -> NodeT:
+        """The only node of a kind that has what equals the pattern in a field."""
+        wanted = _parse_pattern(pattern)
+        found = [node for node in self._nodes(kind, within, pattern) if _same(wanted, getattr(node, field))]
         if len(found) != 1:
-            raise NoMatch(f"expected `for {target} in ...` once, found it {len(found)} times")
+            raise NoMatch(f"expected `{shown}` once, found it {len(found)} times")
         return found[0]
 
     def text(self, node: ast.AST) -> str:
