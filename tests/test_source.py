@@ -92,7 +92,6 @@ def test_quotes_and_layout_do_not_matter() -> None:
 
 
 def test_an_anchor_is_found_in_an_f_string_of_several_lines_and_in_a_decorator() -> None:
-    """Where Python counts lines in another way, or outside of the node."""
     source = Source(
         b'log(f"""a\n{x}\n  {wanted(x)!r:{width}}\n""")\n\n\n@decorate(wanted)\ndef f():\n    pass\n', "module.py"
     )
