@@ -72,7 +72,7 @@ start = time.process_time()
 importlib.import_module(sys.argv[1])
 print(json.dumps([time.process_time() - start, max(held), hook is not None]))
 """
-RUNS = 9
+RUNS = 7
 
 
 @pytest.mark.parametrize(
