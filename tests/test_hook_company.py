@@ -684,7 +684,7 @@ thread.join()
 
 
 def test_a_fork_in_another_thread_while_a_tree_is_planned_does_not_wait_for_it(tmp_path: Path) -> None:
-    """It takes logging's lock and then that of the import system; a deadlock is a test that takes a minute."""
+    """It takes logging's lock and then that of the import system; a deadlock is a test that runs into its limit."""
     make(tmp_path)
     runs(tmp_path, FORK, "forked 0", "True")
 

@@ -91,6 +91,13 @@ def test_quotes_and_layout_do_not_matter() -> None:
     assert made.one('f("a", [1, 2])') is made.tree.body[0].value  # type: ignore[attr-defined]
 
 
+def test_an_anchor_is_found_in_an_f_string_of_several_lines_and_in_a_decorator() -> None:
+    source = Source(
+        b'log(f"""a\n{x}\n  {wanted(x)!r:{width}}\n""")\n\n\n@decorate(wanted)\ndef f():\n    pass\n', "module.py"
+    )
+    assert [len(source.all(pattern)) for pattern in ("wanted", "wanted(...)", "width")] == [2, 1, 1]
+
+
 def test_three_dots_stand_for_any_expression() -> None:
     assert len(source("g(1)\ng(a + b)\ng(1, 2)\n").all("g(...)")) == 3
     assert len(source("x = d[1]\nx = d[k]\n").all("d[...]")) == 2

@@ -153,6 +153,7 @@ class _Tree:
                 del source.edits[marks.get(module, 0) :]
 
 
+@without_garbage_collection()  # until the syntax trees are gone
 def plan_tree(
     root: str,
     package: str,
@@ -174,12 +175,11 @@ def plan_tree(
     """
     tree = _Tree(root, originals or {}, unavailable or {}, for_upstream=for_upstream)
     names = fixes_for(package) if names is None else list(names)
-    with without_garbage_collection():
-        results = [_try(name, tree) for name in names]
-        files, defect = _compile(tree, results)
-        if defect:
-            results = _one_by_one(names, tree)
-            files, _ = _compile(tree, results)
+    results = [_try(name, tree) for name in names]
+    files, defect = _compile(tree, results)
+    if defect:
+        results = _one_by_one(names, tree)
+        files, _ = _compile(tree, results)
     return TreePlan(package, root, tuple(results), files, tree.texts())
 
 
