@@ -71,6 +71,15 @@ SHIFTED_STATE = _kind(
     "moments of these from an older checkpoint (`--from`), or resets them",
 )
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
+INFINITE_BUFFER = _kind(
+    "infinite_buffer", NOTE, "infinity in a tensor that the run does not train, as in a mask of attention", NO_HARM
+)
+INFINITE_WEIGHT = _kind(
+    "infinite_weight",
+    SUSPICION,
+    "infinity in a tensor of which it is not known whether the run trains it: a mask of attention, or damage",
+    "look at it with what wrote it",
+)
 ODD_IN_BUCKET = _kind(
     "odd_in_bucket",
     SUSPICION,

@@ -32,7 +32,7 @@ class View:
     """A shard with its odd runs, and the holes in its arrays."""
 
     def __init__(self, shard: Shard, odd: Odd, found: Checkpoint) -> None:
-        self.shard, self.data_parallel = shard, found.data_parallel
+        self.shard, self.data_parallel, self.found = shard, found.data_parallel, found
         self.runs, self.is_cut, self.tallies = odd
         self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
         self.step, self.beta1 = found.step, found.beta1
@@ -187,6 +187,13 @@ def not_finite(view: View) -> Iterator[Finding]:
         yield from _wrong(view, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
 
 
+def infinite(view: View) -> Iterator[Finding]:
+    """Infinity in a tensor without states of an optimizer."""
+    if WEIGHT in view.shard.streams:
+        kind = damages.INFINITE_BUFFER if view.found.knows_trained else damages.INFINITE_WEIGHT
+        yield from _wrong(view, kind, WEIGHT, blocks.INFINITE)
+
+
 def negative_square(view: View) -> Iterator[Finding]:
     yield from _wrong(view, damages.NEGATIVE_SQUARE, EXP_AVG_SQ, blocks.NEGATIVE)
 
@@ -241,6 +248,7 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
     moment_gap,
     unrounded_master,
     not_finite,
+    infinite,
     negative_square,
     denormal_run,
     not_judged,

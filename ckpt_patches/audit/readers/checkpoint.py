@@ -118,6 +118,7 @@ class Checkpoint:
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     names_sharding: bool = False  # where megatron-core looks for it since 0.15
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of Megatron's param groups
+    knows_trained: bool = False  # a tensor without states of an optimizer is none that the run trains
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
     padded: list[Extent] = field(default_factory=list)  # bytes of which shards are parts, and the rest is padding

@@ -79,6 +79,7 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     """What the param groups and the states promise of each other; settings that no optimizer takes."""
     if any(finding.kind in (damages.BAD_METADATA, damages.NOT_READ) for finding in found.findings):
         return  # it is not known what is there
+    found.knows_trained = any(MASTER in shard.streams and shard.has_rows for shard in found.shards)
     has_states = any(map(_is_state, arrays)) or any(not shard.has_rows for shard in found.shards)
     if found.step and not has_states:
         detail = f"the optimizer is at step {found.step}, and no state of it is in the checkpoint"

@@ -34,7 +34,7 @@ STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
-    found = Checkpoint(path, "deepspeed universal")
+    found = Checkpoint(path, "deepspeed universal", knows_trained=True)
     models = _models(found)
     shapes = _shapes(models)
     if (path / "tmp").exists():

@@ -92,7 +92,7 @@ class Parameter:
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
-    found = Checkpoint(path, "deepspeed zero")
+    found = Checkpoint(path, "deepspeed zero", knows_trained=True)
     folder = zero.look(path)
     models = {rank: own for rank, name in folder.models.items() if (own := _model_file(found, path / name))}
     ranks: dict[tuple[int, int], RankFacts] = {}

@@ -1,0 +1,53 @@
+"""Healthy checkpoints that look unusual are never called damaged."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from every_checkpoint import EVERY, put, tensors
+from test_audit import names
+from zero_checkpoints import trained
+
+MODEL = "mp_rank_00_model_states.pt"
+MASK = torch.full((4, 4), float("-inf")).triu(1)
+
+
+def with_buffer(tmp_path: Path, buffer: torch.Tensor) -> Path:
+    """A real ZeRO checkpoint whose model has one buffer more."""
+    folder = Path(shutil.copytree(trained("0.19.8", "stage1")["stage1"], tmp_path / "global_step2"))
+    value: Any = torch.load(folder / MODEL, weights_only=False)
+    value["module"]["mask"] = buffer
+    torch.save(value, folder / MODEL)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mask_of_attention_is_no_damage(dtype: torch.dtype, tmp_path: Path) -> None:
+    report = audit(with_buffer(tmp_path, MASK.to(dtype)))
+    assert (report.verdict, names(report, notes=True) & {"infinite_buffer"}) == (WHOLE, {"infinite_buffer"})
+
+
+def test_nan_in_a_buffer_is_damage(tmp_path: Path) -> None:
+    report = audit(with_buffer(tmp_path, torch.where(MASK == 0, torch.nan, MASK)))
+    assert (report.verdict, names(report)) == (DAMAGED, {"not_finite"})
+
+
+def test_a_trained_weight_that_is_infinite_is_damage(tmp_path: Path) -> None:
+    folder = with_buffer(tmp_path, MASK)
+    value: Any = torch.load(folder / MODEL, weights_only=False)
+    value["module"]["w1.weight"][0, 0] = float("-inf")
+    torch.save(value, folder / MODEL)
+    assert names(audit(folder)) >= {"not_finite"}
+
+
+def test_where_no_parameter_is_known_to_be_trained_infinity_is_unknown(tmp_path: Path) -> None:
+    """As in Megatron's buckets, which do not name the parameters in them."""
+    folder = Path(shutil.copytree(EVERY["0.14, torch"].path, tmp_path / "iter_0000003"))
+    weight = next(place for place in tensors(folder) if place.dtype == "bfloat16" and place.name.endswith("weight"))
+    put(weight, torch.full((2,), float("-inf"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    report = audit(folder)
+    assert (report.verdict, names(report)) == (UNKNOWN, {"infinite_weight"})
