@@ -70,7 +70,8 @@ def test_what_races_lost(run: Configuration, older: bool, tmp_path: Path) -> Non
 def check_values(path: Path, output: Path, whole: Path, older: bool) -> None:
     """Masters are the weights; moments are the older's, which here is the truth; the rest is as it was."""
     ranges = listed(output)
-    assert {str(entry["source"]) for entry in ranges} <= {FROM_WEIGHT, FROM_OLDER if older else RESET}
+    source = f"{FROM_OLDER}: {whole}, step 3" if older else RESET
+    assert {str(entry["source"]) for entry in ranges} <= {FROM_WEIGHT, source}
     for file in (f for f in whole.glob("optimizer.state.*/[0-9]*") if f.parent.suffix != ".sync"):
         name = file.relative_to(whole)
         damaged, mended, truth = (np.fromfile(folder / name, np.float32) for folder in (path, output, whole))
@@ -239,3 +240,40 @@ def test_nothing_outside_of_the_copy_is_written_to(name: str, tmp_path: Path) ->
         in_copy(f"{tmp_path}/run/{name}", tmp_path / "run", tmp_path / "copy")
     with pytest.raises(ValueError, match="not in the subpath"):
         in_copy("/elsewhere", tmp_path / "run", tmp_path / "copy")
+
+
+def test_a_later_step_is_no_older_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, last = written(ZARR).whole[-2:]
+    damaged = copied(before, tmp_path / "damaged")
+    lose_first_moment(damaged)
+    assert main(["repair", str(damaged), "--output", str(tmp_path / "new"), "--from", str(last)]) == 2
+    step = audit(before).checkpoint.step
+    assert f"--from {last}: expected step {step} at the latest" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_older_one_is_named_in_the_output_and_in_the_list(
+    zarr: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = written(ZARR).whole[-2]
+    lose_first_moment(zarr)
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new"), "--from", str(older)]) == 0
+    source = f"{FROM_OLDER}: {older}, step {audit(older).checkpoint.step}"
+    assert source in capsys.readouterr().out
+    assert {entry["source"] for entry in listed(tmp_path / "new")} == {source}
+
+
+def test_an_output_in_the_source_is_refused(zarr: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lose_first_moment(zarr)
+    assert main(["repair", str(zarr), "--output", str(zarr / "new")]) == 2
+    assert "expected an output folder outside of" in capsys.readouterr().err
+
+
+def test_the_room_for_the_copy_is_checked_before_it_is_made(
+    zarr: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose_first_moment(zarr)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 2
+    assert re.search(r"needs \d.*, and .* has 1000 B free", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == [zarr.name]

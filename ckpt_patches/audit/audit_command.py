@@ -108,7 +108,7 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
     elements = sum(one.elements for one in result.done)
     moved = f", {result.moved} of masters, and of their moments, moved to their places" if result.moved else ""
     changed = f"{elements} elements repaired{moved}, no other changed"
-    print(f"{options.output} is whole: {changed}; they are listed in it ({NAME})")
+    print(f"{options.output} is REPAIRED: {changed}; they are listed in it ({NAME})")
     return 0
 
 

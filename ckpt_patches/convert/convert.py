@@ -21,7 +21,7 @@ from ckpt_patches.fingerprint import record_files
 from ckpt_patches.formats import zero_checkpoint
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.shared_writing import Task, cost, write_together
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, reported, write_at_once
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, reported, write_at_once
 
 WORKERS = 8  # on two cores, too: where one waits for the disk another goes on
 WORTH_A_PROCESS = 64 << 20  # bytes: starting a process takes as long as to move these
@@ -109,6 +109,7 @@ def convert(
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
     """Everything that is found out before the first byte is written."""
+    check_outside(input_folder, output_folder)
     known, warning = traits.installed()
     found = planned(input_folder, known, options)
     found = replace(found, warnings=(*([warning] if warning else []), *found.warnings))

@@ -30,7 +30,7 @@ from ckpt_patches.migrate.old_checkpoint import Source
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shared_writing import Task, write_together
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, write_at_once
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, write_at_once
 
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -124,6 +124,7 @@ def migrate(
     workers = options.workers or ranks.workers
 
     def prepared() -> tuple[Source, Plan, UnfinishedFolder]:
+        check_outside(path, output)
         found, planned = prepare(path, options.step, trust=options.trust_checkpoint)
         folder = UnfinishedFolder(output, _fingerprint(found, planned, options), MARK, "migration")
         folder.check(planned.files)

@@ -34,6 +34,29 @@ class File(Protocol):
 Output = TypeVar("Output", bound=File)
 
 
+def check_space(output: Path, needed: int) -> None:
+    """That an output of so many bytes has room.
+
+    Raises:
+        UserError: it has none.
+    """
+    existing = next(path for path in (output, *Path(os.path.abspath(output)).parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed + SPARE:
+        raise UserError(f"{output} needs {in_bytes(needed)}, and {existing} has {in_bytes(free)} free")
+
+
+def check_outside(source: Path, output: Path) -> None:
+    """That an output is not written into what it is made from.
+
+    Raises:
+        UserError: it is the source, or lies in it.
+    """
+    inner, outer = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+    if inner == outer or outer in inner.parents:
+        raise UserError(f"{output}: expected an output folder outside of {source}, which is only read")
+
+
 class UnfinishedFolder:
     """`working` while it is written, `final` in the end.
 
@@ -53,7 +76,7 @@ class UnfinishedFolder:
             UserError: something else is there, or the disk has no room.
         """
         self._check_names()
-        self._check_space(self.missing(outputs))
+        check_space(self.final, sum(output.nbytes for output in self.missing(outputs)))
 
     def _check_names(self) -> None:
         # What is there is seen before whose it is: others of this work may make the mark, or rename, at any moment.
@@ -107,12 +130,6 @@ class UnfinishedFolder:
                 if name.startswith(TEMPORARY):
                     Path(folder, name).unlink(missing_ok=True)
         return folders
-
-    def _check_space(self, outputs: Iterable[File]) -> None:
-        existing = next(path for path in (self.working, *self.working.parents) if path.exists())
-        needed, free = sum(output.nbytes for output in outputs), shutil.disk_usage(existing).free
-        if free < needed + SPARE:
-            raise UserError(f"{self.final} needs {in_bytes(needed)}, and {existing} has {in_bytes(free)} free")
 
     def check_complete(self, outputs: Iterable[File]) -> None:
         """That no file is missing.

@@ -53,6 +53,7 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.durable import new_folder
+from ckpt_patches.runtime.unfinished import check_outside, check_space
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements, many times a block
@@ -222,16 +223,18 @@ def repair(
         UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
     """
     ranks = ranks or Ranks()
-    ranks.first("looking at the output", lambda: _check_new(output))
+    ranks.first("looking at the output", lambda: _check_new(path, output))
     report = audit_together(path, workers, ranks)
     ranks.first("the audit", lambda: _check_damaged(report))
     older = audit_together(older_path, workers, ranks) if older_path else None
+    ranks.first("the audit of the older checkpoint", lambda: _check_older(report, older))
     made = ranks.first("planning", lambda: _planned(report, older))
     with ExitStack() as stack:
 
         def begin() -> tuple[Path, list[list[Range]]]:
             temporary = stack.enter_context(new_folder(output))
             ranges = begin_copy(path, temporary, but=f"*{LOCKS}")
+            check_space(output, sum(found.end - found.begin for found in ranges))
             divided = shares([found.cost for found in ranges], ranks.size)
             return temporary, [ranges[share.start : share.stop] for share in divided]
 
@@ -264,7 +267,8 @@ def repair(
 # Of rank 0, which alone has the reports
 
 
-def _check_new(output: Path) -> None:
+def _check_new(path: Path, output: Path) -> None:
+    check_outside(path, output)
     if output.exists():
         raise UserError(f"{output}: expected a name for a new folder, found that it exists")
 
@@ -272,6 +276,16 @@ def _check_new(output: Path) -> None:
 def _check_damaged(report: Report | None) -> None:
     if report and report.verdict in TO_RESUME_FROM:
         raise UserError(f"{report.checkpoint.path} is {report.verdict}: nothing to repair")
+
+
+def _check_older(report: Report | None, older: Report | None) -> None:
+    """A later step is none that the run comes from."""
+    if report is None or older is None:
+        return
+    own, step = report.checkpoint.step, older.checkpoint.step
+    if own is not None and step is not None and step > own:
+        path, source = report.checkpoint.path, older.checkpoint.path
+        raise UserError(f"--from {source}: expected step {own} at the latest, that of {path}, found step {step}")
 
 
 def _planned(report: Report | None, older: Report | None) -> Plan:
@@ -315,7 +329,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
             _fill(own, source, chosen)
             ranges += chosen
         changed.update(extent.path for extent in own.extents)
-        now.add((fill.array, fill.shard), ranges, fill.source)
+        now.add((fill.array, fill.shard), ranges, _source(fill, older))
     changed.update(name for own in made.copies for name in _copy_files(own, copy))
     for record in found.records:
         if (name := in_copy(record.path, found.path, copy)) in changed:
@@ -325,6 +339,14 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
     now.copied = [{"from": own.name, "to": list(own.missing)} for own in made.copies]
     repair_list.write(copy, repair_list.read(replace(found, findings=[])), now, files)
     return [Done(*key, now.sources[key], now.elements(key)) for key in now.ranges]
+
+
+def _source(fill: Fill, older: Checkpoint | None) -> str:
+    """What the elements were taken from, in words."""
+    if fill.source != FROM_OLDER or older is None:
+        return fill.source
+    step = f", step {older.step}" if older.step is not None else ""
+    return f"{fill.source}: {older.path}{step}"
 
 
 def _copy_files(files: Copies, copy: Path) -> Iterator[str]:
