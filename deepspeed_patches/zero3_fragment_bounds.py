@@ -3,8 +3,6 @@
 https://github.com/deepspeedai/DeepSpeed/pull/8060
 """
 
-import re
-
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
@@ -23,7 +21,7 @@ fix = Fix(
 @fix.edit("deepspeed.checkpoint.ds_to_universal")
 def count_no_negative_elements(source: Source) -> None:
     """4096 elements at dp 768 are 6 a rank. Rank 683 would start at 4098: -2 elements, of which `abs` makes 2."""
-    if not re.search(rb"def \w*stage3", source.data):
+    if not any(line.lstrip().startswith(b"def ") and b"stage3" in line for line in source.data.splitlines()):
         raise NotConcerned
     extract = source.function("extract_zero_shards_stage3")
     bounded = ("padding_free_numel = max(0, min(...))", "padding_free_numel = min(..., max(0, ...))")
