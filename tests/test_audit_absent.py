@@ -269,7 +269,6 @@ IDS = [
     "no step",
     "a rate",
     "betas",
-    "another step",
 ]
 
 

@@ -29,7 +29,8 @@ POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PO
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
 SMALL = "migration_plan.FILE = copies.AT_A_TIME = scan.SPAN = scan.BLOCK = 1000"  # so that there are many pieces
-SHORT = "distributed.STEP = distributed.START = timedelta(seconds=4)"
+# A loaded machine starts and steps slowly: only what is lost waits as long as this.
+SHORT = "distributed.STEP, distributed.START = timedelta(seconds=30), timedelta(minutes=2)"
 HOST = os.uname().nodename
 
 
@@ -281,7 +282,7 @@ def test_a_lost_rank_is_named_and_the_same_command_goes_on(signal: int, lost: in
 @pytest.mark.slow
 def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     own = work("audit", tmp_path, "together")
-    (status, out, errors), _ = own.by_hand(SHORT, "sys.exit()")
+    (status, out, errors), _ = own.by_hand("distributed.START = timedelta(seconds=4)", "sys.exit()")
     assert (status, out) == (2, "")
     assert "rank 0 of 2 cannot join the others at 127.0.0.1:" in errors
 

@@ -117,7 +117,8 @@ def full_disk(*arguments: str) -> None:
         done = python("-m", "ckpt_patches", *arguments, tree=REPOSITORY, check=False, stdout=full.fileno())
     assert done.returncode == 2
     *notes, last = done.stderr.splitlines()
-    assert last == "ckpt-patches: cannot write the output: No space left on device"
+    program = "ckpt-patches to-universal" if arguments[0] == "to-universal" else "ckpt-patches"
+    assert last == f"{program}: cannot write the output: No space left on device"
     assert notes in ([], [f"{arguments[1]}: no recorded fingerprints, nothing was compared"])
 
 
