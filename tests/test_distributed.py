@@ -90,7 +90,7 @@ class Work:
 import os, sys, time
 from datetime import timedelta
 from ckpt_patches import cli
-from ckpt_patches.audit import audit
+from ckpt_patches.audit import audit, run_folder
 from ckpt_patches.audit.judging import scan
 from ckpt_patches.audit.repair import copies
 from ckpt_patches.formats import ranged
@@ -311,7 +311,7 @@ def test_a_share_that_cannot_be_read_is_a_finding(change: str, detail: str, tmp_
 
 @pytest.mark.slow
 def test_a_defect_of_one_rank_is_reported_by_rank_0(tmp_path: Path) -> None:
-    found = work("audit", tmp_path, "together").by_hand("", "audit.find = lambda path: 1 / 0")
+    found = work("audit", tmp_path, "together").by_hand("", "run_folder.saves = lambda path: 1 / 0")
     once("ZeroDivisionError", found)
     assert "a defect, please report it" in found[0][2]
 

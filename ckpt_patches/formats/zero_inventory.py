@@ -18,6 +18,7 @@ from ckpt_patches.runtime.shown import shown
 # Kinds of problems. All but the last are proven damage.
 ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absent weight"
 FOREIGN, OTHER_STEP, CONTRADICTION, UNUSUAL = "foreign", "other step", "contradiction", "unusual"
+EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 LEAST_TELLING = 16  # elements
 MOST_RANKS = 1 << 20  # of one kind; a file that states more is not believed
@@ -299,8 +300,8 @@ def _weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether the weights of a parameter lie in a file of its own, as those of `deepspeed.moe`."""
-    return ".deepspeed_experts." in name
+    """Whether the weights of a parameter lie in files of experts, as those of `deepspeed.moe` and AutoEP do."""
+    return EXPERT.search(name) is not None
 
 
 def group_facts(sizes: Mapping[str, int], state: Mapping[str, Any], step: Any, needed: int) -> Group:
