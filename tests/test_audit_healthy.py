@@ -28,7 +28,17 @@ def with_buffer(tmp_path: Path, buffer: torch.Tensor) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_mask_of_attention_is_no_damage(dtype: torch.dtype, tmp_path: Path) -> None:
     report = audit(with_buffer(tmp_path, MASK.to(dtype)))
-    assert (report.verdict, names(report, notes=True) & {"infinite_buffer"}) == (WHOLE, {"infinite_buffer"})
+    assert (report.verdict, names(report, notes=True) & {"mask"}) == (WHOLE, {"mask"})
+
+
+def test_a_single_infinity_in_a_buffer_is_unknown(tmp_path: Path) -> None:
+    report = audit(with_buffer(tmp_path, torch.where(torch.arange(16).view(4, 4) == 5, MASK[0, 1], 1.0)))
+    assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})
+
+
+def test_positive_infinity_in_a_buffer_is_damage(tmp_path: Path) -> None:
+    report = audit(with_buffer(tmp_path, -MASK))
+    assert (report.verdict, names(report)) == (DAMAGED, {"not_finite"})
 
 
 def test_nan_in_a_buffer_is_damage(tmp_path: Path) -> None:
@@ -50,4 +60,4 @@ def test_where_no_parameter_is_known_to_be_trained_infinity_is_unknown(tmp_path:
     weight = next(place for place in tensors(folder) if place.dtype == "bfloat16" and place.name.endswith("weight"))
     put(weight, torch.full((2,), float("-inf"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     report = audit(folder)
-    assert (report.verdict, names(report)) == (UNKNOWN, {"infinite_weight"})
+    assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})

@@ -143,6 +143,8 @@ class Checkpoint:
         for begin, end in ranges:
             is_meant[begin:end] = True
         changed = is_meant & (before != after)
+        if not role and not self.is_compared(place) and is_mask(after):
+            return False
         if not np.isfinite(after[is_meant]).all() or (role == SQ and (after[is_meant] < 0).any()):
             return True
         if is_bucket(place):
@@ -218,6 +220,12 @@ def key_of(place: Place) -> Key:
     if found := re.search(r"(?:groups|state)\.(\d+)(?:\.exp_avg|\.exp_avg_sq)?$", place.name):
         return place.path, found[1]
     return re.sub(r"\b(fp32_param|param|exp_avg_sq|exp_avg)\b", "*", place.name, count=1), place.first
+
+
+def is_mask(found: Values) -> bool:
+    """Whether a tensor that no run trains may be a mask of attention: no NaN, and -inf in a quarter of it or more."""
+    masked = np.isneginf(found)
+    return bool(len(found) >= 4 and masked.mean() >= 0.25 and (np.isfinite(found) | masked).all())
 
 
 def is_bucket(place: Place) -> bool:

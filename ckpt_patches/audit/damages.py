@@ -71,13 +71,13 @@ SHIFTED_STATE = _kind(
     "moments of these from an older checkpoint (`--from`), or resets them",
 )
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
-INFINITE_BUFFER = _kind(
-    "infinite_buffer", NOTE, "infinity in a tensor that the run does not train, as in a mask of attention", NO_HARM
+MASK = _kind(
+    "mask", NOTE, "-inf in a quarter or more of a tensor that the run does not train: an attention mask", NO_HARM
 )
-INFINITE_WEIGHT = _kind(
-    "infinite_weight",
+MASK_OR_DAMAGE = _kind(
+    "mask_or_damage",
     SUSPICION,
-    "infinity in a tensor of which it is not known whether the run trains it: a mask of attention, or damage",
+    "-inf in a smaller part of such a tensor, or in one of which it is not known whether the run trains it",
     "look at it with what wrote it",
 )
 ODD_IN_BUCKET = _kind(

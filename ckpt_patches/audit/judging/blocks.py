@@ -27,10 +27,10 @@ UNROUNDED = 32  # the master is not zero, and does not round to the weight
 NEGATIVE = 64  # the square
 DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
-INFINITE = 4096  # a weight without states of an optimizer, as a buffer is: a mask is infinite on purpose
+MASKED = 4096  # -inf in a weight without states of an optimizer, as in a buffer that is a mask of attention
 
 # What is damage in a single element, or can be.
-CERTAIN = (CONTRADICTED, UNROUNDED, NEGATIVE, *NOT_FINITE.values(), INFINITE)
+CERTAIN = (CONTRADICTED, UNROUNDED, NEGATIVE, *NOT_FINITE.values(), MASKED)
 
 # exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
 LARGE_AVG = np.float32(1e-15)
@@ -214,7 +214,7 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
         if role in values:
             code[~np.isfinite(values[role])] |= np.uint16(bit)
     if streams.keys() == {WEIGHT} and WEIGHT in values:
-        code[np.isinf(values[WEIGHT])] ^= np.uint16(NOT_FINITE[WEIGHT] | INFINITE)
+        code[np.isneginf(values[WEIGHT])] ^= np.uint16(NOT_FINITE[WEIGHT] | MASKED)
     zero = {role: _is_zero(values[role]) for role in values}
     for role, bit in ((MASTER, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):
         if role in zero:

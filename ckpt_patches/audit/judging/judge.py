@@ -24,6 +24,7 @@ LEAST_NORMAL = 1e-30  # a first moment that has decayed by this factor may have 
 DENORMAL_RUN = 16  # elements
 # Megatron's buckets have padding, of which nobody says what it holds: behind a parameter, and at the end.
 PADDING, ALIGNMENT = 1024, 256  # elements; the second for each data-parallel rank
+LEAST_MASK, LEAST_MASKED = 4, 0.25  # elements of a mask, and the share of them that is -inf
 NEAR = 64  # elements between wrong ones that are reported as one range
 MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
 
@@ -187,11 +188,12 @@ def not_finite(view: View) -> Iterator[Finding]:
         yield from _wrong(view, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
 
 
-def infinite(view: View) -> Iterator[Finding]:
-    """Infinity in a tensor without states of an optimizer."""
-    if WEIGHT in view.shard.streams:
-        kind = damages.INFINITE_BUFFER if view.found.knows_trained else damages.INFINITE_WEIGHT
-        yield from _wrong(view, kind, WEIGHT, blocks.INFINITE)
+def masked(view: View) -> Iterator[Finding]:
+    """-inf in a tensor without states of an optimizer: a mask, if it is in many places."""
+    if blocks.MASKED in view.tallies:
+        share = view.tallies[blocks.MASKED].elements / view.shard.numel
+        is_mask = view.found.knows_trained and view.shard.numel >= LEAST_MASK and share >= LEAST_MASKED
+        yield from _wrong(view, damages.MASK if is_mask else damages.MASK_OR_DAMAGE, WEIGHT, blocks.MASKED)
 
 
 def negative_square(view: View) -> Iterator[Finding]:
@@ -248,7 +250,7 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
     moment_gap,
     unrounded_master,
     not_finite,
-    infinite,
+    masked,
     negative_square,
     denormal_run,
     not_judged,
