@@ -108,10 +108,10 @@ def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
 def _structure(path: Path) -> _Structure:
     found = Checkpoint(path, "unknown")
     try:
-        if why := _why_not_read(path):
+        reader = reader_of(path) if path.is_dir() else None
+        if (reader is None or path.name.endswith(UNFINISHED)) and (why := _why_not_read(path)):
             found.findings.append(why)
             return _Structure(found, [])
-        reader = reader_of(path)
         if reader is not None:
             found = reader(path)
             found.shards += coverage.others(found)
@@ -122,12 +122,11 @@ def _structure(path: Path) -> _Structure:
 
 
 def _why_not_read(path: Path) -> Finding | None:
-    """A save that did not finish, or is in another format; None for what a reader knows, and for no save at all."""
-    if path.name.endswith(UNFINISHED) or not path.is_dir() or reader_of(path) is None:
-        if why := why_incomplete(path):
-            return Finding(damages.INCOMPLETE_SAVE, str(path), detail=why)
-        if is_other_save(path):
-            return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
+    """A save that did not finish, or is in another format; None for no save at all."""
+    if why := why_incomplete(path):
+        return Finding(damages.INCOMPLETE_SAVE, str(path), detail=why)
+    if is_other_save(path):
+        return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
     return None
 
 

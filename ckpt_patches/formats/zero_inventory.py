@@ -173,7 +173,7 @@ def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[list[RankFacts]]
 def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
     """Every rank has the states that any rank has of this optimizer, and of each element that it owns."""
     promised = _promised(ranks)
-    steps = max((_taken_steps(model.value) for model in models.values()), default=0)
+    steps = max((taken_steps(model.value) for model in models.values()), default=0)
     for facts in ranks.values():
         for number, group in enumerate(facts.groups):
             if not group.needed:
@@ -209,7 +209,7 @@ def _by_settings(facts: RankFacts, group: int, steps: int, promised: Mapping[fro
     return {"exp_avg", "exp_avg_sq"} if moments or steps else set()
 
 
-def _taken_steps(model: Mapping[str, Any]) -> int:
+def taken_steps(model: Mapping[str, Any]) -> int:
     """Steps of the run that were not skipped because of an overflow."""
     taken, skipped = model.get("global_steps"), model.get("skipped_steps")
     return max(taken - (skipped if type(skipped) is int else 0), 0) if type(taken) is int else 0

@@ -18,6 +18,7 @@ from ckpt_patches.audit.readers.checkpoint import (
 )
 from ckpt_patches.formats import zero
 from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero_inventory import taken_steps
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 MASTERS = ("fp32_groups_flat", "fp32_groups")  # of FP16_Optimizer and FP16_UnfusedOptimizer
@@ -55,8 +56,9 @@ def _read_rank(found: Checkpoint, path: Path, value: dict[str, Any], label: str)
         return []
     optimizers = list(_optimizers(value.get("optimizer")))
     states = [state for optimizer, _ in optimizers for state in optimizer["state"].values()]
-    if _taken_steps(value) and not any(isinstance(state, dict) and state for state in states):
-        detail = f"{_taken_steps(value)} steps were taken, and no state of an optimizer is in the file"
+    taken = taken_steps(value)
+    if taken and not any(isinstance(state, dict) and state for state in states):
+        detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
         found.findings.append(Finding(damages.MISSING_STATE, path.name, label, detail=detail))
     steps: list[Any] = []
     for optimizer, masters in optimizers:
@@ -75,12 +77,6 @@ def stage_of(config: Any) -> int:
     own = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = own.get("stage", 0) if isinstance(own, dict) else int(own is True)
     return stage if isinstance(stage, int) and 0 <= stage <= 3 else 0
-
-
-def _taken_steps(value: dict[str, Any]) -> int:
-    """Steps of the run that were not skipped because of an overflow."""
-    taken, skipped = value.get("global_steps"), value.get("skipped_steps")
-    return max(taken - (skipped if isinstance(skipped, int) else 0), 0) if isinstance(taken, int) else 0
 
 
 def _optimizers(value: Any) -> Iterator[tuple[dict[str, Any], list[Any]]]:

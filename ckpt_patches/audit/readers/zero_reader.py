@@ -134,7 +134,7 @@ def _read_model_rank(
         _check_model_files(found, folder, model_rank, names.keys(), info)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
-    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+    shapes = _shapes(info)
     parameters = (
         _stage3(found, files, shapes)
         if stage > 2
@@ -158,13 +158,18 @@ def _read_model_rank(
     return files
 
 
+def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
+    """Of the trained parameters, by group."""
+    return [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+
+
 def _in_written_order(found: Checkpoint, files: list[RankFile], info: Mapping[str, Any]) -> list[RankFile]:
     """With the addresses of the buffers, if the run had `round_robin_gradients`."""
     if files[0].state.stage > 2 or not zero_addresses.is_round_robin(info.get("ds_config")) or files[0].is_aligned:
         return files
     own = sorted(files, key=lambda file: file.rank)
     try:
-        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+        shapes = _shapes(info)
         fixed = zero_addresses.in_written_order([file.state.partitions for file in own], shapes, found.path.name)
     except (UserError, ValueError, AttributeError, TypeError) as error:
         found.findings.append(Finding(damages.NOT_JUDGED, "all parameters", detail=str(error)))
