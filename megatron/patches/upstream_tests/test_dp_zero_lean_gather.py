@@ -1,12 +1,14 @@
 # Copyright (c) 2025, NVIDIA CORPORATION. All rights reserved.
 
+import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
@@ -44,6 +46,30 @@ class PeakBytes(TorchDispatchMode):
     @staticmethod
     def _storage(tensor):
         return tensor.untyped_storage()
+
+
+@pytest.fixture(autouse=True)
+def released_tensors(monkeypatch):
+    """Collectives return once Gloo's thread, too, has let go of the tensors that they were given."""
+
+    def released(collective):
+        def call(*args, **kwargs):
+            aliases = []
+
+            def alias(tensor):
+                aliases.append(tensor.detach())
+                return aliases[-1]
+
+            collective(*tree_map_only(torch.Tensor, alias, args), **kwargs)
+            references = [weakref.ref(alias) for alias in aliases]
+            aliases.clear()
+            while any(reference() is not None for reference in references):
+                time.sleep(0.001)
+
+        return call
+
+    for name in ("gather", "scatter"):
+        monkeypatch.setattr(torch.distributed, name, released(getattr(torch.distributed, name)))
 
 
 @pytest.fixture
