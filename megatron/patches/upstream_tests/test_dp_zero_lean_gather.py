@@ -50,7 +50,7 @@ class PeakBytes(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def released_tensors(monkeypatch):
-    """Collectives return once Gloo's thread, too, has let go of the tensors that they were given."""
+    """Let collectives return only once Gloo has let go of the tensors that they were given."""
 
     def released(collective):
         def call(*args, **kwargs):
