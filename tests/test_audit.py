@@ -408,7 +408,7 @@ def damaged_zero() -> Path:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        ("take_rank_of_more", {"mixed_ranks"}),
+        ("take_rank_of_more", {"mixed_ranks", "contradiction"}),
         ("take_rank_of_earlier_step", {"mixed_steps"}),
         ("overlap_fragments", {"fragments"}),
         ("lose_fragment", {"fragments"}),

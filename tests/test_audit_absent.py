@@ -1,19 +1,14 @@
 """What is absent from a checkpoint, foreign in it, or contradicting is never silent. Real saves, changed on purpose."""
 
 import fnmatch
-import io
 import os
-import pickle
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed.checkpoint.metadata
+import torch
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats.zero import look
@@ -21,6 +16,7 @@ from crafted_files import with_other_value
 from every_checkpoint import EVERY
 from megatron_checkpoints import ZARR, Configuration, written
 from test_audit import TORCH_DIST
+from torch_dist_indexes import INDEX, changed_index
 from universal import parallel
 from zero_checkpoints import trained
 
@@ -222,30 +218,18 @@ def groups_in(common: Any) -> Any:
     return optimizer["param_groups"]
 
 
-class Index(pickle.Unpickler):
-    """The index of a torch_dist checkpoint, with empty classes in the place of Megatron's own."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("megatron."):
-            holder = sys.modules.setdefault(module, ModuleType(module))
-            return vars(holder).setdefault(name, type(name, (), {"__module__": module}))
-        return super().find_class(module, name)
-
-
 def without_arrays(pattern: str) -> Change:
     """Remove arrays from a zarr checkpoint, or from the index of a torch_dist one."""
 
     def remove(folder: Path) -> None:
         for path in folder.glob(pattern):
             shutil.rmtree(path)
-        if (folder / ".metadata").exists():
-            with patch.dict(sys.modules):
-                index = Index(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        if (folder / INDEX).exists():
+            with changed_index(folder) as index:
                 for held in (index.state_dict_metadata, index.storage_data):
                     names = {key: getattr(key, "fqn", key) for key in held}
                     for key in (key for key, name in names.items() if fnmatch.fnmatch(name, pattern)):
                         del held[key]
-                (folder / ".metadata").write_bytes(pickle.dumps(index))
 
     return remove
 

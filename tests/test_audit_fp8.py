@@ -106,11 +106,13 @@ DEQUANTIZED: dict[str, Make] = {
     "NVFP4": of_fp4,
 }
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def saved(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
     """By torch.distributed.checkpoint, as megatron-core lays it out."""
     path.mkdir()
-    moments = {f"optimizer.state.{key}.{NAME}": master.square() + 1e-8 for key in ("exp_avg", "exp_avg_sq")}
+    moments = {f"optimizer.state.{key}.{NAME}": master.square() * n + 1e-8 for n, key in enumerate(MOMENTS, 1)}
     dcp.save({NAME: weight, f"optimizer.state.param.{NAME}": master, **moments}, checkpoint_id=path, no_dist=True)
     groups = [{"step": 7, "betas": (0.9, 0.95), "params": [0]}]
     torch.save({"optimizer": {"optimizer": {"param_groups": groups}}}, path / "common.pt")

@@ -22,7 +22,7 @@ from zero3_resumes import continued, kept, saved
 from zero_checkpoints import convert
 
 WRITER, RANKS = "0.16.2", 4
-STEP = "global_step2"
+STEP = "global_step4"
 FILES = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(RANKS)]
 
 
@@ -88,7 +88,7 @@ def test_frozen_parameters_of_the_other_ranks_are_lost(tmp_path: Path, capsys: p
 
 
 def test_a_whole_one_with_frozen_parameters_is_whole() -> None:
-    assert audit(saved(WRITER, "stage3_frozen", RANKS) / STEP).verdict == WHOLE
+    assert audit(saved(WRITER, "stage3_frozen", RANKS) / "global_step2").verdict == WHOLE
 
 
 # What else can be missing, and what else one file can be
@@ -146,7 +146,7 @@ def test_where_it_may_be_something_else_nothing_is_repaired(
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_whose_model_states_are_missing_cannot_be_resumed(rank: int, tmp_path: Path) -> None:
-    path = copied(saved(WRITER, "stage3", RANKS) / STEP, tmp_path)
+    path = copied(saved(WRITER, "stage3", RANKS) / "global_step2", tmp_path)
     assert audit(path).verdict == WHOLE
     (path / FILES[rank]).unlink()
     report = audit(path)

@@ -243,8 +243,8 @@ def test_what_a_record_has_and_no_file_is_said() -> None:
     stored = megatron_files.read(saved(GPTS[0]))
     found = [one for one in megatron_files.fingerprints(saved(GPTS[0]), stored) if one.state != "exp_avg"]
     checked = offline.check(record_files.of_megatron(saved(GPTS[0])), found)
-    assert len(checked.unchecked) == 11
-    assert set(checked.unchecked.values()) == {"it is in no tensor of its own in the files"}
+    assert {(one.state, one.what) for one in checked.differences} == {("exp_avg", "not in the files")}
+    assert len(checked.differences) == 11
 
 
 def test_a_record_of_another_form_is_said() -> None:

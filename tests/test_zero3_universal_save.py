@@ -13,7 +13,7 @@ FIX = "zero3_universal_save"
 
 AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.17.6")
 KIND, RANKS = "stage3", 4
-TAG = "global_step2"
+TAG = "global_step4"
 
 
 def permissive(delivery: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
 from ckpt_patches.audit.judging import blocks, coverage, judge, record_checksums, recorded_states, scan, shifted
+from ckpt_patches.audit.readers import copied_states
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.readers.formats import reader_of
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
@@ -114,6 +115,7 @@ def _structure(path: Path) -> _Structure:
             return _Structure(found, [])
         if reader is not None:
             found = reader(path)
+            found.findings += copied_states.findings(found)
             found.shards += coverage.others(found)
             return _Structure(found, all_shards(found))
     except Exception as error:

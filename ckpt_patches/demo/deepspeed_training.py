@@ -270,6 +270,8 @@ def partitioned(run: Any) -> dict[str, Any]:
     for name, parameter in run.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             states[f"{name}.weight"] = parameter.detach().clone()
+        if not parameter.requires_grad:
+            continue
         states[f"{name}.fp32"] = safe_get_full_fp32_param(parameter).clone()
         for key in MOMENTS:
             states[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).clone()

@@ -107,12 +107,19 @@ def _recorded_name(parameter: str) -> str:
 
 def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Checked:
     compared, differences, unchecked = 0, [], dict(record.left_out)
+    of_optimizer = {key for key in found if key[1] != "model"}
+    known = {parameter for parameter, _ in of_optimizer}
+    # Where a state in the files has a name that the run has not recorded, it can be one that has another name here.
+    all_are_named = bool(of_optimizer) and of_optimizer <= record.states.keys()
     for key, state in record.states.items():
         its = found.get(key) or _model_as_master(key, state, found)
-        if its is None:
+        if its is None and (key[0] in known or all_are_named):
+            differences.append(Difference(*key, "not in the files"))
+        elif its is None:
             unchecked[" ".join(key)] = "it is in no tensor of its own in the files"
         elif its.numel != state.numel:
-            unchecked[" ".join(key)] = f"{its.numel:,} elements in the files, {state.numel:,} in the run"
+            what = f"{its.numel:,} elements in the files, {state.numel:,} in the run"
+            differences.append(Difference(*key, what))
         else:
             compared += 1
             if its.value != state.value:

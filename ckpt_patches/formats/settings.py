@@ -1,7 +1,7 @@
 """Settings of param groups and steps, as checkpoints state them: which values no optimizer takes. Pure."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_patches.runtime.shown import shown
@@ -41,6 +41,33 @@ def not_steps(steps: Mapping[str, Any]) -> Iterator[str]:
     for called, step in steps.items():
         if not is_step(step):
             yield f"{called} is {shown(step)}, expected a number of steps"
+
+
+def not_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Param groups that do not say which parameters are theirs, or do so twice, or at which rate, in words."""
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        if "lr" not in group:
+            yield f"group {number} has no lr"
+        params = group.get("params")
+        if not isinstance(params, (list, tuple)):
+            yield f"group {number} does not name its parameters"
+            continue
+        numbers = [param for param in params if type(param) is int]
+        if len(set(numbers)) < len(numbers) or not seen.isdisjoint(numbers):
+            yield f"group {number} has a parameter twice, or one of another group"
+        seen.update(numbers)
+
+
+def unlike_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Groups that lack settings which another group has beside all of theirs, in words.
+
+    Groups of one optimizer have the same settings; of two kinds, such as Muon and Adam, each has some of its own.
+    """
+    for number, group in enumerate(groups):
+        fuller = next((other for other in groups if group.keys() < other.keys()), group)
+        if absent := sorted(map(str, fuller.keys() - group.keys())):
+            yield f"group {number} has no {', '.join(map(shown, absent[:5]))}, and another group has"
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:

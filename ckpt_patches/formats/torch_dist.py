@@ -9,7 +9,8 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 import functools
 import io
 import pickle
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,20 @@ class Index:
 
     tensors: dict[str, Tensor]
     objects: dict[str, Place]
+    absent: tuple[str, ...] = ()  # what the index lists, or a rank has planned to write, and has no place
+
+    def same_places(self) -> Iterator[tuple[str, str]]:
+        """Two entries that are at the same bytes, by their names."""
+        first: dict[tuple[str, int], str] = {}
+        for name, place in self._places():
+            if first.setdefault((place.file, place.offset), name) != name:
+                yield first[place.file, place.offset], name
+
+    def _places(self) -> Iterator[tuple[str, Place]]:
+        for name, tensor in self.tensors.items():
+            for offsets, place in tensor.places.items():
+                yield f"{name} at {offsets}", place
+        yield from self.objects.items()
 
 
 def read_index(folder: Path) -> Index:
@@ -101,7 +116,28 @@ def _index(folder: Path, index: dict[str, Any]) -> Index:
         path_within(folder, file)
     for place in found.objects.values():
         path_within(folder, place.file)
-    return found
+    return replace(found, absent=tuple(_absent(index, found)))
+
+
+def _absent(index: dict[str, Any], found: Index) -> Iterator[str]:
+    """Objects and chunks without a place. megatron-core keeps in an index what every rank has planned to write."""
+    there = found.tensors.keys() | found.objects.keys()
+    listed = [name for name in index["state_dict_metadata"] if isinstance(name, str)]
+    planned = list(_planned(index.get("all_local_plans")))
+    yield from sorted({*listed, *(name for name, _ in planned)} - there)
+    for name, offsets in planned:
+        if name in found.tensors and offsets and offsets not in found.tensors[name].chunks:
+            yield f"{name} at {offsets}"
+
+
+def _planned(plans: Any) -> Iterator[tuple[str, Offsets]]:
+    """Name and place of each item of the plans; nothing of plans in a form that is not known here."""
+    for plan in plans if isinstance(plans, list) else ():
+        for item in getattr(plan, "fields", {}).get("items") or ():
+            own = getattr(getattr(item, "fields", {}).get("index"), "fields", {})
+            if isinstance(own.get("fqn"), str):
+                offsets = own.get("offset")
+                yield own["fqn"], tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
 
 
 def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:

@@ -7,10 +7,10 @@ settings and steps. The model files promise world sizes and shapes. Nothing here
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_patches.formats import settings
+from ckpt_patches.formats import settings, zero_keys
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import OPTIMIZER, Shape
 from ckpt_patches.runtime.shown import shown
@@ -20,7 +20,9 @@ ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absen
 FOREIGN, OTHER_STEP, CONTRADICTION, UNUSUAL = "foreign", "other step", "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_TELLING = 16  # elements
+MOST_KEYS = 5  # of a file that are named
 MOST_RANKS = 1 << 20  # of one kind; a file that states more is not believed
 
 
@@ -51,7 +53,8 @@ class RankFacts:
     groups: tuple[Group, ...]
     settings: tuple[Mapping[str, Any], ...]  # of the param groups
     loss_scale: Any
-    checksums: tuple[tuple[int, ...], ...] = ()  # by group the CRC-32 of each moment; empty where they are not known
+    checksums: tuple[tuple[int, ...], ...] = ()  # by group the CRC-32 of each moment that is known and not all zeros
+    keys: Mapping[str, Any] = field(default_factory=dict)  # all paths in the file, as `zero_keys.keys_of` has them
 
     @property
     def step(self) -> float | None:
@@ -66,6 +69,7 @@ class ModelFacts:
 
     name: str
     value: Mapping[str, Any]  # what the file holds; tensors are headers
+    root: str = ""  # as of a rank's file
 
 
 Rank = tuple[int, int]  # data-parallel, model-parallel
@@ -89,10 +93,12 @@ def problems(
     yield from _model_parallel_ranks(ranks, models)
     yield from _roots(ranks)
     yield from _copies(ranks)
+    yield from _keys(ranks, stage)
     yield from _groups(ranks)
     yield from _states(ranks, models)
     yield from _settings(ranks)
     yield from _steps(ranks)
+    yield from _counted_steps(ranks, models)
     yield from _models(models, stage, has_layers=bool(layers))
     yield from _layers(layers)
 
@@ -124,8 +130,13 @@ def _roots(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
     """torch.save names the folder of its records after the file: one written as another rank's is a copy of it."""
     for facts in ranks.values():
         written_as = f"{facts.root}.pt"
-        if OPTIMIZER.fullmatch(written_as) and _rank_in(written_as) != _rank_in(facts.name):
+        if OPTIMIZER.fullmatch(written_as) and _is_of_another_rank(facts.root, facts.name):
             yield Problem(FOREIGN, facts.name, f"it was written as {written_as}: it is another rank's")
+
+
+def _is_of_another_rank(root: str, name: str) -> bool:
+    own = _rank_in(root)
+    return bool(own) and own != _rank_in(name)
 
 
 def _rank_in(name: str) -> list[str]:
@@ -133,9 +144,13 @@ def _rank_in(name: str) -> list[str]:
 
 
 def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
-    """Two ranks with the same moments, to the last bit: their checksums."""
+    """Two ranks, or two moments, that are the same to the last bit: their checksums."""
     first: dict[tuple[int, tuple[tuple[int, ...], ...]], str] = {}
     for (_, mp), facts in sorted(ranks.items()):
+        for number, crcs in enumerate(facts.checksums):
+            if len(set(crcs)) < len(crcs):
+                detail = f"group {number}: two of its moments are the same, bit for bit: one is a copy"
+                yield Problem(FOREIGN, facts.name, detail)
         if not _is_telling(facts):
             continue
         other = first.setdefault((mp, facts.checksums), facts.name)
@@ -144,12 +159,21 @@ def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
 
 
 def _is_telling(facts: RankFacts) -> bool:
-    """Whether the moments of two ranks cannot be equal by chance: some are not zero, and there are enough of them.
-
-    Two moments that are zero have the same checksum, and so does padding.
-    """
+    """Whether the moments of two ranks cannot be equal by chance: some are not zero, and there are enough of them."""
     groups = zip(facts.groups, facts.checksums, strict=False)
-    return sum(group.needed for group, crcs in groups if len(set(crcs)) > 1) >= LEAST_TELLING
+    return sum(group.needed for group, crcs in groups if crcs) >= LEAST_TELLING
+
+
+def _keys(ranks: Mapping[Rank, RankFacts], stage: int) -> Iterator[Problem]:
+    """Every rank's file has the keys that any has, and each group its parameters' numbers."""
+    usual = zero_keys.usual(facts.keys for facts in ranks.values())
+    for facts in ranks.values():
+        for what in itertools.islice(zero_keys.contradictions(facts.keys, usual), MOST_KEYS):
+            yield Problem(CONTRADICTION, facts.name, what)
+        for what in settings.not_groups(facts.settings):
+            yield Problem(CONTRADICTION, facts.name, what)
+    if stage < 3 and ranks and zero_keys.VERSION not in usual:
+        yield Problem(CONTRADICTION, "all ranks", f"no {zero_keys.VERSION}, without which no load begins")
 
 
 def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
@@ -231,9 +255,6 @@ def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
         for number, (own, expected) in enumerate(zip(facts.settings, first.settings, strict=False)):
             for what in settings.differences(own, expected):
                 yield Problem(CONTRADICTION, facts.name, f"group {number}: {what} in {first.name}")
-        if settings.differ(facts.loss_scale, first.loss_scale):
-            detail = f"the loss scale is {facts.loss_scale}, and {first.loss_scale} in {first.name}"
-            yield Problem(CONTRADICTION, facts.name, detail)
 
 
 def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
@@ -248,6 +269,18 @@ def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
         yield Problem(UNUSUAL, "param groups", f"they are at different steps: {steps}")
 
 
+def _counted_steps(
+    ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]
+) -> Iterator[Problem]:
+    """The engine has counted as many steps as the optimizer has taken; not so after a load without its states."""
+    steps = {int(facts.step) for facts in ranks.values() if facts.step is not None}
+    for facts in models.values():
+        counted = taken_steps(facts.value)
+        if len(steps) == 1 and counted not in steps:
+            detail = f"the engine has counted {counted} steps, the optimizer {min(steps)}"
+            yield Problem(UNUSUAL, facts.name, detail)
+
+
 def _layers(layers: set[tuple[int, int]]) -> Iterator[Problem]:
     """A layer of a pipeline has a file of each tensor-parallel rank."""
     for layer, rank in itertools.product({one for one, _ in layers}, {rank for _, rank in layers}):
@@ -260,6 +293,7 @@ def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, 
     first = next(iter(models.values()), None)
     for (_, mp), facts in models.items():
         assert first is not None
+        yield from absent_keys(facts)
         for key in ("iteration", "global_steps", "dp_world_size"):
             if settings.differ(facts.value.get(key), first.value.get(key)):
                 detail = f"{key} is {shown(facts.value.get(key))}, and {shown(first.value.get(key))} in {first.name}"
@@ -268,8 +302,23 @@ def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, 
         if _shapes(facts.value) != _shapes(same.value):
             yield Problem(CONTRADICTION, facts.name, f"its param_shapes are others than those in {same.name}")
         yield from _frozen(facts)
-        if stage < 3:
-            yield from _weights(facts, has_layers=has_layers)
+        yield from _weights(facts, has_layers=has_layers)
+
+
+def other_step(folder: str, models: Iterable[ModelFacts]) -> Iterator[Problem]:
+    """DeepSpeed names a folder for its step, if its user does not."""
+    named = NAMED.fullmatch(folder)
+    for facts in models:
+        counted = facts.value.get("global_steps")
+        if named and type(counted) is int and counted != int(named[1]):
+            yield Problem(UNUSUAL, facts.name, f"it states {counted} steps, and the folder is named {folder}")
+
+
+def absent_keys(facts: ModelFacts) -> Iterator[Problem]:
+    """What no load does without."""
+    for key in zero_keys.OF_THE_MODEL:
+        if key not in facts.value:
+            yield Problem(CONTRADICTION, facts.name, f"no {key}, without which no load begins")
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
@@ -282,12 +331,18 @@ def _frozen(facts: ModelFacts) -> Iterator[Problem]:
     """The parts of frozen parameters."""
     frozen, fragments = facts.value.get("frozen_param_shapes"), facts.value.get("frozen_param_fragments")
     held = fragments if isinstance(fragments, Mapping) else {}
-    for name in sorted(frozen.keys() - held.keys()) if isinstance(frozen, Mapping) else ():
+    shapes = frozen if isinstance(frozen, Mapping) else {}
+    for name in sorted(shapes.keys() - held.keys()):
         yield Problem(ABSENT_WEIGHT, facts.name, f"no fragment of the frozen parameter {shown(name)}")
+    for name in sorted(held.keys() - shapes.keys()):
+        yield Problem(CONTRADICTION, facts.name, f"no shape of the frozen parameter {shown(name)}")
+    if shapes and facts.root and _is_of_another_rank(facts.root, facts.name):
+        detail = f"it was written as {facts.root}.pt: its parts of frozen parameters are another rank's"
+        yield Problem(FOREIGN, facts.name, detail)
 
 
 def _weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
-    """Those of trained parameters, before stage 3. A pipeline has them in files of its layers."""
+    """Those of trained parameters, and buffers. A pipeline has them in files of its layers."""
     module = facts.value.get("module")
     if not isinstance(module, Mapping):
         if not has_layers:
@@ -297,6 +352,14 @@ def _weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
     for name, shape in _shapes(facts.value).items():
         if name not in module and 0 not in shape and not is_expert(name):
             yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of {name:.100}")
+    buffers = facts.value.get("buffer_names")
+    for name in buffers if isinstance(buffers, list) else ():
+        if isinstance(name, str) and name not in module:
+            yield Problem(ABSENT_WEIGHT, facts.name, f"no buffer {name:.100}")
+    frozen = facts.value.get("frozen_param_shapes")
+    absent = frozen.keys() - module.keys() if isinstance(frozen, Mapping) else set()
+    for name in sorted(absent) if frozen and len(absent) < len(frozen) else ():  # a save can leave out all of them
+        yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of the frozen {name:.100}")
 
 
 def is_expert(name: str) -> bool:

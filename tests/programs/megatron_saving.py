@@ -128,7 +128,13 @@ def save_in_torch_format(model: Any, optimizer: Any, iteration: int, folder: Pat
     mt.inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
     if dist.get_rank() == 0:
         weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-        content = {"model": weights, "optimizer": optimizer.state_dict(), "iteration": iteration, "args": options}
+        content = {
+            "model": weights,
+            "optimizer": optimizer.state_dict(),
+            "iteration": iteration,
+            "args": options,
+            "checkpoint_version": 3.0,
+        }
         torch.save(content, folder / "model_optim_rng.pt")
     dist.barrier()
 

@@ -44,7 +44,10 @@ def model_states(groups: list[Shapes], ranks: int) -> dict[str, Any]:
         "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in groups],
         "dp_world_size": ranks,
         "mp_world_size": 1,
+        "lr_scheduler": None,
         "iteration": 10,
+        "global_steps": 10,
+        "skipped_steps": 0,
         "ds_config": {},
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
@@ -95,6 +98,7 @@ def write_stage1(out: Path, shapes_of_groups: list[Shapes], ranks: int) -> list[
             "group_paddings": [group.padding if rank == ranks - 1 else 0 for group in groups],
             "partition_count": [ranks] * len(groups),
             "param_slice_mappings": [group.fragments(rank) for group in groups],
+            "ds_version": "0.16.2",
         }
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         save({"optimizer_state_dict": optimizer, "ds_version": "0.16.2"}, out / TAG, name)

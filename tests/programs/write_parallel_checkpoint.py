@@ -267,6 +267,7 @@ def write_stage_1(out: Path, case: Case, mp: int, groups: Sequence[Any]) -> None
             "partition_count": [case.dp] * len(flat),
             "clip_grad": 1.0,
             "param_slice_mappings": [group.fragments(rank) for group in flat],
+            "ds_version": "0.16.2",
         }
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
         torch.save({"optimizer_state_dict": state, "ds_version": "0.16.2"}, out / name)
@@ -310,7 +311,10 @@ def model_states(case: Case, groups: Sequence[Mapping[str, Mapping[str, torch.Te
         "dp_world_size": case.dp,
         "mp_world_size": tp_degree * len(case.stages),
         "checkpoint_parallel_dimensions": {"pp_degree": len(case.stages), "tp_degree": tp_degree},
+        "lr_scheduler": None,
         "iteration": 7,
+        "global_steps": 7,
+        "skipped_steps": 0,
         "args": argparse.Namespace(hidden_size=6, params_dtype=torch.bfloat16),
         "ds_config": {},
         "universal_checkpoint_info": case.info,

@@ -19,7 +19,6 @@ import torch
 from ckpt_patches.demo.deepspeed_training import (
     KINDS,
     STEPS,
-    TAG,
     engine,
     not_equal,
     on_ranks,
@@ -50,7 +49,7 @@ def write(rank: int, args: argparse.Namespace) -> None:
 
 
 def resume(rank: int, args: argparse.Namespace) -> None:
-    run = engine(args.kind, args.ranks, universal=args.tag != TAG)
+    run = engine(args.kind, args.ranks, universal=not args.tag.startswith("global_step"))
     run.load_checkpoint(str(args.folder), tag=args.tag)
     result: dict[str, Any] = {"different": not_equal(torch.load(args.folder / "truth.pt"), state(run))}
     set_to = [settings(run)]

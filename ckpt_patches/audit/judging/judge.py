@@ -58,7 +58,8 @@ class View:
     def _all_holes(self, role: str) -> list[Hole]:
         code, numel = self.runs.code, self.shard.numel
         if role == MASTER:
-            return holes(self.runs, blocks.NO_MASTER, code & blocks.CONTRADICTED > 0)
+            found = holes(self.runs, blocks.NO_MASTER, code & blocks.CONTRADICTED > 0)
+            return found if WEIGHT in self.shard.streams else by_no_chance(found, numel)
         if not set(MOMENTS) <= self.shard.streams.keys():
             return []
         if role == EXP_AVG:
@@ -117,7 +118,11 @@ def _hull(findings: list[Finding]) -> Finding:
 
 def lost_master(view: View) -> Iterator[Finding]:
     for hole in view.holes[MASTER]:
-        yield view.finding(damages.LOST_MASTER, MASTER, hole.begin, hole.end)
+        if WEIGHT not in view.shard.streams and (hole.begin, hole.end) == (0, view.shard.numel):
+            detail = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
+            yield view.finding(damages.UNUSUAL, MASTER, 0, view.shard.numel, detail)
+        else:
+            yield view.finding(damages.LOST_MASTER, MASTER, hole.begin, hole.end)
 
 
 def lost_moment(view: View) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """What Megatron's distributed checkpoints have in common: the names of arrays, and the file of what is not sharded."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,7 @@ from ckpt_patches.formats.zarr import METADATA
 from ckpt_patches.runtime.shown import shown
 
 CONFIG = "metadata.json"
+ITERATION = re.compile(r"iter_(\d{7,15})")
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 # Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
@@ -99,6 +101,8 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
         detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
         found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
     found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
+    unlike = settings.unlike_groups(found.groups)
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
 
 
 def _is_state(name: str) -> bool:
@@ -127,6 +131,7 @@ def set_common(found: Checkpoint, common: Any) -> None:
         return
     groups = param_groups([common.get("optimizer"), common.get("optimizer_states")])  # the second is NeMo's
     set_run(found, groups, common.get("args"))
+    check_iteration(found, common, COMMON)
     named = _sharding_of_content(common)
     found.sharding, found.names_sharding = named or _sharding_of(common.get("optimizer")), bool(named)
     found.recorded = common.get(KEY)
@@ -140,6 +145,17 @@ def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> 
     found.beta1 = first_beta(groups)
     if isinstance(arguments, torch_file.Instance):
         found.data_parallel = arguments.fields.get("data_parallel_size")
+
+
+def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
+    """The iteration that Megatron-LM saves, and by which it names the folder; other trainers save none."""
+    named, stated = ITERATION.fullmatch(found.path.name), value.get("iteration")
+    if {"args", "checkpoint_version"} <= value.keys() and "iteration" not in value:  # as Megatron-LM saves them
+        detail = "no iteration, without which no load begins"
+        found.findings.append(Finding(damages.CONTRADICTION, where, detail=detail))
+    if named and type(stated) is int and stated != int(named[1]):
+        detail = f"it states iteration {shown(stated)}, and the folder is named {found.path.name}"
+        found.findings.append(Finding(damages.UNUSUAL, where, detail=detail))
 
 
 def _sharding_of_content(common: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
-from ckpt_patches.audit.readers.megatron_arrays import STATES, check_promises, param_groups, set_run
+from ckpt_patches.audit.readers.megatron_arrays import STATES, check_iteration, check_promises, param_groups, set_run
 from ckpt_patches.formats.megatron_torch import MODEL, OPTIMIZER, buckets, folders
 from ckpt_patches.formats.torch_file import TorchFile
 
@@ -62,3 +62,7 @@ def _read_model(found: Checkpoint, folder: Path, label: str) -> None:
     if not isinstance(value, dict):
         return
     set_run(found, param_groups(value.get("optimizer")), value.get("args"))
+    if not any(str(key).startswith("model") for key in value):
+        detail = "no weights of the model"
+        found.findings.append(Finding(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), detail=detail))
+    check_iteration(found, value, f"{label}/{MODEL}".lstrip("/"))

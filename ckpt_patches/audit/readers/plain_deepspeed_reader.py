@@ -1,6 +1,6 @@
 """DeepSpeed's checkpoints without ZeRO: `mp_rank_*_model_states.pt` hold the weights and the optimizer's state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,23 @@ from ckpt_patches.audit.readers.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.formats import zero
-from ckpt_patches.formats.torch_file import TensorHeader
-from ckpt_patches.formats.zero_inventory import taken_steps
+from ckpt_patches.formats import optimizer_inventory, zero, zero_inventory
+from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
+from ckpt_patches.formats.zero_inventory import (
+    ABSENT_RANK,
+    ABSENT_STATE,
+    CONTRADICTION,
+    ModelFacts,
+    Problem,
+    count_of,
+    taken_steps,
+)
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+INNER = "optimizer_state_dict"
+SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter")
+DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
+MOST_NAMED = 1000  # ranks of which a finding names each
 MASTERS = ("fp32_groups_flat", "fp32_groups")  # of FP16_Optimizer and FP16_UnfusedOptimizer
 
 
@@ -34,12 +46,16 @@ def read(path: Path) -> Checkpoint:
     found = Checkpoint(path, "deepspeed without zero")
     folder = zero.look(path)
     steps: list[Any] = []
+    several = len(folder.models) > 1
+    models = []
     for (_, model_rank), name in sorted(folder.models.items(), key=lambda item: item[1]):
-        value = tensor_streams.read(path / name, found)
-        if isinstance(value, dict):
-            steps += _read_rank(
-                found, path / name, value, f"mp_rank_{model_rank:02d}" if len(folder.models) > 1 else ""
-            )
+        file = tensor_streams.read_file(path / name, found)
+        if file is not None and isinstance(file.value, dict):
+            models.append(ModelFacts(name, file.value))
+            steps += _read_rank(found, file, f"mp_rank_{model_rank:02d}" if several else "")
+    numbers = {model_rank for _, model_rank in folder.models}
+    problems = [*zero_inventory.other_step(path.name, models), *_model_parallel_ranks(models, numbers)]
+    found.findings += [Finding(tensor_streams.PROBLEMS[p.kind], p.where, detail=p.detail) for p in problems]
     for name in folder.names:
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
@@ -47,8 +63,15 @@ def read(path: Path) -> Checkpoint:
     return found
 
 
-def _read_rank(found: Checkpoint, path: Path, value: dict[str, Any], label: str) -> list[Any]:
+def _model_parallel_ranks(models: list[ModelFacts], numbers: set[int]) -> Iterator[Problem]:
+    count = max((c for model in models if (c := count_of(model.value.get("mp_world_size")))), default=1)
+    for number in sorted(set(range(min(count, MOST_NAMED))) - numbers):
+        yield Problem(ABSENT_RANK, f"model-parallel rank {number} of {count}", "the file of its model states")
+
+
+def _read_rank(found: Checkpoint, file: TorchFile, label: str) -> list[Any]:
     """One model-parallel rank; the steps that its file states."""
+    path, value = file.path, file.value
     stage = stage_of(value.get("ds_config"))
     if stage:
         detail = f"a save of ZeRO stage {stage} has a file of optimizer states for each rank, and none is there"
@@ -60,16 +83,42 @@ def _read_rank(found: Checkpoint, path: Path, value: dict[str, Any], label: str)
     if taken and not any(isinstance(state, dict) and state for state in states):
         detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
         found.findings.append(Finding(damages.MISSING_STATE, path.name, label, detail=detail))
+    problems = [*zero_inventory.absent_keys(ModelFacts(path.name, value)), *_of_the_wrapper(path, value)]
     steps: list[Any] = []
     for optimizer, masters in optimizers:
-        groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
-        found.beta1 = first_beta(groups)
-        steps += [group["step"] for group in groups if "step" in group]
-        for number, state in optimizer["state"].items():
-            if isinstance(state, dict):
-                steps.append(tensor_streams.scalar(path, state.get("step")))
-                found.shards += _shard(found, path, label, number, state, masters)
+        own = _optimizer(file, optimizer, masters, taken)
+        problems += optimizer_inventory.problems(own)
+        found.beta1 = first_beta(list(own.groups))
+        steps += [group["step"] for group in own.groups if "step" in group] + list(own.steps.values())
+        for number, state in own.states.items():
+            found.shards += _shard(found, path, label, number, state, masters)
+    found.findings += [Finding(tensor_streams.PROBLEMS[p.kind], p.where, label, detail=p.detail) for p in problems]
     return steps
+
+
+def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Problem]:
+    """What FP16_Optimizer and FP16_UnfusedOptimizer save beside the inner optimizer's state, and want at a load."""
+    wrapper = value.get("optimizer")
+    if not isinstance(wrapper, dict) or INNER not in wrapper:
+        return
+    dynamic = DYNAMIC if wrapper.get("dynamic_loss_scale") else ()
+    for key in (*SCALE, *dynamic):
+        if key not in wrapper:
+            yield Problem(CONTRADICTION, path.name, f"no {key} of the optimizer, without which no load begins")
+    if not any(key in wrapper for key in MASTERS):
+        yield Problem(ABSENT_STATE, path.name, f"no main parameters: none of {' and '.join(MASTERS)}")
+
+
+def _optimizer(
+    file: TorchFile, optimizer: dict[str, Any], masters: list[Any], taken: int
+) -> optimizer_inventory.Optimizer:
+    path, module = file.path, file.value.get("module")
+    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+    states = {number: state for number, state in optimizer["state"].items() if isinstance(state, dict)}
+    steps = {number: tensor_streams.scalar(path, state["step"]) for number, state in states.items() if "step" in state}
+    weights = list(module.values()) if isinstance(module, dict) else []
+    checksums = tensor_streams.telling_checksums(file)
+    return optimizer_inventory.Optimizer(path.name, groups, states, steps, masters, weights, checksums, taken)
 
 
 def stage_of(config: Any) -> int:
@@ -86,13 +135,14 @@ def _optimizers(value: Any) -> Iterator[tuple[dict[str, Any], list[Any]]]:
     if isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list):
         yield value, []
         return
-    masters: list[Any] = next((value[key] for key in MASTERS if isinstance(value.get(key), list)), [])
+    held: list[Any] = next((value[key] for key in MASTERS if isinstance(value.get(key), list)), [])
+    masters = [one for item in held for one in (item if isinstance(item, list) else [item])]  # the latter's by group
     for inner in value.values():
         yield from ((optimizer, own or masters) for optimizer, own in _optimizers(inner))
 
 
 def _shard(
-    found: Checkpoint, path: Path, label: str, number: Any, state: dict[str, Any], masters: list[Any]
+    found: Checkpoint, path: Path, label: str, number: Any, state: Mapping[str, Any], masters: list[Any]
 ) -> Iterator[Shard]:
     """The arrays of one parameter, or of a group of flattened ones, that have the same number of elements."""
     name = f"optimizer.{number!s:.50}"

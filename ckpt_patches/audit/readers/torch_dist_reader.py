@@ -105,6 +105,12 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     index = _index(found)
     if (common := _common(found, index)) is not None:
         set_common(found, common)
+    for name in index.absent:
+        detail = "the index lists it, or a rank has planned to write it, and it is in no file"
+        found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=detail))
+    for first, other in index.same_places():
+        detail = f"the index has it at the same bytes as {first}"
+        found.findings.append(Finding(damages.FOREIGN_FILE, other, detail=detail))
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     _find_elements(tensors, found)
     with RangedFiles() as files:

@@ -1,6 +1,7 @@
 """Megatron's distributed checkpoints in zarr: a chunk is one tensor-parallel rank's shard."""
 
 import math
+import re
 from pathlib import Path
 
 from ckpt_patches.audit import damages
@@ -21,6 +22,8 @@ from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array
 
+SHARD = re.compile(r"shard_([\d.]{1,40})_([\d.]{1,40})\.pt")  # place and number of parts
+
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
@@ -30,12 +33,13 @@ def read(path: Path) -> Checkpoint:
         set_common(found, common)
     folders = _array_folders(found)
     names = [folder.name for folder in folders]
-    check_siblings(found, names)
     known = {array.name: array for folder in folders if (array := _array(folder, found))}
     for parameter, roles in by_parameter(known).items():
         found.shards += _shards(parameter, roles, found)
     for file in sorted(path.glob("*/shard_*.pt")):
         _read_object(file, found)
+    _check_objects(found)
+    check_siblings(found, names)  # by the settings, which can be in an object
     check_promises(found, names)
     return found
 
@@ -45,6 +49,18 @@ def _read_object(path: Path, found: Checkpoint) -> None:
     file = tensor_streams.read_file(path, found)
     if file is not None:
         judge_object(found, file, path.parent.name)
+
+
+def _check_objects(found: Checkpoint) -> None:
+    """All files of each object: the name of one says how many there are."""
+    for folder in sorted(path for path in found.path.iterdir() if path.is_dir() and path.suffix != LOCKS):
+        names = {path.name for path in folder.iterdir()}
+        if METADATA in names:
+            continue
+        counts = {math.prod(map(int, name[2].split("."))) for name in map(SHARD.fullmatch, names) if name}
+        if not names or any(count != len(names) for count in counts):
+            detail = f"{len(names)} files of the object, expected {max(counts, default=1)}"
+            found.findings.append(Finding(damages.BAD_FILE, folder.name, detail=detail))
 
 
 def _array_folders(found: Checkpoint) -> list[Path]:

@@ -25,7 +25,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_experts, zero_inventory
+from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_experts, zero_inventory, zero_keys
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
@@ -39,15 +39,6 @@ data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps gl
 ds_config ds_version universal_checkpoint_info
 """
 
-PROBLEMS = {
-    zero_inventory.ABSENT_RANK: damages.MISSING_RANK,
-    zero_inventory.ABSENT_STATE: damages.MISSING_STATE,
-    zero_inventory.ABSENT_WEIGHT: damages.MISSING_WEIGHT,
-    zero_inventory.FOREIGN: damages.FOREIGN_FILE,
-    zero_inventory.OTHER_STEP: damages.MIXED_STEPS,
-    zero_inventory.CONTRADICTION: damages.CONTRADICTION,
-    zero_inventory.UNUSUAL: damages.UNUSUAL,
-}
 Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
@@ -101,8 +92,11 @@ def read(path: Path) -> Checkpoint:
         for file in _read_model_rank(found, folder, model_rank, models):
             ranks[file.rank, model_rank] = file.facts
             stages.add(file.state.stage)
-    for problem in zero_inventory.problems(ranks, models, max(stages, default=1), folder.names):
-        found.findings.append(Finding(PROBLEMS[problem.kind], problem.where, detail=problem.detail))
+    for problem in (
+        *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names),
+        *zero_inventory.other_step(path.name, models.values()),
+    ):
+        found.findings.append(Finding(tensor_streams.PROBLEMS[problem.kind], problem.where, detail=problem.detail))
     for name in folder.names:  # layers of pipelines, experts, what other ranks of stage 3 have of the model
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
@@ -113,7 +107,7 @@ def _model_file(found: Checkpoint, path: Path) -> ModelFacts | None:
     file = tensor_streams.read_file(path, found)
     if file is None or not isinstance(file.value, dict):
         return None
-    return ModelFacts(path.name, file.value)
+    return ModelFacts(path.name, file.value, file.root)
 
 
 def _read_model_rank(
@@ -221,7 +215,7 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
 def _facts(file: TorchFile, optimizer: dict[str, Any], state: RankState) -> RankFacts:
     """What the inventory of the checkpoint takes of a rank's file."""
     base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
-    crcs = {stored.offset: stored.checksum for stored in file.storages}
+    crcs = tensor_streams.telling_checksums(file)
     groups, checksums = [], []
     for number, partition in enumerate(state.partitions):
         own = base["state"].get(number) or {}
@@ -237,7 +231,8 @@ def _facts(file: TorchFile, optimizer: dict[str, Any], state: RankState) -> Rank
     scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
     scale = scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale
     params = tuple(group for group in state.settings if isinstance(group, dict))
-    return RankFacts(file.path.name, file.root, tuple(groups), params, scale, tuple(checksums))
+    keys = zero_keys.keys_of(file.value)
+    return RankFacts(file.path.name, file.root, tuple(groups), params, scale, tuple(checksums), keys)
 
 
 def _check_ranks(
