@@ -235,7 +235,7 @@ ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 def make_unknown(tmp_path: Path) -> Path:
     make(tmp_path)
     path = tmp_path.joinpath(*ZARR.split(".")).with_suffix(".py")
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_text(UNKNOWN[ZARR])
     return path
 

@@ -31,8 +31,12 @@ class AlreadyThere(Exception):
     """What the fix brings is in the source already: upstream has it, or it was applied in place."""
 
 
+class NoBug(AlreadyThere):
+    """The code with the bug is not there, nor anything that says why: upstream has fixed it in the tested releases."""
+
+
 class NotConcerned(Exception):
-    """The code that the fix is about is not in this release, in no form: there is nothing to fix, and nothing fixed."""
+    """The code that the fix is about is not in this release, in no form; in a tested one, there is nothing to fix."""
 
 
 class UnreadableSource(Exception):
@@ -98,6 +102,7 @@ class Source:
         self.data = data
         self.path = path
         self.edits: list[TextEdit] = []
+        self.absent: list[str] = []  # functions that a fix has asked for by `has_function`, and that are not there
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
@@ -149,7 +154,12 @@ class Source:
         return found[0]
 
     def has_function(self, name: str) -> bool:
-        """Whether that function or method is defined exactly once."""
+        """Whether that function or method is defined exactly once. One that upstream has renamed since is missed."""
+        there = self._defines(name)
+        self.absent += [] if there else [name]
+        return there
+
+    def _defines(self, name: str) -> bool:
         try:
             self.function(name)
         except NoMatch:
@@ -240,11 +250,11 @@ class Source:
         """
         there = {f"{prefix}{function.__name__}": function for function in functions}
         for name, function in there.items():
-            if self.has_function(name) and _logic(self.function(name)) != _logic(
+            if self._defines(name) and _logic(self.function(name)) != _logic(
                 ast.parse(self.definition(function)).body[0]
             ):
                 raise NoMatch(f"expected {name} as this fix has it, or none; found another one")
-        return {name: self.has_function(name) for name in there}
+        return {name: self._defines(name) for name in there}
 
     # Edits
 
