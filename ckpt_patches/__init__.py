@@ -38,10 +38,13 @@ class Switches:
 
     def __init__(self, environ: "os._Environ[str] | dict[str, str]") -> None:
         self.errors: list[str] = []
+        self.unknown_mode = ""  # an error as well, which each rank tells: its own environment may differ
         self.mode = environ.get("CKPT_PATCHES") or "warn"
         if self.mode not in MODES:
-            self.errors.append(f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with warn")
-            self.mode = "warn"
+            meant = "strict" if self.mode.strip().lower().startswith("strict") else "warn"
+            self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
+            self.errors.append(self.unknown_mode)
+            self.mode = meant
         self.skip: frozenset[str] = frozenset()
         if "CKPT_PATCHES_SKIP" in environ:
             self._read_skip(environ["CKPT_PATCHES_SKIP"])
@@ -124,6 +127,8 @@ def any_loaded() -> bool:
     return any(package in sys.modules for package in PACKAGES)
 
 
+# Why there is no finder, where its start has failed.
+failure = ""
 # The finder that was installed, also where somebody has thrown it out of sys.meta_path.
 installed: "PatchFinder | None" = None
 
@@ -139,8 +144,9 @@ def start() -> "PatchFinder | None":
     if switches.errors:
         from ckpt_patches.runtime.ranks import is_rank_zero
 
-        for error in switches.errors if is_rank_zero(os.environ) else ():
-            tell(error)
+        for error in switches.errors:
+            if error == switches.unknown_mode or is_rank_zero(os.environ):
+                tell(error)
     if switches.mode == "off":
         return None
     for finder in sys.meta_path:
@@ -156,7 +162,7 @@ def start() -> "PatchFinder | None":
 
 
 def examine_at_exit(switches: Switches, process: int) -> None:
-    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more."""
+    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more, so it is printed."""
     if not any_loaded() or os.getpid() != process:
         return
     from ckpt_patches.errors import StrictModeError
@@ -166,8 +172,8 @@ def examine_at_exit(switches: Switches, process: int) -> None:
         return
     try:
         load_hook().running.examine(switches, at_exit=True)
-    except StrictModeError as error:
-        tell(str(error))
+    except StrictModeError:
+        return  # it is printed
 
 
 def tell(message: str) -> None:
@@ -177,8 +183,10 @@ def tell(message: str) -> None:
 
 def run() -> None:
     """What the .pth file calls. Never raises: whatever goes wrong, Python starts."""
+    global failure
     try:
         start()
     except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
         state = "active" if installed in sys.meta_path else "not active"
-        tell(f"the import hook is {state}: {type(error).__name__}: {error}")
+        tell(f"the import hook is {state}: {failure}")

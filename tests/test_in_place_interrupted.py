@@ -264,7 +264,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 512 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k,nr_inodes=200", "none", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=400", "none", str(place)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError as error:

@@ -42,6 +42,7 @@ class FixResult:
     reason: str = ""  # for NO_MATCH: file, what was expected, what was found
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
     modules: tuple[str, ...] = ()  # for APPLIES: those that it edits
+    functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: by module, those that it edits or brings
     found: tuple[str, ...] = ()  # by each edit, in the words of `absence`; empty for NO_MATCH
 
 
@@ -55,6 +56,7 @@ class FilePlan:
     patched: bytes
     code: CodeType  # `patched`, compiled
     fixes: tuple[str, ...]  # those that edit it
+    functions: dict[str, tuple[str, ...]]  # by name, also `Class.name`: the fixes that edit or bring that function
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,13 @@ class _Tree:
         """The modules for which more was asked since."""
         return [module for module, count in self.marks().items() if count > marks.get(module, 0)]
 
+    def functions_edited_since(self, marks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """The functions for which more was asked since, or that are brought: module and name."""
+        for module, source in self.sources.items():
+            edits = source.edits[marks.get(module, 0) :] if source else []
+            for name in source.functions_of(edits) if source and edits else ():
+                yield module, name
+
     def take_back(self, marks: Mapping[str, int]) -> None:
         """Forget what was asked for since."""
         for module, source in self.sources.items():
@@ -212,7 +221,11 @@ def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FileP
         if unbound:
             return {}, f"{source.path}: the edited source would use names that it does not have: {', '.join(unbound)}"
         fixes = tuple(result.name for result in results if module in result.modules)
-        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes)
+        functions: dict[str, tuple[str, ...]] = {}
+        for result in results:
+            for name in (name for of, name in result.functions if of == module):
+                functions[name] = (*functions.get(name, ()), result.name)
+        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes, functions)
     return files, ""
 
 
@@ -238,7 +251,8 @@ def _try(name: str, tree: _Tree) -> FixResult:
         fix = load(name)
         found = _make(fix, tree)
         _check_absence(fix, tree, found)
-        return FixResult(name, _outcome(found), modules=tuple(tree.edited_since(before)), found=found)
+        modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
+        return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)
     except (NoMatch, UnreadableSource) as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix is none of the others

@@ -13,7 +13,7 @@ import itertools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
@@ -396,6 +396,28 @@ class Source:
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
 
+    def functions_of(self, edits: Sequence[TextEdit]) -> list[str]:
+        """The functions and methods (`Class.name`) of the module that these edits are in, or that they bring."""
+        found: dict[str, None] = {}
+        for edit in edits:
+            brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
+            body, prefix = self.tree.body, ""
+            while definition := next((node for node in _definitions(body) if self._is_in(edit, node)), None):
+                if not isinstance(definition, ast.ClassDef):
+                    found[prefix + definition.name] = None
+                    break
+                body, prefix = definition.body, f"{prefix}{definition.name}."
+            else:
+                found |= {prefix + brought[1]: None} if brought and edit.start == edit.stop else {}
+        return list(found)
+
+    def _is_in(self, edit: TextEdit, node: "ast.stmt") -> bool:
+        """Whether an edit is in a definition: not in front of it, but for a decorator."""
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        start, stop = self._lines[first - 1], self._span(node)[1]
+        brings_another = edit.start == start and edit.start == edit.stop and not edit.text.lstrip().startswith(b"@")
+        return start <= edit.start and edit.stop <= stop + 1 and not brings_another
+
     # Positions
 
     @functools.cached_property
@@ -447,6 +469,17 @@ class Source:
             if start < other.stop and other.start < stop:
                 raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
         self.edits.append(TextEdit(start, stop, text.encode()))
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions and classes of a module or class, under an `if` or a `try` of it as well."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            handlers = [each.body for each in getattr(node, "handlers", ())]
+            for inner in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", []), *handlers):
+                yield from _definitions(inner)
 
 
 def _logic(function: ast.stmt) -> str:
