@@ -95,9 +95,14 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             "Show the installed packages and, for every fix: active, applied in place, fixed upstream, not present, NO "
             "MATCH, switched off or inactive.",
             "ckpt-patches status --require megatron-core",
-            after="exit status: 0 success, 1 a needed fix or a required package is missing, or nothing to patch is "
-            "installed",
+            after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
+            "work, or nothing to patch is installed",
         ),
+    )
+    status.add_argument(
+        "--prove",
+        action="store_true",
+        help="run the demonstration of each active fix here, on the CPU, and report whether it works",
     )
     status.add_argument("--json", action="store_true", help=JSON_HELP)
     status.add_argument(
@@ -246,6 +251,8 @@ def _status(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import status
 
     found = status.collect(options.tree, options.require)
+    if options.prove:
+        found = status.proven(found, options.tree)
     if options.json:
         fixes = [{**asdict(fix), "package": DISTRIBUTIONS[fix.package]} for fix in found.fixes]
         print(json.dumps({"schema": SCHEMA, **asdict(found), "fixes": fixes, "complete": found.complete}, indent=1))
@@ -315,11 +322,22 @@ def _print_status(found: "Status") -> None:
     print("\n".join(terminal.table([_row(package) for package in found.installed])))
     for package in found.installed:
         _print_fixes(found, package)
+    _print_proofs(found)
     for warning in found.warnings:
         print(f"\nwarning: {warning}")
     for error in found.errors:
         print(f"\nerror: {error}")
     print(f"\n{found.summary()}")
+
+
+def _print_proofs(found: "Status") -> None:
+    from ckpt_patches.cli.status import DOES_NOT_WORK, NOT_RUN, WORKS
+
+    if found.proofs:
+        colors = {WORKS: "green", DOES_NOT_WORK: "red", NOT_RUN: "red"}
+        rows = [(proof.name, proof.result, proof.found) for proof in found.proofs]
+        print("\n" + terminal.paint("run here", "bold"))
+        print("\n".join(terminal.table(rows, terminal.width(), wrapped=(2,), colors=colors)))
 
 
 def _row(package: "Installed") -> tuple[str, ...]:
