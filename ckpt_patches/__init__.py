@@ -33,6 +33,23 @@ PREFIXES = ("megatron.", "deepspeed.")
 PACKAGES = ("megatron.core", "deepspeed")
 
 
+def _this_file() -> "tuple[int, int] | None":
+    """What tells this file from that of another version; None if it is gone."""
+    try:
+        found = os.stat(__file__)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+_STARTED_WITH = _this_file()
+
+
+def is_replaced() -> bool:
+    """Whether this package was uninstalled or upgraded since the process has started."""
+    return _this_file() != _STARTED_WITH
+
+
 class Switches:
     """The environment's switches: the mode, the fixes to skip, and what was wrong with them."""
 
@@ -85,12 +102,18 @@ class PatchFinder:
     def __init__(self, switches: Switches) -> None:
         self.switches = switches
         self.uneasy = False  # something may have been loaded without us
+        self.gone = False  # this package is not what it was when this process started, and that was said
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         """Called with the lock of the import system held, for every import of the process."""
+        if self.gone:
+            return None
         if fullname.startswith(PREFIXES):
+            if not _is_complete() and is_replaced():
+                self.give_up()
+                return None
             from ckpt_patches.engine.registry import TARGETS
 
             if fullname in TARGETS:
@@ -101,6 +124,26 @@ class PatchFinder:
             return None
         looked: ModuleSpec | None = load_hook().checked_spec(self, fullname, path, target)
         return looked
+
+    def give_up(self) -> None:
+        """Say once that nothing is patched from now on: what of ours is loaded does not fit what is on the disk.
+
+        Raises:
+            RuntimeError: in strict mode, at each target.
+        """
+        message = (
+            f"{os.path.dirname(__file__)} was uninstalled or upgraded after this process had started: no fix is active "
+            "in modules of megatron and deepspeed that it imports from now on. Start it again"
+        )
+        if self.switches.mode == "strict":
+            raise RuntimeError(message)
+        self.gone = True
+        tell(f"WARNING: {message}")
+
+
+def _is_complete() -> bool:
+    """Whether all that the hook needs is loaded, so that it matters no more what is on the disk."""
+    return "ckpt_patches.hook.functions" in sys.modules
 
 
 def load_hook() -> "Hook":
@@ -163,7 +206,7 @@ def start() -> "PatchFinder | None":
 
 def examine_at_exit(switches: Switches, process: int) -> None:
     """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more, so it is printed."""
-    if not any_loaded() or os.getpid() != process:
+    if not any_loaded() or os.getpid() != process or (is_replaced() and not _is_complete()):
         return
     from ckpt_patches.errors import StrictModeError
     from ckpt_patches.runtime.ranks import is_rank_zero

@@ -56,7 +56,7 @@ def verify() -> None:
     Raises:
         StrictModeError: there is one, or no hook is installed, in strict mode; every time.
     """
-    if ckpt_patches.installed is None:
+    if ckpt_patches.installed is None or ckpt_patches.installed.gone:
         _miss_hook()
     elif ckpt_patches.any_loaded():
         ckpt_patches.load_hook().running.examine(ckpt_patches.installed.switches, again=True)
@@ -64,7 +64,7 @@ def verify() -> None:
 
 def report() -> str:
     """What runs in this process: for each imported package the state of its fixes, a line each; for people."""
-    if ckpt_patches.installed is None:
+    if ckpt_patches.installed is None or ckpt_patches.installed.gone:
         return _why_no_hook()
     from ckpt_patches.hook.process_report import lines
 
@@ -76,6 +76,8 @@ def _why_no_hook() -> str:
         "no .pth file of ours was read (python -S, --target, PYTHONPATH), or uninstall() was called: call "
         "ckpt_patches.startup.install() before the first import of megatron or deepspeed"
     )
+    if ckpt_patches.installed is not None:
+        reason = "this package was uninstalled or upgraded since this process has started: start it again"
     return f"no import hook is installed in this process, no fix is active by it: {reason}"
 
 

@@ -194,6 +194,10 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         ),
     )
     revert.set_defaults(run=_revert)
+    for command in (apply, revert):
+        command.add_argument(
+            "--break-lock", action="store_true", help="remove the lock of a process of another host that has ended"
+        )
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="names from `ckpt-patches list` (default: all)")
     for command in (diff, show, apply, revert):
@@ -450,13 +454,20 @@ def _edited_modules() -> list[str]:
 
 
 def _apply(options: argparse.Namespace) -> int:
+    """All that were asked for but those in CKPT_PATCHES_SKIP, as the hook has it."""
+    from ckpt_patches import Switches
     from ckpt_patches.inplace import rewrite
 
+    skip = Switches(os.environ).skip
     results: list[FixResult] = []
     for selection in select(options.fixes, options.tree):
         before = rewrite.read_state(selection.root, selection.package).fixes
-        plan = rewrite.apply(selection.root, selection.package, selection.names)
-        results += [_as_before(r, before) for r in plan.results if r.name in selection.names]
+        names = [name for name in selection.names if name not in skip]
+        plan = rewrite.apply(selection.root, selection.package, names, break_lock=options.break_lock)
+        results += [_as_before(r, before) for r in plan.results if r.name in names]
+        for name in (name for name in selection.names if name in skip):
+            left = "applied in place by an earlier run, revert it" if name in before else "not applied"
+            print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
     return _tell(results)
 
 
@@ -471,7 +482,7 @@ def _revert(options: argparse.Namespace) -> int:
     from ckpt_patches.inplace import rewrite
 
     for selection in select(options.fixes, options.tree):
-        removed = rewrite.revert(selection.root, selection.package, selection.names)
+        removed = rewrite.revert(selection.root, selection.package, selection.names, break_lock=options.break_lock)
         for name in selection.names:
             print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
     return 0

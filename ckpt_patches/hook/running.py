@@ -98,6 +98,11 @@ def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan,
     return plan, unavailable
 
 
+def has_plans(package: str) -> bool:
+    """Whether a tree of this upstream package was planned."""
+    return any(planned == package for _, planned, _, _ in _plans)
+
+
 def plans(switches: "Switches") -> "Iterator[TreePlan]":
     """Of the trees from which targets were imported."""
     for (root, package, skip, overlays), _ in list(_plans.items()):
