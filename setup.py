@@ -10,6 +10,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -170,6 +171,10 @@ TEST = [
 ]
 
 README = Path("README.md")
+
+# These make an egg, or a link: Python reads neither's .pth file, and no fix would ever be active.
+if refused := {"install", "develop"} & {*sys.argv[1:]}:
+    raise SystemExit(f"error: setup.py {refused.pop()} leaves the import hook out; use: pip install .")
 
 setup(
     name="training-checkpoint-patches",

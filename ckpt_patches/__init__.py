@@ -33,15 +33,35 @@ PREFIXES = ("megatron.", "deepspeed.")
 PACKAGES = ("megatron.core", "deepspeed")
 
 
+def _this_file() -> "tuple[int, int] | None":
+    """What tells this file from that of another version; None if it is gone."""
+    try:
+        found = os.stat(__file__)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+_STARTED_WITH = _this_file()
+
+
+def is_replaced() -> bool:
+    """Whether this package was uninstalled or upgraded since the process has started."""
+    return _this_file() != _STARTED_WITH
+
+
 class Switches:
     """The environment's switches: the mode, the fixes to skip, and what was wrong with them."""
 
     def __init__(self, environ: "os._Environ[str] | dict[str, str]") -> None:
         self.errors: list[str] = []
+        self.unknown_mode = ""  # an error as well, which each rank tells: its own environment may differ
         self.mode = environ.get("CKPT_PATCHES") or "warn"
         if self.mode not in MODES:
-            self.errors.append(f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with warn")
-            self.mode = "warn"
+            meant = "strict" if self.mode.strip().lower().startswith("strict") else "warn"
+            self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
+            self.errors.append(self.unknown_mode)
+            self.mode = meant
         self.skip: frozenset[str] = frozenset()
         if "CKPT_PATCHES_SKIP" in environ:
             self._read_skip(environ["CKPT_PATCHES_SKIP"])
@@ -82,12 +102,18 @@ class PatchFinder:
     def __init__(self, switches: Switches) -> None:
         self.switches = switches
         self.uneasy = False  # something may have been loaded without us
+        self.gone = False  # this package is not what it was when this process started, and that was said
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         """Called with the lock of the import system held, for every import of the process."""
+        if self.gone:
+            return None
         if fullname.startswith(PREFIXES):
+            if not _is_complete() and is_replaced():
+                self.give_up()
+                return None
             from ckpt_patches.engine.registry import TARGETS
 
             if fullname in TARGETS:
@@ -98,6 +124,26 @@ class PatchFinder:
             return None
         looked: ModuleSpec | None = load_hook().checked_spec(self, fullname, path, target)
         return looked
+
+    def give_up(self) -> None:
+        """Say once that nothing is patched from now on: what of ours is loaded does not fit what is on the disk.
+
+        Raises:
+            RuntimeError: in strict mode, at each target.
+        """
+        message = (
+            f"{os.path.dirname(__file__)} was uninstalled or upgraded after this process had started: no fix is active "
+            "in modules of megatron and deepspeed that it imports from now on. Start it again"
+        )
+        if self.switches.mode == "strict":
+            raise RuntimeError(message)
+        self.gone = True
+        tell(f"WARNING: {message}")
+
+
+def _is_complete() -> bool:
+    """Whether all that the hook needs is loaded, so that it matters no more what is on the disk."""
+    return "ckpt_patches.hook.functions" in sys.modules
 
 
 def load_hook() -> "Hook":
@@ -124,6 +170,8 @@ def any_loaded() -> bool:
     return any(package in sys.modules for package in PACKAGES)
 
 
+# Why there is no finder, where its start has failed.
+failure = ""
 # The finder that was installed, also where somebody has thrown it out of sys.meta_path.
 installed: "PatchFinder | None" = None
 
@@ -139,8 +187,9 @@ def start() -> "PatchFinder | None":
     if switches.errors:
         from ckpt_patches.runtime.ranks import is_rank_zero
 
-        for error in switches.errors if is_rank_zero(os.environ) else ():
-            tell(error)
+        for error in switches.errors:
+            if error == switches.unknown_mode or is_rank_zero(os.environ):
+                tell(error)
     if switches.mode == "off":
         return None
     for finder in sys.meta_path:
@@ -156,8 +205,8 @@ def start() -> "PatchFinder | None":
 
 
 def examine_at_exit(switches: Switches, process: int) -> None:
-    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more."""
-    if not any_loaded() or os.getpid() != process:
+    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more, so it is printed."""
+    if not any_loaded() or os.getpid() != process or (is_replaced() and not _is_complete()):
         return
     from ckpt_patches.errors import StrictModeError
     from ckpt_patches.runtime.ranks import is_rank_zero
@@ -166,8 +215,8 @@ def examine_at_exit(switches: Switches, process: int) -> None:
         return
     try:
         load_hook().running.examine(switches, at_exit=True)
-    except StrictModeError as error:
-        tell(str(error))
+    except StrictModeError:
+        return  # it is printed
 
 
 def tell(message: str) -> None:
@@ -177,8 +226,10 @@ def tell(message: str) -> None:
 
 def run() -> None:
     """What the .pth file calls. Never raises: whatever goes wrong, Python starts."""
+    global failure
     try:
         start()
     except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
         state = "active" if installed in sys.meta_path else "not active"
-        tell(f"the import hook is {state}: {type(error).__name__}: {error}")
+        tell(f"the import hook is {state}: {failure}")

@@ -4,10 +4,12 @@ The hook itself stands in the package, which every interpreter loads at its star
 """
 
 import atexit
+import os
 import sys
 
 import ckpt_patches
 from ckpt_patches import PatchFinder
+from ckpt_patches.errors import StrictModeError
 
 
 class Handle:
@@ -47,11 +49,42 @@ def install() -> Handle | None:
 def verify() -> None:
     """Look at what is loaded, and say which fixes do not run though they are needed.
 
-    For a program that wants to know before it trains: call it after the imports. Without it, the same is looked at
-    when a target is imported, when any module is imported while another hook stands in front of ours, and at exit.
+    For a program that wants to know before it trains: call it after the imports, and after the set-up of what may
+    replace functions of Megatron or DeepSpeed. Without it, the same is looked at when a target is imported, when any
+    module is imported while another hook stands in front of ours, and at exit; in strict mode at each save and load.
 
     Raises:
-        StrictModeError: there is one, in strict mode; every time.
+        StrictModeError: there is one, or no hook is installed, in strict mode; every time.
     """
-    if ckpt_patches.installed is not None and ckpt_patches.any_loaded():
+    if ckpt_patches.installed is None or ckpt_patches.installed.gone:
+        _miss_hook()
+    elif ckpt_patches.any_loaded():
         ckpt_patches.load_hook().running.examine(ckpt_patches.installed.switches, again=True)
+
+
+def report() -> str:
+    """What runs in this process: for each imported package the state of its fixes, a line each; for people."""
+    if ckpt_patches.installed is None or ckpt_patches.installed.gone:
+        return _why_no_hook()
+    from ckpt_patches.hook.process_report import lines
+
+    return "\n".join(lines(ckpt_patches.installed.switches))
+
+
+def _why_no_hook() -> str:
+    reason = ckpt_patches.failure or (
+        "no .pth file of ours was read (python -S, --target, PYTHONPATH), or uninstall() was called: call "
+        "ckpt_patches.startup.install() before the first import of megatron or deepspeed"
+    )
+    if ckpt_patches.installed is not None:
+        reason = "this package was uninstalled or upgraded since this process has started: start it again"
+    return f"no import hook is installed in this process, no fix is active by it: {reason}"
+
+
+def _miss_hook() -> None:
+    """Warn, each time; nothing where `CKPT_PATCHES=off`. Raises StrictModeError in strict mode."""
+    mode = ckpt_patches.Switches(os.environ).mode
+    if mode == "strict":
+        raise StrictModeError(_why_no_hook())
+    if mode != "off":
+        ckpt_patches.tell(f"WARNING: {_why_no_hook()}")

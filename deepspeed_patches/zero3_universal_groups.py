@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7585
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Function, NoBug, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -43,7 +43,7 @@ def count_steps_of_each_tensor(source: Source) -> None:
     """Torch's optimizers count in a tensor: one for all is counted up by each of them."""
     load = _load(source)
     if not source.has(STEP, within=load):
-        raise AlreadyThere
+        raise AlreadyThere if source.has(OWN_STEP.splitlines()[-1], within=load) else NoBug
     source.replace(source.one(STEP, within=load), OWN_STEP)
 
 
@@ -52,7 +52,7 @@ def restore_the_settings_of_each_group(source: Source) -> None:
     """Upstream gives all groups those of the first."""
     load = _load(source)
     if not source.has(OF_THE_FIRST, within=load):
-        raise AlreadyThere
+        raise AlreadyThere if source.has("param_group.update(saved_group)", within=load) else NoBug
     groups = source.loop("param_group", within=load)
     settings = source.loop("key, value", within=groups)
     source.one("param_group[key] = value", within=settings)

@@ -6,7 +6,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7601
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -33,7 +33,7 @@ def take_the_part_of_the_rank(source: Source) -> None:
         raise NotConcerned  # by the text alone: to parse one of DeepSpeed's largest modules takes 0.1 s
     load = source.function("DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state")
     if not source.has(OF_THE_NODE, within=load) and not _names(source, load, LOCAL):
-        raise AlreadyThere
+        raise AlreadyThere if source.has(OF_THE_PARTITIONS, within=load) else NoBug
     asked = source.one(f"{LOCAL} = {OF_THE_NODE}", within=load)
     cut = source.one(f"loaded_checkpoint_state.narrow(0, {LOCAL} * partitioned_numel, partitioned_numel)", within=load)
     source.replace(asked, f"{RANK} = {OF_THE_PARTITIONS}")

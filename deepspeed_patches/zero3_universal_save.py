@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/7546
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -31,7 +31,7 @@ FIRST_FILE = 'filename = "zero_pp_rank_0"'
 def name_the_first_file_where_files_are_loaded_alone(source: Source) -> None:
     """Of a universal checkpoint all ranks read the first file, as fewer ranks may have written it."""
     if b'"zero_pp_rank_0"' not in source.data:  # by the text: to parse DeepSpeed's largest module takes 0.2 s
-        raise AlreadyThere if _knows_stage_3(source) else NotConcerned
+        raise NoBug if _knows_stage_3(source) else NotConcerned
     names = source.function("DeepSpeedEngine._get_ckpt_name")
     if source.has(f"{LOADING} and {UNIVERSAL}", within=names):
         raise AlreadyThere

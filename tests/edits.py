@@ -9,12 +9,14 @@ from pathlib import Path
 from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
-from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, FIXES, TARGETS
+
+VERSIONS = ("megatron.core.package_info", "deepspeed.git_version_info_installed")
 
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:
-    """A tree with nothing in it but the files that a fix edits, and the one that says whether it is for the release."""
-    for module in {*FIXES[fix], load(fix).concerns or FIXES[fix][0]}:
+    """A tree with nothing in it but the files that a fix edits, and those that say whether it is for the release."""
+    for module in {*EVERYTHING[fix], load(fix).concerns or EVERYTHING[fix][0], *VERSIONS}:
         source, target = module_path(str(tree), module), module_path(str(to), module)
         if os.path.exists(source):
             os.makedirs(os.path.dirname(target), exist_ok=True)

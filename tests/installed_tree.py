@@ -27,7 +27,7 @@ DIST_INFO = "megatron_core-0.14.0.dist-info"
 def make_installed(root: Path) -> Path:
     """Write the tree; its root."""
     make(root)
-    (root / ZARR).parent.mkdir()
+    (root / ZARR).parent.mkdir(exist_ok=True)
     (root / ZARR).write_text(ZARR_TEXT)
     files = sorted(path for path in root.rglob("*") if path.is_file())
     rows = [record_row(root, path) for path in files]

@@ -1,10 +1,12 @@
 """A tree with small modules of targets' names: for tests of the engine, where a real package would say no more.
 
-They call `np.product`, which the fix numpy2_product turns into `np.prod`.
+They call `np.product`, which the fix numpy2_product turns into `np.prod`. What else the fixes look at is there as in
+the release, with all fixes in it: in a tree that lacks it they would be missed.
 """
 
 import contextlib
 import fcntl
+import functools
 import os
 import pty
 import struct
@@ -14,7 +16,10 @@ import termios
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ckpt_patches.engine.plan import module_path, plan_tree
+from ckpt_patches.engine.registry import CORE
 from upstream import TIMEOUT
+from upstream import tree as tree_of_release
 
 MODULE = "megatron.core.dist_checkpointing.exchange_utils"
 SECOND = "megatron.core.dist_checkpointing.mapping"
@@ -28,18 +33,34 @@ def size(shape):
 if __name__ == "__main__":
     print("prod" in size.__code__.co_names)
 """
+RELEASE = "0.14.0"
 PACKAGE_INFO = "MAJOR = 0\nMINOR = 14\nPATCH = 0\nPRE_RELEASE = ''\n"
 
 
 def make(root: Path, text: str | bytes = UPSTREAM) -> Path:
     """Write the tree; the module's path."""
     path = root.joinpath(*MODULE.split(".")).with_suffix(".py")
-    path.parent.mkdir(parents=True)
+    for name, data in _others().items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
     (root / "megatron/core/__init__.py").touch()
     (root / "megatron/core/package_info.py").write_text(PACKAGE_INFO)
     (root / "megatron/core/dist_checkpointing/__init__.py").touch()
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+@functools.cache
+def _others() -> dict[str, bytes]:
+    """The files of the targets, with all fixes, by their paths in the tree."""
+    root = str(tree_of_release("megatron-core", RELEASE))
+    made = plan_tree(root, CORE)
+    paths = {module: module_path(root, module) for module in made.texts}
+    return {
+        os.path.relpath(path, root): made.files[module].patched if module in made.files else Path(path).read_bytes()
+        for module, path in paths.items()
+        if module != MODULE and os.path.exists(path)
+    }
 
 
 def make_two(root: Path) -> tuple[Path, Path]:

@@ -235,7 +235,7 @@ ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 def make_unknown(tmp_path: Path) -> Path:
     make(tmp_path)
     path = tmp_path.joinpath(*ZARR.split(".")).with_suffix(".py")
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_text(UNKNOWN[ZARR])
     return path
 
@@ -319,7 +319,8 @@ def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     line = done.stderr.splitlines()[0]
     assert f"{variable}={value}" in line
     assert all(name in line for name in valid)
-    assert python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr == ""
+    said = python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr
+    assert said.count("\n") == (variable == "CKPT_PATCHES")  # an environment of its own may have it wrong
 
 
 def test_removed_switches_are_named_in_one_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
-from ckpt_patches.inplace import rewrite, transaction
+from ckpt_patches.inplace import rewrite, transaction, tree_lock
 from file_changes import Act, before_each_change, in_child
 from installed_tree import ZARR, apply, everything, make_installed, revert, snapshot
 from upstream import all_releases
@@ -264,7 +265,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 512 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k,nr_inodes=200", "none", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=400", "none", str(place)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -404,7 +405,7 @@ def watched(change: Callable[[Path], object], root: Path) -> list[list[str]]:
         events: list[list[str]] = []
         events_of(lambda event, arguments: events.append([event, *(str(part) for part in arguments[:2])]))
         change(root)
-        return events
+        return [event for event in events if not any(tree_lock.NAME in part for part in event[1:])]
 
     found: list[list[str]] = in_child(run)[1]
     return found
@@ -427,10 +428,10 @@ def is_switch(event: list[str]) -> bool:
     """Whether a file gets its new text, or goes."""
     if event[0] == "os.rename":
         source, target = (Path(path) for path in event[1:])
-        return source.name == f".{target.name}.ckpt-patches" and target.name != transaction.JOURNAL
-    return (
-        event[0] == "os.remove" and "ckpt-patches" not in (name := Path(event[1]).name) and name != transaction.JOURNAL
-    )
+        of_a_change = re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.ckpt-patches", source.name)
+        return of_a_change is not None and target.name != transaction.JOURNAL
+    name = Path(event[1]).name
+    return event[0] == "os.remove" and "ckpt-patches" not in name and name != transaction.JOURNAL
 
 
 def waited_for(events: list[list[str]]) -> set[str]:
@@ -453,7 +454,7 @@ def waited_for(events: list[list[str]]) -> set[str]:
 
 JOURNALS = {
     "no JSON": "{",
-    "a later version": '{"version": 3}',
+    "a later version": '{"version": 4}',
     "no entries": '{"version": 2, "entries": []}',
     "a path out of the tree": '{"version": 2, "entries": [{"path": "../other", "before": null, "after": "DIGEST"}]}',
     "an absolute path": '{"version": 2, "entries": [{"path": "OTHER", "before": null, "after": "DIGEST"}]}',

@@ -15,6 +15,7 @@ import installs
 import upstream
 from ckpt_patches.engine.registry import FIXES, SWITCHED
 from installs import SHOW_HOOK, Environment, copy_working_tree, without_roots_rights
+from small_tree import make_two
 
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """
@@ -388,3 +389,52 @@ def test_regular_package_megatron_beside_a_script(tmp_path: Path) -> None:
     done = upstream.run(script, tree=tree, delivery="hook")
     converter = tree / "deepspeed" / "checkpoint" / "ds_to_universal.py"
     assert done.stdout.splitlines()[-1] == f"False the script PatchedLoader {converter}"
+
+
+# A process that runs meanwhile
+
+CORE_PATH = "megatron.core.dist_checkpointing"
+MEANWHILE = """
+import subprocess, sys
+IMPORTED
+print(subprocess.run(sys.argv[1:], env=ENV, capture_output=True, text=True).stderr, end="", file=sys.stderr)
+import CORE.mapping as m, CORE.exchange_utils as e
+print(*("prod" in module.size.__code__.co_names for module in (m, e)))
+from importlib import reload
+reload(m)
+""".replace("CORE", CORE_PATH)
+
+
+@pytest.mark.parametrize("mode", ["warn", "strict"])
+@pytest.mark.parametrize("change", ["uninstall", "upgrade"])
+@pytest.mark.parametrize("imported", ["", "import CORE.exchange_utils".replace("CORE", CORE_PATH)])
+def test_a_running_process_survives_an_uninstall_and_an_upgrade(
+    imported: str, change: str, mode: str, environment: Environment, wheel: Path, tmp_path: Path
+) -> None:
+    """What it imports from then on is unpatched, which is said once; what was planned stays as planned."""
+    environment.install(str(wheel))
+    make_two(tmp_path / "tree")
+    for path in (environment.site_packages, tmp_path / "tree"):
+        (path / "numpy.py").write_text("def product(shape): ...\ndef prod(shape): ...\n")
+    pip = ["-m", "pip", change if change == "uninstall" else "install", "--quiet"]
+    pip += ["--yes", "training-checkpoint-patches"] if change == "uninstall" else []
+    pip += ["--no-deps", "--no-index", "--force-reinstall", str(wheel)] if change == "upgrade" else []
+    env = {"PYTHONPATH": str(environment.tools), "CKPT_PATCHES": "off", "PATH": ""}
+    text = MEANWHILE.replace("IMPORTED", imported).replace("ENV", repr(env))
+    command = ["-c", text, str(environment.executable), *pip]
+    done = environment.python(*command, PYTHONPATH=str(tmp_path / "tree"), CKPT_PATCHES=mode)
+    said = done.stderr.count("was uninstalled or upgraded after this process had started")
+    if imported:
+        assert (done.returncode, done.stdout.split()[-2:], said) == (0, ["True", "True"], 0), done.stderr
+    elif mode == "warn":
+        assert (done.returncode, done.stdout.split()[-2:], said) == (0, ["False", "False"], 1), done.stderr
+        assert done.stderr.count("ckpt-patches: WARNING") == len(done.stderr.splitlines()) == 1
+    else:
+        assert (done.returncode, said) == (1, 1), done.stderr
+
+
+@pytest.mark.parametrize("command", ["install", "develop"])
+def test_setup_py_refuses_what_leaves_the_hook_out(command: str, source: Path) -> None:
+    done = subprocess.run([sys.executable, "setup.py", command], cwd=source, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: setup.py {command} leaves the import hook out; use: pip install .\n"

@@ -95,9 +95,14 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             "Show the installed packages and, for every fix: active, applied in place, fixed upstream, not present, NO "
             "MATCH, switched off or inactive.",
             "ckpt-patches status --require megatron-core",
-            after="exit status: 0 success, 1 a needed fix or a required package is missing, or nothing to patch is "
-            "installed",
+            after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
+            "work, or nothing to patch is installed",
         ),
+    )
+    status.add_argument(
+        "--prove",
+        action="store_true",
+        help="run the demonstration of each active fix here, on the CPU, and report whether it works",
     )
     status.add_argument("--json", action="store_true", help=JSON_HELP)
     status.add_argument(
@@ -189,6 +194,10 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         ),
     )
     revert.set_defaults(run=_revert)
+    for command in (apply, revert):
+        command.add_argument(
+            "--break-lock", action="store_true", help="remove the lock of a process of another host that has ended"
+        )
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="names from `ckpt-patches list` (default: all)")
     for command in (diff, show, apply, revert):
@@ -246,6 +255,8 @@ def _status(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import status
 
     found = status.collect(options.tree, options.require)
+    if options.prove:
+        found = status.proven(found, options.tree)
     if options.json:
         fixes = [{**asdict(fix), "package": DISTRIBUTIONS[fix.package]} for fix in found.fixes]
         print(json.dumps({"schema": SCHEMA, **asdict(found), "fixes": fixes, "complete": found.complete}, indent=1))
@@ -315,11 +326,22 @@ def _print_status(found: "Status") -> None:
     print("\n".join(terminal.table([_row(package) for package in found.installed])))
     for package in found.installed:
         _print_fixes(found, package)
+    _print_proofs(found)
     for warning in found.warnings:
         print(f"\nwarning: {warning}")
     for error in found.errors:
         print(f"\nerror: {error}")
     print(f"\n{found.summary()}")
+
+
+def _print_proofs(found: "Status") -> None:
+    from ckpt_patches.cli.status import DOES_NOT_WORK, NOT_RUN, WORKS
+
+    if found.proofs:
+        colors = {WORKS: "green", DOES_NOT_WORK: "red", NOT_RUN: "red"}
+        rows = [(proof.name, proof.result, proof.found) for proof in found.proofs]
+        print("\n" + terminal.paint("run here", "bold"))
+        print("\n".join(terminal.table(rows, terminal.width(), wrapped=(2,), colors=colors)))
 
 
 def _row(package: "Installed") -> tuple[str, ...]:
@@ -432,13 +454,20 @@ def _edited_modules() -> list[str]:
 
 
 def _apply(options: argparse.Namespace) -> int:
+    """All that were asked for but those in CKPT_PATCHES_SKIP, as the hook has it."""
+    from ckpt_patches import Switches
     from ckpt_patches.inplace import rewrite
 
+    skip = Switches(os.environ).skip
     results: list[FixResult] = []
     for selection in select(options.fixes, options.tree):
         before = rewrite.read_state(selection.root, selection.package).fixes
-        plan = rewrite.apply(selection.root, selection.package, selection.names)
-        results += [_as_before(r, before) for r in plan.results if r.name in selection.names]
+        names = [name for name in selection.names if name not in skip]
+        plan = rewrite.apply(selection.root, selection.package, names, break_lock=options.break_lock)
+        results += [_as_before(r, before) for r in plan.results if r.name in names]
+        for name in (name for name in selection.names if name in skip):
+            left = "applied in place by an earlier run, revert it" if name in before else "not applied"
+            print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
     return _tell(results)
 
 
@@ -453,7 +482,7 @@ def _revert(options: argparse.Namespace) -> int:
     from ckpt_patches.inplace import rewrite
 
     for selection in select(options.fixes, options.tree):
-        removed = rewrite.revert(selection.root, selection.package, selection.names)
+        removed = rewrite.revert(selection.root, selection.package, selection.names, break_lock=options.break_lock)
         for name in selection.names:
             print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
     return 0

@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches import Switches, __version__
@@ -51,6 +51,18 @@ class FixStatus:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """What the demonstration of an active fix has found here."""
+
+    name: str
+    result: str  # one of the words below
+    found: str
+
+
+WORKS, DOES_NOT_WORK, NOT_RUN = "works", "does not work", "could not run"
+
+
+@dataclass(frozen=True)
 class Status:
     """All that `ckpt-patches status` shows."""
 
@@ -62,11 +74,14 @@ class Status:
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
     errors: tuple[str, ...]  # packages that are missing
+    proofs: tuple[Proof, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether every required package is installed, and no fix that is needed here is missing."""
-        return not self.errors and not any(fix.state in MISSING for fix in self.fixes)
+        """Whether every required package is installed, no fix that is needed here is missing, and those that were to
+        be proven work."""
+        missing = any(fix.state in MISSING for fix in self.fixes)
+        return not self.errors and not missing and all(proof.result == WORKS for proof in self.proofs)
 
     def summary(self) -> str:
         """The number of fixes by what they do, of the packages that are installed."""
@@ -104,6 +119,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
         fixes = [_inactive(fix, switches) for fix in fixes]
+    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
         if root
@@ -113,13 +129,27 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     others = [_distribution(name) for name in ("torch", "zarr", "apex")]
     # What this command's Python lacks, the one that runs a tree may have.
     installed += [package for package in others if tree is None or package.version]
-    warnings = [*switches.errors, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
+    skipped = [f"{name} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert {name}" for name in in_place]
+    warnings = [*switches.errors, *skipped, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
     if tree is None:
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
     errors = _errors(roots, tree, required)
     return Status(
         __version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings), tuple(errors)
     )
+
+
+def proven(status: Status, tree: str | None = None) -> Status:
+    """Run the demonstrations of all active fixes in this environment, on the CPU: as many at once as it has cores."""
+    from ckpt_patches.demo.prove import prove, variables
+    from ckpt_patches.demo.run import demonstrations
+
+    known = demonstrations()
+    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, APPLIED_IN_PLACE) and fix.name in known]
+    environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
+    found = prove([known[name] for name in active], environ)
+    words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
+    return replace(status, proofs=tuple(Proof(name, words[found[name][0]], found[name][1]) for name in active))
 
 
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:

@@ -82,16 +82,22 @@ def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
         done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise DemonstrationFailed(f"{demonstration.path}: took longer than {TIMEOUT:.0f} s") from error
-    try:
-        outcome = json.loads(done.stdout.strip().splitlines()[-1])
-        if done.returncode == 0:
-            return Outcome(bool(outcome["bug"]), str(outcome["found"]))
-    except (IndexError, KeyError, TypeError, ValueError):
-        pass
+    outcome = outcome_in(done.stdout)
+    if outcome is not None and done.returncode == 0:
+        return outcome
     raise DemonstrationFailed(
         f"{demonstration.path}: expected exit status 0 and a last line with an outcome, "
         f"found exit status {done.returncode}:\n{_tail(done.stdout)}\n{_tail(done.stderr)}"
     )
+
+
+def outcome_in(output: str) -> Outcome | None:
+    """What the output of a demonstration says in its last line; None where it has ended with an error."""
+    try:
+        outcome = json.loads(output.strip().splitlines()[-1])
+        return Outcome(bool(outcome["bug"]), str(outcome["found"]))
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _tail(text: str, lines: int = 30) -> str:

@@ -11,16 +11,21 @@ from dataclasses import dataclass
 from enum import Enum
 from types import CodeType
 
+from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, THERE, unrecorded
 from ckpt_patches.engine.fix import Edit, Fix, load
+from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source, UnreadableSource
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection
 
 
 class Outcome(Enum):
-    """What a fix does in a tree; found in the structure of the source, never by a version number."""
+    """What a fix does in a tree, found in the structure of the source.
+
+    Code that is absent is NOT_PRESENT where a tested release lacks it as well, and NO_MATCH elsewhere: `absence`.
+    """
 
     APPLIES = "applies"
     ALREADY_THERE = "already there"
@@ -37,6 +42,8 @@ class FixResult:
     reason: str = ""  # for NO_MATCH: file, what was expected, what was found
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
     modules: tuple[str, ...] = ()  # for APPLIES: those that it edits
+    functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: by module, those that it edits or brings
+    found: tuple[str, ...] = ()  # by each edit, in the words of `absence`; empty for NO_MATCH
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class FilePlan:
     patched: bytes
     code: CodeType  # `patched`, compiled
     fixes: tuple[str, ...]  # those that edit it
+    functions: dict[str, tuple[str, ...]]  # by name, also `Class.name`: the fixes that edit or bring that function
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,10 @@ class TreePlan:
 
 
 def module_path(root: str, module: str) -> str:
-    """Path of a module's source in a tree."""
-    return os.path.join(root, *module.split(".")) + ".py"
+    """Path of a module's source in a tree; where the module is a package, as Python sees it, of its `__init__.py`."""
+    path = os.path.join(root, *module.split("."))
+    package = os.path.join(path, "__init__.py")
+    return package if os.path.exists(package) else path + ".py"
 
 
 def text_digest(data: bytes) -> bytes:
@@ -83,8 +93,11 @@ def text_digest(data: bytes) -> bytes:
 
 def tree_root(path: str, module: str) -> str | None:
     """The tree that a module's source file belongs to; None if the path does not end in the module's name."""
-    tail = os.path.join(*module.split(".")) + ".py"
-    return path[: -len(tail) - 1] or os.sep if path.endswith(os.sep + tail) else None
+    name = os.path.join(*module.split("."))
+    for tail in (name + ".py", os.path.join(name, "__init__.py")):
+        if path.endswith(os.sep + tail):
+            return path[: -len(tail) - 1] or os.sep
+    return None
 
 
 def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = ()) -> list[str]:
@@ -105,12 +118,15 @@ class _Tree:
     def __init__(
         self,
         root: str,
+        package: str,
         originals: Mapping[str, bytes],
         unavailable: Mapping[tuple[str, str], str],
         *,
         for_upstream: bool = False,
     ) -> None:
         self.root = root
+        self.package = package
+        self.version = version_in(root, package)
         self.for_upstream = for_upstream
         self.originals = originals
         self.unavailable = unavailable
@@ -146,6 +162,13 @@ class _Tree:
         """The modules for which more was asked since."""
         return [module for module, count in self.marks().items() if count > marks.get(module, 0)]
 
+    def functions_edited_since(self, marks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """The functions for which more was asked since, or that are brought: module and name."""
+        for module, source in self.sources.items():
+            edits = source.edits[marks.get(module, 0) :] if source else []
+            for name in source.functions_of(edits) if source and edits else ():
+                yield module, name
+
     def take_back(self, marks: Mapping[str, int]) -> None:
         """Forget what was asked for since."""
         for module, source in self.sources.items():
@@ -173,7 +196,7 @@ def plan_tree(
         unavailable: by fix and module, why this fix cannot edit it here; if it would, it does not match.
         for_upstream: without the edits that are no part of a change for upstream.
     """
-    tree = _Tree(root, originals or {}, unavailable or {}, for_upstream=for_upstream)
+    tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream=for_upstream)
     names = fixes_for(package) if names is None else list(names)
     results = [_try(name, tree) for name in names]
     files, defect = _compile(tree, results)
@@ -198,7 +221,11 @@ def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FileP
         if unbound:
             return {}, f"{source.path}: the edited source would use names that it does not have: {', '.join(unbound)}"
         fixes = tuple(result.name for result in results if module in result.modules)
-        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes)
+        functions: dict[str, tuple[str, ...]] = {}
+        for result in results:
+            for name in (name for of, name in result.functions if of == module):
+                functions[name] = (*functions.get(name, ()), result.name)
+        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes, functions)
     return files, ""
 
 
@@ -221,8 +248,11 @@ def _try(name: str, tree: _Tree) -> FixResult:
     """Make all edits of a fix, or none."""
     before = tree.marks()
     try:
-        outcome = _make(load(name), tree)
-        return FixResult(name, outcome, modules=tuple(tree.edited_since(before)))
+        fix = load(name)
+        found = _make(fix, tree)
+        _check_absence(fix, tree, found)
+        modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
+        return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)
     except (NoMatch, UnreadableSource) as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix is none of the others
@@ -231,33 +261,46 @@ def _try(name: str, tree: _Tree) -> FixResult:
     return result
 
 
-def _make(fix: Fix, tree: _Tree) -> Outcome:
-    """Ask for all edits of a fix; whoever calls takes them back if this raises NoMatch or UnreadableSource."""
-    if fix.concerns and not _concerned(fix, tree):
-        return Outcome.NOT_PRESENT
-    made: list[Edit] = []
-    there: list[Edit] = []
-    missing: list[str] = []
-    for edit in fix.edits:
-        if edit.ours_alone and tree.for_upstream:
-            continue
-        source = _source(tree, edit.module)
-        if source is None:
-            missing += [] if edit.optional else [module_path(tree.root, edit.module)]
-            continue
-        try:
-            _make_one(fix, edit, source, tree)
-            made.append(edit)
-        except AlreadyThere:
-            there.append(edit)
-        except NotConcerned:
-            pass
-    if missing and (made or there):
-        raise NoMatch(f"{missing[0]}: there is no such file, though the fix's other files are there")
-    _check_whole(made, there)
-    if made:
+def _outcome(found: Sequence[str]) -> Outcome:
+    kinds = {word[:1] for word in found}
+    if MADE in kinds:
         return Outcome.APPLIES
-    return Outcome.ALREADY_THERE if there else Outcome.NOT_PRESENT
+    return Outcome.ALREADY_THERE if kinds & {THERE, NO_BUG} else Outcome.NOT_PRESENT
+
+
+def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
+    """Ask for all edits of a fix, and say what each has found; whoever calls takes them back if this raises NoMatch or
+    UnreadableSource."""
+    if fix.concerns and not _concerned(fix, tree):
+        return (ABSENT,) * len(fix.edits)
+    found = tuple(_make_one(fix, edit, tree) for edit in fix.edits)
+    missing = [edit.module for edit in fix.edits if not edit.optional and _source(tree, edit.module) is None]
+    if missing and _outcome(found) is not Outcome.NOT_PRESENT:
+        path = module_path(tree.root, missing[0])
+        raise NoMatch(f"{path}: there is no such file, though the fix's other files are there")
+    made = [edit for edit, word in zip(fix.edits, found, strict=True) if word.startswith(MADE)]
+    there = [edit for edit, word in zip(fix.edits, found, strict=True) if word[:1] in (THERE, NO_BUG)]
+    _check_whole(made, there)
+    return found
+
+
+def _check_absence(fix: Fix, tree: _Tree, found: Sequence[str]) -> None:
+    """Raises NoMatch where code is absent that the tested releases have with which this tree is to be compared."""
+    absent = unrecorded(fix.name, tree.package, tree.version, found)
+    if absent is None:
+        return
+    number, release = absent
+    edit = fix.edits[number]
+    source = _source(tree, edit.module)
+    what = "no such file"
+    if source is not None:
+        missing = f"no {', no '.join(dict.fromkeys(source.absent))}" if source.absent else "none of it"
+        what = "other code" if found[number][0] == NO_BUG and not source.absent else missing
+    raise NoMatch(
+        f"{module_path(tree.root, edit.module)}: expected the code that `{edit.function.__name__}` is for, as in "
+        f"{DISTRIBUTIONS[tree.package]} {release}, found {what}; {DISTRIBUTIONS[tree.package]} {tree.version} "
+        f"{'was tested with' if tree.version == release else 'was not tested without'} it"
+    )
 
 
 def _concerned(fix: Fix, tree: _Tree) -> bool:
@@ -274,12 +317,32 @@ def _source(tree: _Tree, module: str) -> Source | None:
         return tree.source(module)
 
 
-def _make_one(fix: Fix, edit: Edit, source: Source, tree: _Tree) -> None:
+def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> str:
+    """What an edit finds, in a word of `absence`; empty where it is not wanted."""
+    if edit.ours_alone and tree.for_upstream:
+        return ""
+    source = _source(tree, edit.module)
+    if source is None:
+        return ABSENT
     with _said_of(source.path):
-        before = len(source.edits)
-        edit.function(source)
+        before, asked = len(source.edits), len(source.absent)
+        word = _kind(edit, source)
         if len(source.edits) > before and (fix.name, edit.module) in tree.unavailable:
             raise NoMatch(tree.unavailable[fix.name, edit.module])
+        absent = len(source.absent) - asked
+    return word if word == ABSENT else f"{word}{absent or ''}"
+
+
+def _kind(edit: Edit, source: Source) -> str:
+    try:
+        edit.function(source)
+    except NoBug:
+        return NO_BUG
+    except AlreadyThere:
+        return THERE
+    except NotConcerned:
+        return ABSENT
+    return MADE
 
 
 @contextmanager

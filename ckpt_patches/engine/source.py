@@ -13,7 +13,7 @@ import itertools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
@@ -31,8 +31,12 @@ class AlreadyThere(Exception):
     """What the fix brings is in the source already: upstream has it, or it was applied in place."""
 
 
+class NoBug(AlreadyThere):
+    """The code with the bug is not there, nor anything that says why: upstream has fixed it in the tested releases."""
+
+
 class NotConcerned(Exception):
-    """The code that the fix is about is not in this release, in no form: there is nothing to fix, and nothing fixed."""
+    """The code that the fix is about is not in this release, in no form; in a tested one, there is nothing to fix."""
 
 
 class UnreadableSource(Exception):
@@ -98,6 +102,7 @@ class Source:
         self.data = data
         self.path = path
         self.edits: list[TextEdit] = []
+        self.absent: list[str] = []  # functions that a fix has asked for by `has_function`, and that are not there
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
@@ -149,7 +154,12 @@ class Source:
         return found[0]
 
     def has_function(self, name: str) -> bool:
-        """Whether that function or method is defined exactly once."""
+        """Whether that function or method is defined exactly once. One that upstream has renamed since is missed."""
+        there = self._defines(name)
+        self.absent += [] if there else [name]
+        return there
+
+    def _defines(self, name: str) -> bool:
         try:
             self.function(name)
         except NoMatch:
@@ -240,11 +250,11 @@ class Source:
         """
         there = {f"{prefix}{function.__name__}": function for function in functions}
         for name, function in there.items():
-            if self.has_function(name) and _logic(self.function(name)) != _logic(
+            if self._defines(name) and _logic(self.function(name)) != _logic(
                 ast.parse(self.definition(function)).body[0]
             ):
                 raise NoMatch(f"expected {name} as this fix has it, or none; found another one")
-        return {name: self.has_function(name) for name in there}
+        return {name: self._defines(name) for name in there}
 
     # Edits
 
@@ -386,6 +396,28 @@ class Source:
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
 
+    def functions_of(self, edits: Sequence[TextEdit]) -> list[str]:
+        """The functions and methods (`Class.name`) of the module that these edits are in, or that they bring."""
+        found: dict[str, None] = {}
+        for edit in edits:
+            brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
+            body, prefix = self.tree.body, ""
+            while definition := next((node for node in _definitions(body) if self._is_in(edit, node)), None):
+                if not isinstance(definition, ast.ClassDef):
+                    found[prefix + definition.name] = None
+                    break
+                body, prefix = definition.body, f"{prefix}{definition.name}."
+            else:
+                found |= {prefix + brought[1]: None} if brought and edit.start == edit.stop else {}
+        return list(found)
+
+    def _is_in(self, edit: TextEdit, node: "ast.stmt") -> bool:
+        """Whether an edit is in a definition: not in front of it, but for a decorator."""
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        start, stop = self._lines[first - 1], self._span(node)[1]
+        brings_another = edit.start == start and edit.start == edit.stop and not edit.text.lstrip().startswith(b"@")
+        return start <= edit.start and edit.stop <= stop + 1 and not brings_another
+
     # Positions
 
     @functools.cached_property
@@ -437,6 +469,17 @@ class Source:
             if start < other.stop and other.start < stop:
                 raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
         self.edits.append(TextEdit(start, stop, text.encode()))
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions and classes of a module or class, under an `if` or a `try` of it as well."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            handlers = [each.body for each in getattr(node, "handlers", ())]
+            for inner in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", []), *handlers):
+                yield from _definitions(inner)
 
 
 def _logic(function: ast.stmt) -> str:

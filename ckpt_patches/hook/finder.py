@@ -10,6 +10,8 @@ from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 from _thread import _local
 
+from ckpt_patches import is_replaced
+from ckpt_patches.engine.registry import TARGETS
 from ckpt_patches.hook import running
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
 
@@ -28,6 +30,9 @@ def patched_spec(
     finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
     """The spec that the finders behind ours give for a target module, with a loader of ours in it."""
+    if is_replaced() and not running.has_plans(TARGETS[fullname]):  # what fixes it needs is on the disk no more
+        finder.give_up()
+        return None
     spec = _spec_behind(finder, fullname, path, target)
     loader = spec.loader if spec is not None else None
     if spec is None or loader is None or isinstance(loader, PatchedLoader | CheckedLoader):

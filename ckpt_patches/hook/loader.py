@@ -33,7 +33,7 @@ class PatchedLoader(running.RunsEditedCode):
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         """Hand a module without an edit back: it then fails, and caches its bytecode, as it would without us."""
-        if spec.loader is self and self._plan(tell_edited=False) is None:
+        if spec.loader is self and self._plan(tell_edited=False) is None and not self._is_guarded():
             self._hand_back(spec)
         return None
 
@@ -43,16 +43,21 @@ class PatchedLoader(running.RunsEditedCode):
         Raises:
             StrictModeError: in strict mode, if a fix of this module's tree is not active.
         """
+        from ckpt_patches.hook import functions
+
         self.file = self._plan()
         spec = module.__spec__
-        if self.file is None:  # a reload
+        if self.file is None:  # a reload, or a save begins here
             if spec is not None and spec.loader is self:
                 module.__loader__ = self.ordinary
                 self._hand_back(spec)
             super().exec_module(module)
-            return
-        running.record(module, self.file)
-        exec(self._code(self.file), module.__dict__)
+        else:
+            running.record(module, self.file)
+            exec(self._code(self.file), module.__dict__)
+        functions.guard(module, self.name, self.switches)
+        if self.file is not None:
+            functions.record(module, self.file)
 
     def get_code(self, fullname: str) -> "CodeType | None":
         """The edited code for `python -m`, which makes it `__main__`; upstream's for a hook that runs it itself.
@@ -80,6 +85,11 @@ class PatchedLoader(running.RunsEditedCode):
         if plan is not None and (file is None or tell_edited):
             log_lines.tell(plan, self.switches)
         return file
+
+    def _is_guarded(self) -> bool:
+        from ckpt_patches.hook.functions import ENTRANCES
+
+        return self.switches.mode == "strict" and self.name in ENTRANCES
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
         spec.loader = self.ordinary

@@ -32,7 +32,7 @@ def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None
         _announce(plan)
     messages = [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
     for message in messages:
-        _warn(message, at_exit)
+        warn(message, at_exit, error=switches.mode == "strict")
     if messages and switches.mode == "strict":
         raise StrictModeError(messages[0])
 
@@ -47,7 +47,7 @@ def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches
         f"{', '.join(fixes)} NOT active: {module} ({path}): {error}. The bug may be there: install "
         f"{module.split('.')[0]} with its source files, or set CKPT_PATCHES_SKIP={','.join(fixes)} to go on without"
     )
-    _warn(message, at_exit)
+    warn(message, at_exit, error=switches.mode == "strict")
     if switches.mode == "strict":
         raise StrictModeError(message) from error
 
@@ -56,7 +56,7 @@ def mismatch(plan: TreePlan, result: FixResult) -> str:
     """The message for a fix that does not run."""
     page = next((page for page, parts in SWITCHED.items() if result.name in parts), result.name)
     return (
-        f"the fix {result.name} is NOT active on {_upstream(plan)}: {result.reason}. The bug may be there: see "
+        f"the fix {result.name} is NOT active on {upstream(plan)}: {result.reason}. The bug may be there: see "
         f"`ckpt-patches explain {page}`; report a release that it does not match, or set "
         f"CKPT_PATCHES_SKIP={result.name} to go on without it"
     )
@@ -64,23 +64,24 @@ def mismatch(plan: TreePlan, result: FixResult) -> str:
 
 def _announce(plan: TreePlan) -> None:
     """Log what is active in a tree, once a process, and not in the workers of a data loader."""
-    upstream = _upstream(plan)
-    if upstream in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
+    name = upstream(plan)
+    if name in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
         return
-    _logged.add(upstream)
+    _logged.add(name)
     none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
     active = ", ".join(plan.named(Outcome.APPLIES)) or none
-    _say(logging.INFO, f"training-checkpoint-patches {__version__} on {upstream}: {active}")
+    _say(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active}")
 
 
-def _warn(message: str, at_exit: bool) -> None:
-    """One warning, on rank 0 alone, once a process."""
-    if is_rank_zero(os.environ) and message not in _logged:
-        _logged.add(message)
-        if at_exit:
-            _print(logging.WARNING, message)
-        else:
-            _say(logging.WARNING, message)
+def warn(message: str, at_exit: bool, *, error: bool = False) -> None:
+    """One warning, on rank 0 alone, once a process; at the exit of a process in strict mode an `error`, again."""
+    if not is_rank_zero(os.environ) or (message in _logged and not (at_exit and error)):
+        return
+    _logged.add(message)
+    if at_exit:
+        _print(logging.ERROR if error else logging.WARNING, message)
+    else:
+        _say(logging.WARNING, message)
 
 
 def _is_worker() -> bool:
@@ -89,7 +90,8 @@ def _is_worker() -> bool:
     return process is not None and bool(process.current_process().daemon)
 
 
-def _upstream(plan: TreePlan) -> str:
+def upstream(plan: TreePlan) -> str:
+    """The release and the folder of a tree."""
     return f"{DISTRIBUTIONS[plan.package]} {version_in(plan.root, plan.package)} ({plan.root})"
 
 

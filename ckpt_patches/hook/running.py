@@ -11,12 +11,14 @@ import sys
 from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 
+from ckpt_patches import PACKAGES
 from ckpt_patches.engine.registry import EVERYTHING, TARGETS
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.runtime.ranks import is_rank_zero
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from types import ModuleType
     from typing import Any
 
@@ -43,6 +45,8 @@ _plans: "dict[tuple[str, str, frozenset[str], tuple[str, ...]], tuple[TreePlan, 
 _run: "dict[str, tuple[ModuleType, Any, FilePlan]]" = {}
 # Loads of targets that were not ours, or had no edit, and of which all has been said: the module's name, and its spec.
 _examined: "dict[str, Any]" = {}
+# What else `examine` calls, once an edited module is loaded: `functions` is here then.
+looks: "list[Callable[..., None]]" = []
 
 
 def record(module: "ModuleType", file: "FilePlan") -> None:
@@ -94,6 +98,18 @@ def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan,
     return plan, unavailable
 
 
+def has_plans(package: str) -> bool:
+    """Whether a tree of this upstream package was planned."""
+    return any(planned == package for _, planned, _, _ in _plans)
+
+
+def plans(switches: "Switches") -> "Iterator[TreePlan]":
+    """Of the trees from which targets were imported."""
+    for (root, package, skip, overlays), _ in list(_plans.items()):
+        if (skip, overlays) == (switches.skip, switches.overlays):
+            yield _current_plan(root, package, switches)
+
+
 def not_examined() -> list[str]:
     """Targets that are loaded, not by us, and of which nothing has been said yet."""
     return [module for module in TARGETS if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
@@ -108,7 +124,9 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
     try:
         modules = [module for module in TARGETS if _is_loaded(module)] if again else not_examined()
         if switches.mode == "strict" or is_rank_zero(os.environ):
-            _say_what_does_not_run(modules, switches, at_exit)
+            _say_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
+            for look in looks:
+                look(switches, at_exit=at_exit)
         _examined.update((module, _spec_of(module)) for module in modules)
     except StrictModeError:
         raise
@@ -117,10 +135,20 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
             print(f"ckpt-patches: could not look at what runs: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _say_what_does_not_run(modules: list[str], switches: "Switches", at_exit: bool) -> None:
+def _trees_of_packages() -> "dict[tuple[str, str], None]":
+    """The trees of the packages that are imported, also where no target is: they may have been refused, or moved."""
+    from ckpt_patches.engine.plan import tree_root
+
+    origins = {package: os.path.abspath(_origin(package)) for package in PACKAGES if _is_loaded(package)}
+    roots = {package: tree_root(origin, package) for package, origin in origins.items()}
+    return {(root, package): None for package, root in roots.items() if root is not None}
+
+
+def _say_what_does_not_run(
+    modules: list[str], trees: "dict[tuple[str, str], None]", switches: "Switches", at_exit: bool
+) -> None:
     from ckpt_patches.hook import log_lines
 
-    trees: dict[tuple[str, str], None] = {}
     for module in modules:
         path = os.path.abspath(_origin(module))
         try:
@@ -250,6 +278,11 @@ def _file_in(module: str) -> "FilePlan | None":
     """The file whose edited code our loader has run in a module that is loaded."""
     loaded, spec, file = _run.get(module, (None, None, None))
     return file if loaded is not None and sys.modules.get(module) is loaded and _spec_of(module) is spec else None
+
+
+def file_in(module: str) -> "tuple[FilePlan | None, ModuleType | None]":
+    """That file, and the module."""
+    return _file_in(module), sys.modules.get(module)
 
 
 def _is_loaded(module: str) -> bool:

@@ -7,7 +7,6 @@ package's RECORD follow, and name our files too: an upgrade or uninstall of the 
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, TreePlan, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.errors import UserError
-from ckpt_patches.inplace import wheel_record
+from ckpt_patches.inplace import tree_lock, wheel_record
 from ckpt_patches.inplace.transaction import Change, Failed, Standing, commit, in_tree, is_interrupted, recover
 
 STATE_FOLDER = ".ckpt-patches"
@@ -74,15 +73,15 @@ def read_state(root: str | Path, package: str) -> State:
         ) from error
 
 
-def apply(root: str, package: str, names: Sequence[str]) -> TreePlan:
+def apply(root: str, package: str, names: Sequence[str], *, break_lock: bool = False) -> TreePlan:
     """Write these fixes into a tree; those that are in already stay. The plan says what each does.
 
     Raises:
         UserError: a file or an original that changed since, is unreadable, or cannot be written; or an earlier change
             that was interrupted, and still cannot be ended. It says whether anything was changed: nothing, but where
-            the disk fails so that it cannot be undone.
+            the disk fails so that it cannot be undone. Or a process of another host holds the lock.
     """
-    with _locked(root, package):
+    with _locked(root, package, break_lock=break_lock):
         state = _known_state(root, package)
         originals = _originals(root, package, state)
         wanted = [name for name in fixes_for(package) if name in state.fixes or name in names]
@@ -95,13 +94,13 @@ def apply(root: str, package: str, names: Sequence[str]) -> TreePlan:
         return plan
 
 
-def revert(root: str, package: str, names: Sequence[str]) -> list[str]:
+def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = False) -> list[str]:
     """Take these fixes out of a tree again; the names of those that were in.
 
     Raises:
         UserError: as `apply`.
     """
-    with _locked(root, package):
+    with _locked(root, package, break_lock=break_lock):
         state = _known_state(root, package)
         removed = [name for name in state.fixes if name in names]
         if removed:
@@ -315,25 +314,21 @@ def _read(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _locked(root: str, package: str) -> Iterator[None]:
-    """One writer at a time in a tree, by a lock on its folder (nothing to leave behind); ends an interrupted change.
+def _locked(root: str, package: str, *, break_lock: bool) -> Iterator[None]:
+    """One writer at a time in a tree; ends an interrupted change. Nothing is left behind.
 
     Within it an error of the file system is one of reading, before anything was changed.
     """
     _check_rights(root, package)
+    folder = Path(root, STATE_FOLDER)
     try:
-        descriptor = os.open(root, os.O_RDONLY)
-        try:
-            _lock(descriptor, root, package)
+        with tree_lock.held(Path(root), folder, break_lock=break_lock):
             _end_interrupted(root, package)
-            try:
-                yield
-            finally:
-                _remove_empty_folders(Path(root, STATE_FOLDER))
-        finally:
-            os.close(descriptor)
+            yield
     except OSError as error:
         raise UserError(f"{_said(error, root)}; {_nothing(package)}") from error
+    finally:
+        _remove_empty_folders(folder)
 
 
 def _check_rights(root: str, package: str) -> None:
@@ -342,15 +337,6 @@ def _check_rights(root: str, package: str) -> None:
     for place in [Path(root), *[path.parent for path in paths if path.exists()]]:
         if not os.access(place, os.W_OK):
             raise UserError(f"{place}: no permission to write there; {_nothing(package)}")
-
-
-def _lock(descriptor: int, root: str, package: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        raise UserError(
-            f"{root}: its file system cannot lock a folder ({error.strerror}); {_nothing(package)}. Copy the tree"
-        ) from error
 
 
 def _end_interrupted(root: str, package: str) -> None:

@@ -8,7 +8,6 @@ tidied up.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -19,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.durable import make_folder, sync_folder, write_durably
+from ckpt_patches.runtime.durable import NO_LINKS, make_folder, sync_folder, write_durably
 
 JOURNAL = "journal.json"
-JOURNAL_VERSION = 2
-
-# What a file system says that has no hard links, or not this one.
-_NO_LINKS = {
-    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
-}
+JOURNAL_VERSION = 3
+WITHOUT_TOKEN = 2  # of 0.2.0: names that each change used
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,7 @@ class _Step:
     path: Path
     before: str | None
     after: str | None
+    temporary: Path  # the name of the file after, until it has its own
     kept: Path  # another name of the file before
 
 
@@ -79,12 +75,13 @@ def commit(root: Path, folder: Path, changes: Sequence[Change]) -> None:
             could be done.
     """
     changes = [change for change in changes if change.before != change.after]
-    steps = [_step(change) for change in changes]
+    token = os.urandom(4).hex()
+    steps = [_step(change.path, _digest(change.before), _digest(change.after), token) for change in changes]
     try:
         make_folder(folder)
-        _write_atomically(folder / JOURNAL, _journal(root, steps))
-        _prepare(changes)
-        _switch(changes)
+        _write_atomically(folder / JOURNAL, _journal(root, steps, token))
+        _prepare(changes, steps)
+        _switch(steps)
     except OSError as error:
         if not _undone(root, folder, steps, error):
             return
@@ -142,24 +139,22 @@ def _standing(steps: Sequence[_Step]) -> Standing:
 # What needs space
 
 
-def _prepare(changes: Sequence[Change]) -> None:
-    for change in changes:
+def _prepare(changes: Sequence[Change], steps: Sequence[_Step]) -> None:
+    for change, step in zip(changes, steps, strict=True):
         if change.before is not None:
-            _keep(change.path)
+            _keep(change.path, step.kept)
         if change.after is not None:
             make_folder(change.path.parent)
-            _write_new(change, change.after)
+            _write_new(change, change.after, step.temporary)
     _sync_folders(change.path.parent for change in changes)
 
 
-def _keep(path: Path) -> None:
+def _keep(path: Path, kept: Path) -> None:
     """Give a file a second name."""
-    kept = _kept(path)
-    _remove(kept)
     try:
         os.link(path, kept, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         _copy(path, kept)
 
@@ -172,9 +167,7 @@ def _copy(path: Path, to: Path) -> None:
         write_durably(to, path.read_bytes(), like=path)
 
 
-def _write_new(change: Change, text: bytes) -> None:
-    temporary = _temporary(change.path)
-    _remove(temporary)
+def _write_new(change: Change, text: bytes, temporary: Path) -> None:
     if change.link is not None:
         os.symlink(change.link, temporary)
     else:
@@ -184,20 +177,20 @@ def _write_new(change: Change, text: bytes) -> None:
 # What needs none
 
 
-def _switch(changes: Sequence[Change]) -> None:
+def _switch(steps: Sequence[_Step]) -> None:
     """Give every file its new text. The others are on the disk before the one that decides."""
-    *others, decisive = changes
-    for change in others:
-        _switch_one(change)
-    _sync_folders(change.path.parent for change in others)
+    *others, decisive = steps
+    for step in others:
+        _switch_one(step)
+    _sync_folders(step.path.parent for step in others)
     _switch_one(decisive)
 
 
-def _switch_one(change: Change) -> None:
-    if change.after is None:
-        os.unlink(change.path)
+def _switch_one(step: _Step) -> None:
+    if step.after is None:
+        os.unlink(step.path)
     else:
-        os.replace(_temporary(change.path), change.path)
+        os.replace(step.temporary, step.path)
 
 
 def _undo(steps: Sequence[_Step]) -> None:
@@ -214,7 +207,7 @@ def _undo(steps: Sequence[_Step]) -> None:
 def _finish(folder: Path, steps: Sequence[_Step]) -> None:
     """Remove what the change needed. When the disk has that, and the files' texts, the journal."""
     for step in steps:
-        _remove(_temporary(step.path))
+        _remove(step.temporary)
         _remove(step.kept)
     _sync_folders(step.path.parent for step in steps)
     (folder / JOURNAL).unlink()
@@ -224,22 +217,23 @@ def _finish(folder: Path, steps: Sequence[_Step]) -> None:
 
 def _clean(folder: Path) -> None:
     """Remove what belongs to no journal."""
-    _remove(_temporary(folder / JOURNAL))
+    for temporary in folder.glob(f".{JOURNAL}.*ckpt-patches"):
+        _remove(temporary)
 
 
 # The journal
 
 
-def _step(change: Change) -> _Step:
-    return _Step(change.path, _digest(change.before), _digest(change.after), _kept(change.path))
+def _step(path: Path, before: str | None, after: str | None, token: str) -> _Step:
+    return _Step(path, before, after, _temporary(path, token), _temporary(path, token, "-before"))
 
 
-def _journal(root: Path, steps: Sequence[_Step]) -> bytes:
+def _journal(root: Path, steps: Sequence[_Step], token: str) -> bytes:
     """Paths are relative: a tree can be moved, or be elsewhere in the next container."""
     entries = [
         {"path": step.path.relative_to(root).as_posix(), "before": step.before, "after": step.after} for step in steps
     ]
-    return json.dumps({"version": JOURNAL_VERSION, "entries": entries}).encode()
+    return json.dumps({"version": JOURNAL_VERSION, "token": token, "entries": entries}).encode()
 
 
 def _read_journal(root: Path, folder: Path) -> list[_Step] | None:
@@ -259,13 +253,10 @@ def _read_journal(root: Path, folder: Path) -> list[_Step] | None:
 
 
 def _steps(root: Path, data: Any) -> list[_Step]:
-    if data["version"] != JOURNAL_VERSION:
+    if data["version"] not in (JOURNAL_VERSION, WITHOUT_TOKEN):
         raise ValueError(f"version {data['version']}")
-    paths = [root / in_tree(entry["path"]) for entry in data["entries"]]
-    return [
-        _Step(path, entry["before"], entry["after"], _kept(path))
-        for path, entry in zip(paths, data["entries"], strict=True)
-    ]
+    token = "" if data["version"] == WITHOUT_TOKEN else bytes.fromhex(data["token"]).hex()
+    return [_step(root / in_tree(entry["path"]), entry["before"], entry["after"], token) for entry in data["entries"]]
 
 
 def in_tree(path: str) -> str:
@@ -284,8 +275,7 @@ def in_tree(path: str) -> str:
 
 def _write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that its name never stands for half of it."""
-    temporary = _temporary(path)
-    _remove(temporary)
+    temporary = _temporary(path, os.urandom(4).hex())
     write_durably(temporary, data)
     os.replace(temporary, path)
     sync_folder(path.parent)
@@ -304,13 +294,9 @@ def _sync_folders(folders: Iterable[Path]) -> None:
             sync_folder(folder)
 
 
-def _temporary(path: Path) -> Path:
-    """Beside the file, because a rename is atomic only within a file system; one writer at a time holds the lock."""
-    return path.with_name(f".{path.name}.ckpt-patches")
-
-
-def _kept(path: Path) -> Path:
-    return path.with_name(f".{path.name}.ckpt-patches-before")
+def _temporary(path: Path, token: str, end: str = "") -> Path:
+    """Beside the file, because a rename is atomic only within a file system; a name of one change alone."""
+    return path.with_name(f".{path.name}.{token}{'.' if token else ''}ckpt-patches{end}")
 
 
 def _has(path: Path, digest: str | None) -> bool:

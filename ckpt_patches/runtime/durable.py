@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What a file system says that cannot sync a folder, as some network file systems cannot.
+# What a file system says that has no hard links, or not this one.
+NO_LINKS = {
+    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
+}
+# What one says that cannot sync a folder, as some network file systems cannot.
 _NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 

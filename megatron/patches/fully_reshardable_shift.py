@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import NoBug, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -54,7 +54,7 @@ def cut_without_end_padding(source: Source) -> None:
     if not source.has(
         "state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save
     ):
-        raise AlreadyThere
+        raise NoBug
     loop = source.loop(f"model_param, ({', '.join(ENDS)}, ...)", within=save)
     bucket = _bucket(source, loop)
     lines = (

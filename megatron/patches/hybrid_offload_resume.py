@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def sync_after_every_load(source: Source) -> None:
     ]
     missing = [function for function in functions if not source.all(SYNC, within=function)]
     if not missing:
-        raise AlreadyThere
+        raise AlreadyThere if functions else NoBug
     for function in missing:
         last = function.body[-1]
         if not isinstance(last, ast.For):

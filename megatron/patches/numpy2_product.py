@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/1563
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import AlreadyThere, NoBug, Source
 
 fix = Fix(
     __name__,
@@ -32,6 +32,6 @@ def call_prod(source: Source) -> None:
     """The two names were the same function, in NumPy 1 as well."""
     calls = source.all("np.product") if b"np.product" in source.data else []
     if not calls:
-        raise AlreadyThere
+        raise AlreadyThere if b"np.prod(" in source.data else NoBug
     for name in calls:
         source.replace(name, "np.prod")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Function, NoBug, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -98,7 +98,7 @@ def save_without_step(source: Source) -> None:
         if pair and not any(source.all("'step'", within=method) for method in pair)
     ]
     if not affected:
-        raise AlreadyThere
+        raise AlreadyThere if any(pairs) else NoBug
     for function in affected:
         assignments = [
             node

@@ -54,14 +54,29 @@ class ObservedSource(Source):
         self.searched = text.searched
         self.needed: list[tuple[str, ast.AST, list[ast.AST]]] = []  # an anchor, its pattern, and the nodes found
         self.optional: set[str] = set()
+        self.named: set[str] = set()  # functions and classes that the fix asks for by their names
         self._depth = 0
 
+    def definitions(self) -> list[str]:
+        """The names of the functions and classes that a fix asks for, or edits, where they are defined."""
+        words = " ".join([*(name.replace(".", " ") for name in self.named), *(s.decode() for s in self.searched)])
+        defined: list[ast.FunctionDef | ast.ClassDef] = [*self.all_of(ast.FunctionDef), *self.all_of(ast.ClassDef)]
+        around = {
+            node.name
+            for node in defined
+            for edit in self.edits
+            if self._span(node)[0] <= edit.start and edit.stop <= self._span(node)[1]
+        }
+        return sorted({node.name for node in defined} & {*re.findall(r"\w+", words), *around})
+
     def function(self, name: str) -> Any:
+        self.named.add(name)
         node = super().function(name)
         self._record(name, node, [node])
         return node
 
     def class_named(self, name: str) -> Any:
+        self.named.add(name)
         node = super().class_named(name)
         self._record(name, node, [node])
         return node
@@ -95,10 +110,11 @@ class ObservedSource(Source):
             self.optional.add(pattern)
         return super().all(pattern, within)
 
-    def has_function(self, name: str) -> bool:
+    def _defines(self, name: str) -> bool:
+        self.named.add(name)
         self.optional.add(name)
         self._depth += 1
-        found = super().has_function(name)
+        found = super()._defines(name)
         self._depth -= 1
         return found
 
@@ -116,17 +132,24 @@ class ObservedSource(Source):
         )
 
 
-def changes(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> list[Change]:
-    """Every change of one name or literal at a place that a fix needs in a tree to which it applies."""
+def observed(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, ObservedSource]:
+    """The sources of a tree, by path, as a fix has asked for anchors in them."""
     sources: dict[str, ObservedSource] = {}
 
-    def observed(data: bytes, path: str) -> Source:
+    def observe(data: bytes, path: str) -> Source:
         return sources.setdefault(path, ObservedSource(data, path))
 
     with monkeypatch.context() as patching:
-        patching.setattr(plan, "Source", observed)
-        made = plan_tree(root, package, [fix])
+        patching.setattr(plan, "Source", observe)
+        plan_tree(root, package, [fix])
+    return sources
+
+
+def changes(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> list[Change]:
+    """Every change of one name or literal at a place that a fix needs in a tree to which it applies."""
+    made = plan_tree(root, package, [fix])
     assert made.results[0].outcome is Outcome.APPLIES, made.results[0]
+    sources = observed(root, package, fix, monkeypatch)
     by_path = {plan.module_path(root, module): module for module in made.texts}
     found = {
         Change(by_path[path], anchor, at): one

@@ -232,7 +232,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
     """Each of its edits is left out in turn. It is never taken for a release in which the bug is fixed."""
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    planned = plan._Tree(str(copy), {}, {})
+    planned = plan._Tree(str(copy), package, {}, {})
     assert plan._try(name, planned).outcome is Outcome.APPLIES
     sources = {module: source for module, source in planned.sources.items() if source and source.edits}
     whole = {module: source.edited() for module, source in sources.items()}

@@ -1,0 +1,137 @@
+"""Run the demonstrations of several fixes in this environment, side by side, and say of each what it has found.
+
+    python -m ckpt_patches.demo.prove JOBS DEMONSTRATION...
+
+What they import takes most of their time: one process imports it, and a fork of it runs each. Prints one line of JSON,
+by the demonstration's name: {"bug": whether the bug shows, or null, "found": in words}.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckpt_patches.demo.run import TIMEOUT, Demonstration, environment, outcome_in
+
+# What a demonstration imports of ours, and with it torch and the upstream package; else it gets torch alone.
+PRELOADED = {
+    "megatron_training": ("ckpt_patches.demo.megatron_training", "megatron.core.dist_checkpointing"),
+    "deepspeed_training": ("ckpt_patches.demo.deepspeed_training",),
+    "zarr_saving": ("ckpt_patches.demo.zarr_saving",),
+}
+
+
+def prove(demonstrations: Sequence[Demonstration], environ: Mapping[str, str]) -> dict[str, tuple[bool | None, str]]:
+    """By fix: whether its bug shows with the patches, None where that could not be found out; and what was found."""
+    groups: dict[str, list[Demonstration]] = {}
+    for demonstration in demonstrations:
+        text = demonstration.path.read_text(encoding="utf-8")
+        groups.setdefault(next((name for name in PRELOADED if name in text), ""), []).append(demonstration)
+    found: dict[str, tuple[bool | None, str]] = {}
+    for group in groups.values():
+        found |= _prove_group(group, environ)
+    return found
+
+
+def _prove_group(group: Sequence[Demonstration], environ: Mapping[str, str]) -> dict[str, tuple[bool | None, str]]:
+    jobs = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "ckpt_patches.demo.prove", str(jobs), *(str(each.path) for each in group)]
+    try:
+        done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        return {each.fix: (found[each.fix]["bug"], str(found[each.fix]["found"])) for each in group}
+    except subprocess.TimeoutExpired:
+        why = f"it took longer than {TIMEOUT:.0f} s"
+    except (IndexError, KeyError, TypeError, ValueError):
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return {each.fix: (None, why) for each in group}
+
+
+def variables(environ: Mapping[str, str], *, tree: str | None, mode: str) -> dict[str, str]:
+    """The variables of the programs: no GPU, the fixes as this environment has them, a tree first on the path.
+
+    A fix that does not match keeps the others from being shown in no mode, so `strict` is `warn`.
+    """
+    kept = {name: environ[name] for name in ("CKPT_PATCHES_SKIP",) if name in environ}
+    path = [tree] if tree is not None else []
+    path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
+    return {
+        **environment(environ, patched=mode != "off"),
+        "CKPT_PATCHES": "off" if mode == "off" else "warn",
+        **kept,
+        **({"PYTHONPATH": os.pathsep.join(path)} if path else {}),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def main(jobs: int, paths: Sequence[Path]) -> None:
+    _preload(paths)
+    with tempfile.TemporaryDirectory(prefix="ckpt-patches-prove-") as folder:
+        waiting, running = list(paths), dict[int, Path]()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                path = waiting.pop(0)
+                running[_fork(path, Path(folder))] = path
+            ended, _ = os.wait()
+            running.pop(ended, None)
+        print("\n" + json.dumps({path.stem: _found(Path(folder, path.stem)) for path in paths}))
+
+
+def _preload(paths: Iterable[Path]) -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in paths)
+    for name, modules in PRELOADED.items():
+        for module in modules if name in text else ():
+            importlib.import_module(module)
+    import torch  # noqa: F401
+
+
+def _fork(path: Path, folder: Path) -> int:
+    """Run a program in a fork, with a process group of its own; its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child != 0:
+        return child
+    with _exiting():
+        os.setsid()
+        for number, name in ((1, f"{path.stem}"), (2, f"{path.stem}.error")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+        signal.alarm(int(TIMEOUT) // 2)
+        sys.argv = [str(path)]
+        runpy.run_path(str(path), run_name="__main__")
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _exiting() -> Iterator[None]:
+    """End this process behind a block; nothing is freed, which takes a second, and threads may be left."""
+    status = 1
+    try:
+        yield
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _found(output: Path) -> dict[str, object]:
+    outcome = outcome_in(output.read_text(errors="replace"))
+    if outcome is not None:
+        return {"bug": outcome.bug, "found": outcome.found}
+    lines = output.with_name(f"{output.name}.error").read_text(errors="replace").strip().splitlines()
+    return {"bug": None, "found": lines[-1] if lines else "no outcome"}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [Path(path) for path in sys.argv[2:]])

@@ -1,0 +1,196 @@
+"""Whether the functions that fixes have edited are still those that run: other packages replace methods at run time.
+
+What our loader has put into a module or class is compared with what is there now. A wrapper that holds ours, by
+`__wrapped__`, in a `functools.partial` or in its closure, may call it: it is told, and no override. Nothing of others'
+code is called here but attributes of what they have put in.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from ckpt_patches.engine.plan import FilePlan
+from ckpt_patches.errors import StrictModeError
+from ckpt_patches.hook import running
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ckpt_patches import Switches
+
+# A save or a load begins here. In strict mode these look first whether a function was replaced.
+ENTRANCES = {
+    "megatron.core.dist_checkpointing.serialization": ("save", "load"),
+    "megatron.core.optimizer.distrib_optimizer": tuple(
+        f"DistributedOptimizer.{name}"
+        for name in (
+            "load_parameter_state",
+            "load_state_dict",
+            "save_parameter_state",
+            "sharded_state_dict",
+            "state_dict",
+        )
+    ),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.load_checkpoint"),
+}
+# Objects looked through in search of ours, at most.
+DEPTH = 50
+
+
+@dataclass(frozen=True)
+class Change:
+    """An edited function in whose place there is another one."""
+
+    module: str
+    function: str  # `name` or `Class.name`
+    by: str  # the module that has put another one there, and where in which file
+    wraps: bool  # the other one holds ours
+    fixes: tuple[str, ...]  # those that edit it
+
+    def __str__(self) -> str:
+        verb = "is wrapped" if self.wraps else "was replaced"
+        return f"{self.module}.{self.function} {verb} by {self.by}"
+
+
+# By module, the functions as our loader has left them.
+_ours: dict[str, dict[str, Any]] = {}
+
+
+def record(module: ModuleType, file: FilePlan) -> None:
+    """Note the edited functions of a module whose code has just run; from now on they are looked at."""
+    if tell_replaced not in running.looks:
+        running.looks.append(tell_replaced)
+    _ours[file.module] = {function: _found(module, function) for function in file.functions}
+
+
+def guard(module: ModuleType, name: str, switches: "Switches") -> None:
+    """In strict mode, let saves and loads of a module that has just run look first what was replaced."""
+    for function in ENTRANCES.get(name, ()) if switches.mode == "strict" else ():
+        owner_name, _, last = function.rpartition(".")
+        owner = _found(module, owner_name) if owner_name else module
+        entrance = _namespace(owner).get(last)
+        if isinstance(entrance, FunctionType) and not hasattr(entrance, "_ckpt_patches_looks"):
+            setattr(owner, last, _looking_first(entrance, switches))
+
+
+def _looking_first(entrance: FunctionType, switches: "Switches") -> FunctionType:
+    @functools.wraps(entrance)
+    def look_first(*args: Any, **kwargs: Any) -> Any:
+        tell_replaced(switches)
+        return entrance(*args, **kwargs)
+
+    look_first.__dict__["_ckpt_patches_looks"] = True
+    assert isinstance(look_first, FunctionType)
+    return look_first
+
+
+def changes() -> list[Change]:
+    """The edited functions in whose place there are others now."""
+    found = []
+    for name, functions in _ours.items():
+        file, module = running.file_in(name)
+        if file is None:
+            continue
+        for function, ours in functions.items():
+            now = _found(module, function)
+            if now is not ours:
+                wraps = _holds(now, ours)
+                found.append(Change(name, function, _who(module, function, now), wraps, file.functions[function]))
+    return found
+
+
+def tell_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
+    """Say which fixes do not run as their functions were replaced.
+
+    Raises:
+        StrictModeError: there is one, in strict mode; every time, on every rank.
+    """
+    from ckpt_patches.hook import log_lines
+
+    replaced = [change for change in changes() if not change.wraps]
+    messages = [replacement(fix, replaced) for fix in dict.fromkeys(fix for change in replaced for fix in change.fixes)]
+    for message in messages:
+        log_lines.warn(message, at_exit, error=switches.mode == "strict")
+    if messages and switches.mode == "strict":
+        raise StrictModeError(messages[0])
+
+
+def replacement(fix: str, replaced: list[Change]) -> str:
+    """The message for a fix of which functions do not run."""
+    what = "; ".join(str(change) for change in replaced if fix in change.fixes)
+    return (
+        f"the fix {fix} is NOT active any more: {what}. The bug may be there: take the replacement out, or let it call "
+        f"the function that it replaces, or set CKPT_PATCHES_SKIP={fix} to go on without the fix"
+    )
+
+
+def _found(module: object, function: str) -> Any:
+    """What a module or its class has by that name, inherited or its own; None if it has nothing."""
+    found: Any = module
+    for part in function.split("."):
+        owners = found.__mro__ if isinstance(found, type) else (found,)
+        found = next((_namespace(owner)[part] for owner in owners if part in _namespace(owner)), None)
+    return found
+
+
+def _namespace(owner: object) -> dict[str, Any]:
+    """What a module or a class holds itself, without asking it."""
+    try:
+        return dict(type.__getattribute__(owner, "__dict__") if isinstance(owner, type) else vars(owner))
+    except TypeError:
+        return {}
+
+
+def _holds(now: object, ours: object) -> bool:
+    """Whether what is there now holds what our loader has put there."""
+    wanted = {id(part) for part in _inside(ours)} | {id(ours)}
+    return any(id(part) in wanted for part in _inside(now))
+
+
+def _inside(thing: object) -> Iterator[object]:
+    """A function, and those that it wraps."""
+    waiting, seen = [thing], set[int]()
+    while waiting and len(seen) < DEPTH:
+        part = waiting.pop(0)
+        if id(part) in seen or not (callable(part) or isinstance(part, property | staticmethod | classmethod)):
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += _wrapped_in(part)
+
+
+def _wrapped_in(part: object) -> list[object]:
+    if isinstance(part, property):
+        return [part.fget, part.fset, part.fdel]
+    if isinstance(part, staticmethod | classmethod | MethodType):
+        return [part.__func__]
+    if isinstance(part, functools.partial | functools.partialmethod):
+        return [part.func]
+    held = [_get(part, "__wrapped__")]
+    for cell in part.__closure__ or () if isinstance(part, FunctionType) else ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # still empty
+            continue
+    return [thing for thing in held if not isinstance(thing, type)]
+
+
+def _get(thing: object, name: str) -> Any:
+    try:
+        return getattr(thing, name, None)
+    except Exception:
+        return None
+
+
+def _who(module: object, function: str, now: object) -> str:
+    """Who has put something there: the module of its code, and the line."""
+    owner = _found(module, function.rpartition(".")[0]) if "." in function else module
+    if now is None:
+        return "nothing: it was deleted" if owner is not None else "nothing: its class was deleted"
+    for part in _inside(now):
+        if isinstance(part, FunctionType):
+            code = part.__code__
+            return f"{part.__module__} ({os.path.abspath(code.co_filename)}:{code.co_firstlineno})"
+    return f"{_get(now, '__module__') or type(now).__module__} ({type(now).__name__})"

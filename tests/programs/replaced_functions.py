@@ -1,0 +1,81 @@
+"""Replace and wrap each function that the fixes edit, one at a time, and say what is noticed of it.
+
+    python replaced_functions.py PACKAGE
+
+Prints one line of JSON: what went unnoticed, and how many functions there were; of each fix that is active, too.
+"""
+
+import functools
+import importlib
+import json
+import sys
+from typing import Any
+
+import ckpt_patches
+from ckpt_patches.errors import StrictModeError
+from ckpt_patches.hook import functions, running
+from ckpt_patches.startup import report, verify
+
+
+def theirs(*args: Any, **kwargs: Any) -> None:
+    """What another package puts there."""
+
+
+def wrapping(ours: Any) -> list[Any]:
+    """The forms of a wrapper: with __wrapped__, a partial, a closure alone."""
+    inner: Any = ours.fget if isinstance(ours, property) else getattr(ours, "__func__", ours)
+
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return [functools.wraps(inner)(theirs_copy()), functools.partial(inner), closure]
+
+
+def theirs_copy() -> Any:
+    def other(*args: Any, **kwargs: Any) -> None:
+        """A function of its own."""
+
+    return other
+
+
+def is_loud(*words: str) -> bool:
+    """Whether verify, and the report, name these."""
+    try:
+        verify()
+    except StrictModeError as error:
+        return all(word in str(error) and word in report() for word in words)
+    return False
+
+
+def main(package: str) -> None:
+    switches = ckpt_patches.Switches({"CKPT_PATCHES": "strict"})
+    from ckpt_patches.engine.installed import locate
+
+    plan, _ = running.make_plan(str(locate(package)), package, switches)
+    unnoticed: list[str] = []
+    count: dict[str, int] = {}
+    for module, file in plan.files.items():
+        loaded = importlib.import_module(module)
+        verify()
+        for function, fixes in file.functions.items():
+            *owners, name = function.split(".")
+            owner = functools.reduce(getattr, owners, loaded)
+            ours = vars(owner)[name]
+            setattr(owner, name, theirs)
+            if not is_loud(f"{module}.{function} was replaced by __main__", __file__, fixes[0]):
+                unnoticed.append(f"{module}.{function} replaced")
+            for number, wrapper in enumerate(wrapping(ours)):
+                setattr(owner, name, wrapper)
+                verify()
+                if f"{module}.{function} is wrapped by" not in report():
+                    unnoticed.append(f"{module}.{function} wrapped {number}")
+            setattr(owner, name, ours)
+            verify()
+            assert not functions.changes()
+            for fix in fixes:
+                count[fix] = count.get(fix, 0) + 1
+    active = plan.named(type(plan.results[0].outcome).APPLIES)
+    print(json.dumps({"unnoticed": unnoticed, "count": count, "active": active}))
+
+
+main(sys.argv[1])
