@@ -17,7 +17,7 @@ AFFECTED = releases("deepspeed")
 CASES = ("stage1_round_robin-2", "stage2_round_robin-2")
 RANKS = (2, 3)
 # Without these, older releases fail before they convert anything.
-OTHERS = ("torch_load_weights_only", "universal_tensor_paddings")
+OTHERS = ("torch_load_weights_only", "universal_step", "universal_tensor_paddings")
 TAG, UNIVERSAL = "global_step2", "universal"
 
 
