@@ -424,7 +424,7 @@ def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, sett
     return f"{counts}, and no error"
 
 
-def show_weights_alone(case: str, **options: bool) -> None:
+def show_weights_alone(*cases: str, **options: bool) -> None:
     """A demonstration: load the weights of a checkpoint, not the latest one, and no states, on 2 ranks and on 3.
 
     `options` are those of `load_checkpoint`.
@@ -433,8 +433,12 @@ def show_weights_alone(case: str, **options: bool) -> None:
     allow_pickles()
 
     def run(folder: Path) -> str:
-        found = [results(load_weights, ranks, folder / str(ranks), case, ranks, options)[0] for ranks in (2, 3)]
-        return next(filter(None, found), "")
+        found = {
+            case: results(load_weights, ranks, folder / case / str(ranks), case, ranks, options)[0]
+            for ranks in (2, 3)
+            for case in cases
+        }
+        return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
 
     show(run, "weights and masters are those of the checkpoint")
 
