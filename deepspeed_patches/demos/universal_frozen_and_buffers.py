@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 
 from ckpt_patches.demo import deepspeed_training as dt
@@ -15,7 +16,7 @@ SAVED = "saved.pt"
 
 def run(folder: Path) -> str:
     first_with_stage_3 = (0, 14, 5)
-    kinds = KINDS if dt.numbers(dt.deepspeed.__version__) >= first_with_stage_3 else KINDS[:2]
+    kinds = KINDS if dt.numbers(deepspeed.__version__) >= first_with_stage_3 else KINDS[:2]
     for kind in kinds:
         for save_on, load_on in RANKS:
             checkpoint = folder / f"{kind}-{save_on}"
