@@ -14,7 +14,7 @@ fix = Fix(
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4680",),
     symptom="the first step after the load puts the initial weights back",
     releases=(("0.12.0", newest("deepspeed")),),
-    stacks="fp16 or (from 0.17.6) bf16 without ZeRO, `load_optimizer_states=False`",
+    stacks="fp16 or bf16 without ZeRO, `load_optimizer_states=False`",
     silent=True,
     stages=("ordinary load",),
     test="tests/unit/checkpoint/test_stage0_weights_alone.py",
