@@ -1,11 +1,11 @@
-"""Save and load the optimizer's state in bf16 without ZeRO, and clear the gradients after each step.
+"""Save and load the optimizer's state in bf16 without ZeRO.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7786
 """
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import NotConcerned, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ fix = Fix(
     __name__,
     upstream=(
         "https://github.com/deepspeedai/DeepSpeed/pull/7786",
-        "https://github.com/deepspeedai/DeepSpeed/pull/7839",
         "https://github.com/deepspeedai/DeepSpeed/pull/7586",
         "https://github.com/deepspeedai/DeepSpeed/issues/7571",
     ),
@@ -29,6 +28,7 @@ fix = Fix(
     stacks="bf16 without ZeRO; from 0.18.6 only with pipeline parallelism",
     silent=True,
     stages=("model states", "ordinary load"),
+    depends_on=("bf16_stage0_gradients",),
     test="tests/unit/checkpoint/test_bf16_stage0_state.py",
 )
 
@@ -55,9 +55,6 @@ if lacks_optimizer_state:
 """
 STATE_UNLESS_LACKING = f"""({STATE}
         and not lacks_optimizer_state)"""
-
-CLEARS_WITH_ZERO = f'{ZERO} and hasattr(self.optimizer, "zero_grad")'
-CLEARS = 'hasattr(self.optimizer, "zero_grad")'
 
 
 class DeepSpeedEngine:
@@ -115,16 +112,6 @@ def make_masters_of_weights_where_there_is_no_state(source: Source) -> None:
     source.replace(branch.test, STATE_UNLESS_LACKING)
     for method in methods:
         source.insert_method_before(load, method)
-
-
-@fix.edit(ENGINE, independent=True)
-def clear_gradients_without_zero_too(source: Source) -> None:
-    """Else each step has the gradients of all steps since the start of the run, which no checkpoint holds."""
-    check_has_bf16_without_zero(source)
-    step = source.function("DeepSpeedEngine._take_model_step")
-    if not source.has(CLEARS_WITH_ZERO, within=step) and source.has(CLEARS, within=step):
-        raise AlreadyThere
-    source.replace(source.one(CLEARS_WITH_ZERO, within=step), CLEARS)
 
 
 def check_has_bf16_without_zero(source: Source) -> None:

@@ -24,6 +24,8 @@ fix = Fix(
 LINK = "self._lazy_init_hp_params_optimizer_state()"
 LINK_AFTER_LAST = f"""if group_no == len(self.optimizer.param_groups) - 1:
     {LINK}"""
+LINK_LOADED = f"""if all(self.optimizer.state.get(master) for master in self.{{}}):
+    {LINK}"""
 NOT_LINKED = "self._hp_optimizer_states_linked = False"
 
 
@@ -46,6 +48,18 @@ def link_again_after_a_load(source: Source) -> None:
     if source.has(NOT_LINKED, within=link):
         raise AlreadyThere
     source.insert_at_start(link, NOT_LINKED)
+
+
+@fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER, independent=True)
+def link_right_after_a_load(source: Source) -> None:
+    """Upstream waits for the next step, although the load has brought the moments."""
+    check_links_are_made_late(source)
+    at_stages = source.has_function("DeepSpeedZeroOptimizer.step")
+    load = source.function(f"{'DeepSpeedZeroOptimizer' if at_stages else 'BF16_Optimizer'}._load_legacy_checkpoint")
+    loaded = LINK_LOADED.format("single_partition_of_fp32_groups" if at_stages else "fp32_groups_flat_partition")
+    if source.has(loaded, within=load):
+        raise AlreadyThere
+    source.insert_after(source.one("self._link_all_hp_params()", within=load), loaded)
 
 
 def check_links_are_made_late(source: Source) -> None:

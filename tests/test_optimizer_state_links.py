@@ -23,12 +23,13 @@ def test_upstream_finds_those_of_the_first_group_and_none_after_a_load(version: 
         assert set(found["unlinked after a load"].values()) == {
             "TypeError: argument of type 'NoneType' is not iterable"
         }
+        assert found["unlinked right after a load"] == found["unlinked after a load"]
 
 
 @with_fix(FIX, AFFECTED)
 def test_those_of_every_group_are_found(version: str, delivery: str) -> None:
     """And are what the flat partitions hold; the run itself, and a load of its own files, are what they were."""
     for kind, found in written(version, delivery).items():
-        assert found["unlinked"] == found["unlinked after a load"] == {}
+        assert found["unlinked"] == found["unlinked right after a load"] == found["unlinked after a load"] == {}
         assert found["reloaded"] == []
         assert found["losses"] == written(version, "none")[kind]["losses"]

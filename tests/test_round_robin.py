@@ -35,14 +35,8 @@ def test_existing_files_are_read_in_the_order_in_which_the_optimizer_wrote_them(
             f"{name} {key}"
             for name in names
             for key in KEYS
-            if not value_of(output / "zero" / name / f"{key}.pt").equal(truth[f"{name}.{key}"])
+            if not universal.value_of(output / "zero" / name / f"{key}.pt").equal(truth[f"{name}.{key}"])
         ]
         assert (wrong, len(names)) == ([], 7)
         found: list[Fingerprint] = list(fingerprints(saved / case / STEP, trust=True))
         assert len(found) >= len(names) * len(KEYS)
-
-
-def value_of(path: Path) -> torch.Tensor:
-    value = torch.load(path, weights_only=False)
-    tensor: torch.Tensor = value["param"] if isinstance(value, dict) else value
-    return tensor

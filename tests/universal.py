@@ -68,6 +68,12 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
+def value_of(path: Path) -> Any:
+    """The tensor in a file of a universal checkpoint."""
+    value = load(path)
+    return value["param"] if isinstance(value, dict) else value
+
+
 def save(state: Any, path: Path) -> None:
     import torch
 

@@ -426,6 +426,64 @@ def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, sett
     return f"{counts}, and no error"
 
 
+def show_weights_alone(*cases: str, **options: bool) -> None:
+    """A demonstration: load the weights of a checkpoint, not the latest one, and no states, on 2 ranks and on 3.
+
+    `options` are those of `load_checkpoint`.
+    """
+
+    allow_pickles()
+
+    def run(folder: Path) -> str:
+        found = {
+            case: results(load_weights, ranks, folder / case / str(ranks), case, ranks, options)[0]
+            for ranks in (2, 3)
+            for case in cases
+        }
+        return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
+
+    show(run, "weights and masters are those of the checkpoint")
+
+
+def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[str, bool]) -> str:
+    """Save twice, and load the weights of the first checkpoint into a run of other weights; what is wrong then."""
+    run = engine_of(case, ranks, universal=False, seed=0)
+    train(run, rank, ranks, first=0)
+    run.save_checkpoint(str(folder), tag=TAG)
+    saved = weights(run)
+    train(run, rank, ranks, first=STEPS)
+    run.save_checkpoint(str(folder), tag="later")
+    loaded = engine_of(case, ranks, universal=False, seed=1)
+    loaded.load_checkpoint(str(folder), tag=TAG, **options)
+    found = weights(loaded)
+    wrong = on_any_rank(differences(found, saved))
+    stale = on_any_rank(differences(masters(loaded), {name: weight.float() for name, weight in found.items()}))
+    if numbers(deepspeed.__version__) < (0, 13) and loaded.zero_optimization():
+        stale = []  # there no load without states makes the masters from the weights
+    if not wrong and not stale:
+        return ""
+    return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    """The whole 16-bit weights."""
+    found = {}
+    for name, parameter in run.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def masters(run: Any) -> dict[str, torch.Tensor]:
+    """The whole fp32 parameters, where the optimizer has no moments yet."""
+    if hasattr(run.optimizer, "fp32_groups"):
+        names = names_of(run)
+        groups = zip(run.optimizer.fp16_groups, run.optimizer.fp32_groups, strict=True)
+        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+        return {names[parameter]: master.detach().clone() for parameter, master in pairs}
+    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in run.module.named_parameters()}
+
+
 def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state at the save, and two steps later."""
     run = engine_of(case, ranks, universal=False, seed=0)

@@ -121,6 +121,7 @@ def write(rank: int, args: argparse.Namespace) -> None:
         result["losses"] = truth["losses"]
         run.load_checkpoint(str(args.folder / kind), tag=TAG)
         result["reloaded"] = differences(snapshot(run), truth["saved"])
+        result["unlinked right after a load"] = unlinked(run)
         train(run, rank, RANKS, first=STEPS)
         result["unlinked after a load"] = unlinked(run)
         if rank == 0:

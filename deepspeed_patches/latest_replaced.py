@@ -1,0 +1,62 @@
+"""Replace `latest` in one step, so that a crash leaves the old name or the new one.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import Source
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
+    symptom="a restart fails: a crash in a save has left `latest` empty",
+    releases=(("0.12.0", newest("deepspeed")),),
+    stacks="every checkpoint",
+    silent=False,
+    stages=("latest",),
+    test="tests/unit/checkpoint/test_latest_replaced.py",
+)
+
+LATEST = "os.path.join(..., 'latest')"
+OPEN, OPEN_TEMPORARY = f"open({LATEST}, 'w')", f"open({LATEST} + '.tmp', 'w')"
+LONG = 40  # characters of a path, of which the statement has two
+SYNC = "fd.flush()\nos.fsync(fd.fileno())"
+
+
+@fix.edit(ENGINE)
+def write_a_temporary_file_and_rename_it(source: Source) -> None:
+    """Upstream truncates the file and writes it anew; since 0.17.1 at a second place, for background writers."""
+    writes = [found for found in source.all_of(ast.With) if source.has(LATEST, found)]
+    source.check_parts(
+        {
+            f"{number}: {part}": there
+            for number, statement in enumerate(writes)
+            for part, there in parts_there(source, statement).items()
+        }
+        or {"a place that writes `latest`": False}
+    )
+    for call in source.some(OPEN):
+        statement = next(found for found in writes if found.items[0].context_expr is call)
+        source.insert_at(call.args[0], " + '.tmp'", end=True)
+        source.insert_after(source.one("fd.write(...)", within=statement), SYNC)
+        source.insert_after(statement, renaming(source, call.args[0]))
+
+
+def parts_there(source: Source, statement: ast.With) -> dict[str, bool]:
+    renamed = renaming(source, source.all(LATEST, statement)[0])
+    return {
+        "a temporary name": source.has(OPEN_TEMPORARY, statement),
+        "fsync": source.has("fd.flush()", statement) and source.has("os.fsync(fd.fileno())", statement),
+        renamed: source.has(renamed),
+    }
+
+
+def renaming(source: Source, path: ast.expr) -> str:
+    """The statement that renames the temporary file, on two lines where one would be too long."""
+    gap = " " if len(source.text(path)) < LONG else "\n" + " " * len("os.replace(")
+    return f"os.replace({source.text(path)} + '.tmp',{gap}{source.text(path)})"

@@ -1,0 +1,119 @@
+"""Link parameters to their place in the flat buffer, and convert them from there, with `round_robin_gradients`.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py#L841
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import itertools
+    from typing import Any
+
+    SINGLE_PARTITION_OF_FP32_GROUPS, PARAM_SHAPES = "single_partition_of_fp32_groups", "param_shapes"
+
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py#L841",),
+    symptom="links, conversions and universal loads take other parameters' data",
+    releases=(("0.12.0", newest("deepspeed")),),
+    stacks="ZeRO 1 and 2 with `round_robin_gradients`",
+    silent=True,
+    stages=("links", "extract"),
+    test="tests/unit/checkpoint/test_round_robin_links.py",
+)
+
+GIVEN, IN_ORDER = "self.bit16_groups[i]", "self.round_robin_bit16_groups[i]"
+FROM_FILE = "param_slice_mappings = optim_sd[PARAM_SLICE_MAPPINGS]"
+OF_THE_BUFFER = """if param_shapes:
+    param_slice_mappings = _slice_mappings_in_buffer_order(param_shapes[pp_index, tp_index], optim_sd, dp_index,
+                                                           ds_checkpoint.dp_degree)"""
+WORK = "partial(extract_zero_shards, temp_dir, ds_checkpoint)"
+WORK_WITH_SHAPES = "partial(extract_zero_shards, temp_dir, ds_checkpoint, param_shapes=param_shapes)"
+SHAPES = "param_shapes = _param_shapes_of_round_robin(ds_checkpoint)"
+
+
+def _param_shapes_of_round_robin(ds_checkpoint: "Any") -> "dict[tuple[int, int], list[dict[str, Any]]]":
+    """By pipeline and tensor rank, the parameters' shapes by group, in the order in which the optimizer flattens them.
+
+    Empty where that is the order of `param_slice_mappings` as well: without `round_robin_gradients`.
+    """
+    param_shapes = {}
+    for ranks in itertools.product(range(ds_checkpoint.pp_degree), range(ds_checkpoint.tp_degree)):
+        sd = ds_checkpoint.get_2d_parallel_state(pp_index=ranks[0], tp_index=ranks[1])
+        config = sd.get("ds_config")  # the path of a file where the engine was given one
+        zero_config = config.get("zero_optimization") if isinstance(config, dict) else None
+        if not isinstance(config, str) and not (zero_config or {}).get("round_robin_gradients"):
+            return {}
+        param_shapes[ranks] = sd[PARAM_SHAPES]
+    return param_shapes
+
+
+def _slice_mappings_in_buffer_order(
+    param_shapes: "list[dict[str, Any]]", optim_sd: "dict[str, Any]", dp_index: int, dp_degree: int
+) -> "Any":
+    """Where a rank's parameters lie in its flat partitions.
+
+    What a checkpoint states with `round_robin_gradients` may be addresses in the order of the param groups.
+    """
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    if any(any(paddings) for paddings in optim_sd.get("param_alignment_paddings") or []):
+        return optim_sd["param_slice_mappings"]  # stated by offsets in the buffer
+    mappings = []
+    for group, shapes in enumerate(param_shapes):
+        partition = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+        numels = {name: shape.numel() for name, shape in shapes.items()}
+        size = 2 * -(-sum(numels.values()) // (2 * dp_degree))  # each partition begins at a multiple of two elements
+        begin, offset, mapping = dp_index * size, 0, {}
+        for name, numel in numels.items():
+            low, high = max(offset, begin), min(offset + numel, begin + size)
+            if low < high:
+                mapping[name] = fragment_address(numel=high - low, start=low - begin)
+            offset += numel
+        owned = sum(fragment.numel for fragment in mapping.values())
+        if not owned <= partition.numel() <= size:
+            raise ValueError(
+                f"expected {owned} to {size} elements of param group {group} on data-parallel rank {dp_index} of "
+                f"{dp_degree}, found {partition.numel()}: where its parameters lie cannot be told"
+            )
+        mappings.append(mapping)
+    return mappings
+
+
+@fix.edit(STAGE_1_AND_2, independent=True)
+def link_in_the_order_of_the_buffer(source: Source) -> None:
+    """Upstream lays the parameters one behind the other in the order of the param group, in which they are not."""
+    link = source.function("DeepSpeedZeroOptimizer._link_all_hp_params")
+    given = source.all(GIVEN, within=link)
+    if not given and source.has(IN_ORDER, within=link):
+        raise AlreadyThere
+    for node in given or [source.one(GIVEN, within=link)]:
+        source.replace(node, IN_ORDER)
+
+
+@fix.edit(CONVERTER, independent=True)
+def convert_in_the_order_of_the_buffer(source: Source) -> None:
+    """Checkpoints that exist state addresses in the other order, but have the shapes in that of the buffer."""
+    extract, extract_all = source.function("extract_zero_shards"), source.function("_extract_zero_shard_files")
+    functions = (_param_shapes_of_round_robin, _slice_mappings_in_buffer_order)
+    source.check_parts(
+        {
+            **source.functions_there("", *functions),
+            "the parameter": any(argument.arg == "param_shapes" for argument in extract.args.args),
+            "its use": source.has(OF_THE_BUFFER, extract),
+            SHAPES: source.has(SHAPES, extract_all),
+            WORK_WITH_SHAPES: source.has(WORK_WITH_SHAPES, extract_all),
+        }
+    )
+    source.insert_after(source.one(FROM_FILE, within=extract), OF_THE_BUFFER)
+    source.add_parameter(extract, "param_shapes=None")
+    source.insert_before(source.one(f"do_work = {WORK}", within=extract_all), SHAPES)
+    source.add_keyword(source.one(WORK, within=extract_all), "param_shapes", "param_shapes")
+    for function in functions:
+        source.insert_function_before(extract, function)

@@ -1,0 +1,37 @@
+"""Make the fp32 parameters from the loaded weights, without ZeRO, where no optimizer states are loaded.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4680
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4680",),
+    symptom="the first step after the load puts the initial weights back",
+    releases=(("0.12.0", newest("deepspeed")),),
+    stacks="fp16 or bf16 without ZeRO, `load_optimizer_states=False`",
+    silent=True,
+    stages=("ordinary load",),
+    test="tests/unit/checkpoint/test_stage0_weights_alone.py",
+)
+
+SCHEDULE = "load_lr_scheduler_states and self.lr_scheduler is not None"
+WITHOUT_STATES = "not load_optimizer_states and not self.zero_optimization()"
+REFRESH = f"""
+if {WITHOUT_STATES} and hasattr(self.optimizer, 'refresh_fp32_params'):
+    self.optimizer.refresh_fp32_params()  # else the next step would undo the load
+"""
+
+
+@fix.edit(ENGINE)
+def make_masters_of_the_loaded_weights(source: Source) -> None:
+    """Upstream does so for `load_module_only` alone; with ZeRO it is done after this method."""
+    load = source.function("DeepSpeedEngine._load_checkpoint")
+    if source.has(REFRESH, within=load):
+        raise AlreadyThere
+    source.insert_before(source.branch(SCHEDULE, within=load), REFRESH)

@@ -1,0 +1,116 @@
+"""Load frozen parameters and buffers of a universal checkpoint, which kept the values of the new run.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4660
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+    import re
+    from typing import Any
+
+    import torch
+
+    dist: Any = None
+    FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4660",),
+    symptom="frozen parameters and buffers keep the values of the new run",
+    releases=(("0.12.0", newest("deepspeed")),),
+    stacks="universal load, frozen parameters (LoRA) or buffers",
+    silent=True,
+    stages=("settings",),
+    test="tests/unit/checkpoint/test_universal_frozen_and_buffers.py",
+)
+
+LOADS_ALL = "not self.load_universal_checkpoint()"
+LOAD_REST = "self._load_what_is_not_optimized(checkpoint, load_dir, tag, load_module_strict)"
+OF_UNIVERSAL = f"""if self.load_universal_checkpoint():
+    {LOAD_REST}"""
+
+
+class DeepSpeedEngine:
+    """What its class gets."""
+
+    module: "torch.nn.Module"
+    checkpoint_engine: "Any"
+    _get_ckpt_name: "Any"
+
+    def _load_what_is_not_optimized(self, checkpoint: "dict[str, Any]", load_dir: str, tag: str, strict: bool) -> None:
+        """Load frozen parameters, buffers and extra states of a universal checkpoint; the optimizer has the rest.
+
+        Raises:
+            RuntimeError: some of them are not in the checkpoint, and `strict` is true.
+        """
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        partitioned = {name: p for name, p in params.items() if hasattr(p, "ds_id") and not p.requires_grad}
+        elsewhere = {name for name, p in params.items() if p.requires_grad} | partitioned.keys()
+        # With pipeline parallelism the weights are in files of the layers, which a conversion leaves out.
+        saved = checkpoint["module"] or {}
+        rest = {name: value for name, value in saved.items() if name not in elsewhere}
+        found = self.module.load_state_dict(rest, strict=False)
+        missing = [name for name in found.missing_keys if name not in elsewhere]
+        missing += self._load_frozen_partitions(partitioned, load_dir, tag)
+        if missing and strict:
+            raise RuntimeError(
+                f"expected all frozen parameters and buffers of this model in {os.path.join(load_dir, str(tag))}, "
+                f"found no {', '.join(missing)}; with load_module_strict=False they keep the values that they have"
+            )
+
+    def _load_frozen_partitions(self, params: "dict[str, Any]", load_dir: str, tag: str) -> "list[str]":
+        """Load this rank's part of frozen parameters at ZeRO-3, from the parts of the ranks that have saved.
+
+        Returns the names of those that are not in the files.
+        """
+        import glob
+
+        if not params:
+            return []
+        folder, own_file = os.path.split(self._get_ckpt_name(load_dir, tag))
+        of_all_ranks = re.sub(r"^zero_pp_rank_\d+", "zero_pp_rank_*", own_file)
+        paths = glob.glob(os.path.join(glob.escape(folder), of_all_ranks))
+        paths.sort(key=lambda path: [int(number) for number in re.findall(r"_rank_(\d+)", os.path.basename(path))])
+        fragments: dict[int, dict[str, torch.Tensor]] = {}  # by number of the saving rank, read when needed
+        missing = []
+        for name, param in params.items():
+            own, numel = param.ds_tensor.numel(), param.ds_numel
+            size = -(-numel // len(paths))  # of a saving rank's part
+            begin = dist.get_rank(group=param.ds_process_group) * own
+            first, last = begin // size, (min(begin + own, numel) - 1) // size
+            for rank in {0, *range(first, last + 1)} - fragments.keys():
+                state = self.checkpoint_engine.load(paths[rank], map_location="cpu")
+                fragments[rank] = state.get(FROZEN_PARAM_FRAGMENTS) or {}
+            if name not in fragments[0]:
+                missing.append(name)
+                continue
+            if fragments[0][name].numel() != size:
+                raise RuntimeError(
+                    f"{name}: expected {size} of {numel} elements in {paths[0]}, one of {len(paths)} files, found "
+                    f"{fragments[0][name].numel()}; a file is missing, or the parameter has another shape"
+                )
+            if begin < numel:
+                saved = torch.cat([fragments[rank][name].flatten() for rank in range(first, last + 1)])
+                part = saved[begin - first * size :][:own]
+                param.ds_tensor.data.view(-1)[: part.numel()].copy_(part)
+        return missing
+
+
+@fix.edit(ENGINE)
+def load_what_the_optimizer_does_not_hold(source: Source) -> None:
+    """Upstream loads no module then, as the optimizer's load brings the parameters; but only those that it has."""
+    load = source.function("DeepSpeedEngine._load_checkpoint")
+    methods = (DeepSpeedEngine._load_what_is_not_optimized, DeepSpeedEngine._load_frozen_partitions)
+    source.check_parts(
+        {**source.functions_there("DeepSpeedEngine.", *methods), LOAD_REST: source.has(LOAD_REST, within=load)}
+    )
+    source.insert_after(source.branch(LOADS_ALL, within=load), OF_UNIVERSAL)
+    for method in methods:
+        source.insert_method_before(load, method)

@@ -1,0 +1,45 @@
+"""Refuse a universal checkpoint with another number of param groups than the run has, at ZeRO 1 and 2.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/base_optimizer.py#L299
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/base_optimizer.py#L299",),
+    symptom="parameters stay at their initial values, or resume with other settings",
+    releases=(("0.14.1", newest("deepspeed")),),
+    stacks="universal load, ZeRO 1 and 2, another number of param groups",
+    silent=True,
+    stages=("universal load",),
+    concerns=BASE_OPTIMIZER,
+    test="tests/unit/checkpoint/test_universal_group_count.py",
+)
+
+LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
+# Groups of experts depend on how many experts a rank has.
+CHECK = """
+param_groups, saved_groups = self.optimizer.param_groups, optim_sd["param_groups"]
+if len(param_groups) != len(saved_groups) and not any(group.get("moe") for group in saved_groups):
+    raise ValueError(
+        f"expected {len(saved_groups)} param groups, as in {optim_state_path}, found {len(param_groups)} "
+        "in this run: which parameters and settings belong to which cannot be told; make the optimizer "
+        "with the groups of the run that was saved")
+"""
+DIFFERENT = CHECK.strip().partition("\n")[2].partition(":")[0].removeprefix("if ")
+
+
+@fix.edit(BASE_OPTIMIZER)
+def compare_the_numbers_of_groups(source: Source) -> None:
+    """Upstream goes through the pairs, and leaves out what has no partner."""
+    if LOAD.partition(".")[2].encode() not in source.data:
+        raise NotConcerned
+    load = source.function(LOAD)
+    if source.has(DIFFERENT, within=load):
+        raise AlreadyThere
+    source.insert_after(source.one("self._load_global_state(optim_sd)", within=load), CHECK)

@@ -1,0 +1,45 @@
+"""Load the weights at ZeRO-3 with `load_module_only=True`, which loaded nothing.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4612
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4612",),
+    symptom="`load_module_only=True` loads no weights and returns the checkpoint's path",
+    releases=(("0.13.0", newest("deepspeed")),),
+    stacks="ZeRO 3 with `load_module_only=True`",
+    silent=True,
+    stages=("ordinary load",),
+    depends_on=("zero3_weights_of_tag",),
+    test="tests/unit/checkpoint/test_zero3_module_only.py",
+)
+
+WITHOUT_STATES = "not load_optimizer_states"
+WEIGHTS_ALONE = "(not load_optimizer_states or load_module_only)"
+
+
+@fix.edit(ENGINE)
+def put_the_weights_together(source: Source) -> None:
+    """The model's file holds placeholders. Upstream reads the ranks' files instead only without optimizer states."""
+    if b"and not load_module_only" not in source.data:
+        raise NotConcerned  # up to 0.12.6 all states are loaded then
+    load = source.function("DeepSpeedEngine._load_checkpoint")
+    branches = [
+        branch
+        for branch in source.all_of(ast.If, load)
+        if any(source.has("get_fp32_state_dict_from_zero_checkpoint(...)", line) for line in branch.body)
+    ]
+    if len(branches) != 1:
+        raise NoMatch(f"expected one `if` that loads weights of ZeRO-3 alone, found {len(branches)}")
+    if source.has(WEIGHTS_ALONE, branches[0].test):
+        raise AlreadyThere
+    source.replace(source.one(WITHOUT_STATES, within=branches[0].test), WEIGHTS_ALONE)

@@ -1,0 +1,56 @@
+"""Load the weights of the checkpoint that was asked for, not of the latest one, at ZeRO-3 without optimizer states.
+
+https://github.com/deepspeedai/DeepSpeed/issues/8499
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import Function, NoMatch, Source
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/issues/8499",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8501",
+    ),
+    symptom="`load_checkpoint(tag=…)` loads the weights of the latest checkpoint",
+    releases=(("0.12.0", newest("deepspeed")),),
+    stacks="ZeRO 3 with `load_optimizer_states=False`",
+    silent=True,
+    stages=("ordinary load",),
+    test="tests/unit/checkpoint/test_zero3_weights_of_tag.py",
+)
+
+WITHOUT_TAG = "get_fp32_state_dict_from_zero_checkpoint(load_dir)"
+WITH_TAG = "get_fp32_state_dict_from_zero_checkpoint(load_dir, tag=str(tag))"
+STAGE_3 = "self.zero_optimization_partition_weights()"
+NOT_UNIVERSAL = "not self.load_universal_checkpoint()"
+
+
+@fix.edit(ENGINE)
+def read_the_checkpoint_of_the_tag(source: Source) -> None:
+    """Upstream's script takes the tag from `latest`. A universal checkpoint has no files for it, and does without."""
+    load = source.function("DeepSpeedEngine._load_checkpoint")
+    test = test_of_weights_alone(source, load)
+    source.check_parts({WITH_TAG: source.has(WITH_TAG, load), NOT_UNIVERSAL: source.has(NOT_UNIVERSAL, test)})
+    source.replace(source.one(WITHOUT_TAG, within=load), WITH_TAG)
+    stage_3 = source.one(STAGE_3, within=test)
+    source.insert_at(stage_3, "(")
+    source.insert_at(stage_3, f" and {NOT_UNIVERSAL}\n{' ' * 15}", end=True)
+    source.insert_at(test, ")", end=True)
+
+
+def test_of_weights_alone(source: Source, load: Function) -> ast.expr:
+    """What decides that the weights are put together from the ranks' files. Raises NoMatch."""
+    branches = [
+        branch
+        for branch in source.all_of(ast.If, load)
+        if any(source.has("get_fp32_state_dict_from_zero_checkpoint(...)", line) for line in branch.body)
+    ]
+    if len(branches) != 1:
+        raise NoMatch(f"expected one `if` that loads weights of ZeRO-3 alone, found {len(branches)}")
+    return branches[0].test

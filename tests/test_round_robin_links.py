@@ -1,0 +1,71 @@
+"""round_robin_links: what the real DeepSpeed links, converts and loads with `round_robin_gradients`."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import universal
+from upstream import numbers, releases, with_fix, without_fix
+from zero_checkpoints import KEYS, convert, with_layers
+from zero_resumes import exact, resumed, trained
+
+FIX = "round_robin_links"
+
+AFFECTED = releases("deepspeed")
+CASES = ("stage1_round_robin-2", "stage2_round_robin-2")
+RANKS = (2, 3)
+# Without these, older releases fail before they convert anything.
+OTHERS = ("torch_load_weights_only", "universal_step", "universal_tensor_paddings")
+AT_STAGE_2_ALONE = (0, 12, 6)  # up to this release stage 1 ignores the option
+TAG, UNIVERSAL = "global_step2", "universal"
+
+
+def converted(version: str, delivery: str, saved: Path, out: Path, *fixes: str) -> list[Path]:
+    """Copies of the folders of the cases, each with what upstream's converter makes of its checkpoint."""
+    folders = [shutil.copytree(saved / case, out / case) for case in CASES]
+    sources = [with_layers(folder / TAG) for folder in folders]
+    outcome = convert(out / "converted", *sources, version=version, delivery=delivery, fixes=fixes)
+    assert set(outcome.values()) == {""}, outcome
+    for folder in folders:
+        shutil.move(out / "converted" / folder.name, folder / UNIVERSAL)
+    return folders
+
+
+def wrong(folder: Path) -> int:
+    """In how many states the universal checkpoint differs from what the optimizers have held."""
+    truth = torch.load(folder / "truth.pt", weights_only=False)["saved"]
+    names = [name.removesuffix(".fp32") for name in truth if name.endswith(".fp32")]
+    assert len(names) == 7
+    pairs = [
+        (folder / UNIVERSAL / "zero" / name / f"{key}.pt", truth[f"{name}.{key}"]) for name in names for key in KEYS
+    ]
+    return sum(not universal.value_of(path).equal(expected) for path, expected in pairs)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@without_fix(FIX, AFFECTED)
+def test_upstream_converts_and_loads_the_data_of_other_parameters(
+    version: str, delivery: str, ranks: int, tmp_path: Path
+) -> None:
+    """Without an error; its own resume is right, as it takes no address."""
+    saved = trained(version, "none", *CASES, ranks=ranks)
+    stage1, stage2 = converted(version, "hook", saved, tmp_path, *OTHERS)
+    assert wrong(stage2)
+    assert bool(wrong(stage1)) is (numbers(version) > AT_STAGE_2_ALONE)
+    assert all(map(exact, resumed(version, delivery, *(saved / case for case in CASES), ranks=ranks)))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@with_fix(FIX, AFFECTED)
+def test_each_parameter_gets_its_own(version: str, delivery: str, ranks: int, tmp_path: Path) -> None:
+    """Files saved with the fix and without are converted; what they become is loaded on 2 ranks and on 3."""
+    for written_by in (delivery, "none"):
+        saved = trained(version, written_by, *CASES, ranks=ranks)
+        folders = converted(version, delivery, saved, tmp_path / written_by)
+        assert list(map(wrong, folders)) == [0, 0]
+        for number in RANKS:
+            for found in resumed(version, delivery, *folders, ranks=number, tag=UNIVERSAL):
+                assert found["different"] == []
+                assert number != ranks or exact(found)

@@ -1,0 +1,21 @@
+"""universal_frozen_and_buffers: what is not optimized, after universal loads of the real DeepSpeed.
+
+At stages 1, 2 and 3, saved on 2 ranks and loaded on 3, and the other way round.
+"""
+
+from upstream import demonstrate, releases, with_fix, without_fix
+
+FIX = "universal_frozen_and_buffers"
+
+AFFECTED = releases("deepspeed")
+
+
+@without_fix(FIX, AFFECTED)
+def test_upstream_keeps_the_values_of_the_new_run(version: str, delivery: str) -> None:
+    shown = demonstrate(FIX, delivery, version)
+    assert shown.found == "seen, w1.bias, w1.weight are not those saved, and no error"
+
+
+@with_fix(FIX, AFFECTED)
+def test_they_are_those_saved(version: str, delivery: str) -> None:
+    assert not demonstrate(FIX, delivery, version).bug
