@@ -98,7 +98,10 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
         tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
         if len({tensor.shape for tensor in tensors.values()}) > 1:
             yield Problem(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
-        crcs = [c for t in tensors.values() if (c := optimizer.checksums.get(t.offset)) and t.numel > 1]
+        moments = [
+            t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1
+        ]  # AMSGrad's are equal
+        crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
         if len(set(crcs)) < len(crcs):
             yield Problem(FOREIGN, where, f"two states of parameter {shown(number)} are the same, bit for bit")
     for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.torch_file import BadFileError, TensorHeader
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
 MASTER = "fp32"
@@ -170,6 +170,9 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
     states = required(base, "state", path)
     masters = required(optimizer, "fp32_flat_groups" if stage > 2 else "single_partition_of_fp32_groups", path)
     mappings = [{}] * len(masters) if stage > 2 else required(optimizer, "param_slice_mappings", path)
+    if len(mappings) < len(masters) and len(mappings) == len(required(base, "param_groups", path)):
+        # DeepSpeed makes one group of all where it sets up torch's Adagrad anew.
+        raise NotReadError(f"{path}: the optimizer has {len(mappings)} group, and {len(masters)} main parameters")
     if not len(states) <= len(masters) == len(mappings):
         raise BadFileError(
             f"{path}: expected as many groups in each part of it, found the state of {len(states)}, master parameters "

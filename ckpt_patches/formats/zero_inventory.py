@@ -6,7 +6,7 @@ settings and steps. The model files promise world sizes and shapes. Nothing here
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class RankFacts:
     settings: tuple[Mapping[str, Any], ...]  # of the param groups
     loss_scale: Any
     checksums: tuple[tuple[int, ...], ...] = ()  # by group the CRC-32 of each moment that is known and not all zeros
+    masters: tuple[int, ...] = ()  # the same of the main parameters
     keys: Mapping[str, Any] = field(default_factory=dict)  # all paths in the file, as `zero_keys.keys_of` has them
 
     @property
@@ -80,6 +81,7 @@ def problems(
     models: Mapping[tuple[int | None, int], ModelFacts],
     stage: int,
     names: Iterable[str] = (),
+    files: Iterable[Rank] = (),
 ) -> Iterator[Problem]:
     """All that contradicts or is absent, each once, in the order of the files.
 
@@ -88,9 +90,10 @@ def problems(
         models: the model files that could be read; of no data-parallel rank before stage 3.
         stage: of ZeRO.
         names: of all files in the folder.
+        files: the ranks that have a file, read or not.
     """
     layers = {(int(m[1]), int(m[2])) for m in map(LAYER.fullmatch, names) if m}
-    yield from _model_parallel_ranks(ranks, models)
+    yield from _model_parallel_ranks({*ranks, *files}, models)
     yield from _roots(ranks)
     yield from _copies(ranks)
     yield from _keys(ranks, stage)
@@ -104,7 +107,7 @@ def problems(
 
 
 def _model_parallel_ranks(
-    ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]
+    ranks: Collection[Rank], models: Mapping[tuple[int | None, int], ModelFacts]
 ) -> Iterator[Problem]:
     """As many as the model files state."""
     stated = {count_of(model.value.get("mp_world_size")) for model in models.values()} - {None}
@@ -146,6 +149,7 @@ def _rank_in(name: str) -> list[str]:
 def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
     """Two ranks, or two moments, that are the same to the last bit: their checksums."""
     first: dict[tuple[int, tuple[tuple[int, ...], ...]], str] = {}
+    masters = {facts.name: facts.masters for facts in ranks.values()}
     for (_, mp), facts in sorted(ranks.items()):
         for number, crcs in enumerate(facts.checksums):
             if len(set(crcs)) < len(crcs):
@@ -155,7 +159,10 @@ def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
             continue
         other = first.setdefault((mp, facts.checksums), facts.name)
         if other != facts.name:
-            yield Problem(FOREIGN, facts.name, f"its moments are those of {other}, bit for bit: it is a copy")
+            # Equal rows have equal gradients where a layer has begun at zero; its main parameters are zeros then.
+            is_copy = bool(facts.masters) and facts.masters == masters[other]
+            detail = f"its moments are those of {other}, bit for bit{': it is a copy' if is_copy else ''}"
+            yield Problem(FOREIGN if is_copy else UNUSUAL, facts.name, detail)
 
 
 def _is_telling(facts: RankFacts) -> bool:

@@ -197,7 +197,8 @@ def masked(view: View) -> Iterator[Finding]:
     """-inf in a tensor without states of an optimizer: a mask, if it is in many places."""
     if blocks.MASKED in view.tallies:
         share = view.tallies[blocks.MASKED].elements / view.shard.numel
-        is_mask = view.found.knows_trained and view.shard.numel >= LEAST_MASK and share >= LEAST_MASKED
+        is_untrained = view.found.knows_trained or view.shard.parameter in view.found.buffers
+        is_mask = is_untrained and view.shard.numel >= LEAST_MASK and share >= LEAST_MASKED
         yield from _wrong(view, damages.MASK if is_mask else damages.MASK_OR_DAMAGE, WEIGHT, blocks.MASKED)
 
 

@@ -119,6 +119,7 @@ class Checkpoint:
     names_sharding: bool = False  # where megatron-core looks for it since 0.15
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of Megatron's param groups
     knows_trained: bool = False  # a tensor without states of an optimizer is none that the run trains
+    buffers: set[str] = field(default_factory=set)  # tensors that the files call buffers
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
     padded: list[Extent] = field(default_factory=list)  # bytes of which shards are parts, and the rest is padding

@@ -60,6 +60,8 @@ def read(path: Path) -> Checkpoint:
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
     found.step = last_step(steps)
+    if found.step and all(taken_steps(model.value) == found.step - 1 for model in models):
+        found.step -= 1  # the first one was taken with zero gradients, to allocate the states
     return found
 
 
@@ -80,9 +82,12 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str) -> list[Any]:
     optimizers = list(_optimizers(value.get("optimizer")))
     states = [state for optimizer, _ in optimizers for state in optimizer["state"].values()]
     taken = taken_steps(value)
-    if taken and not any(isinstance(state, dict) and state for state in states):
+    groups = [group for optimizer, _ in optimizers for group in optimizer["param_groups"] if isinstance(group, dict)]
+    if taken and any(map(_has_states, groups)) and not any(isinstance(state, dict) and state for state in states):
         detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
         found.findings.append(Finding(damages.MISSING_STATE, path.name, label, detail=detail))
+    if isinstance(names := value.get("buffer_names"), list):
+        found.buffers |= {f"module.{name}" for name in names}
     problems = [*zero_inventory.absent_keys(ModelFacts(path.name, value)), *_of_the_wrapper(path, value)]
     steps: list[Any] = []
     for optimizer, masters in optimizers:
@@ -94,6 +99,11 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str) -> list[Any]:
             found.shards += _shard(found, path, label, number, state, masters)
     found.findings += [Finding(tensor_streams.PROBLEMS[p.kind], p.where, label, detail=p.detail) for p in problems]
     return steps
+
+
+def _has_states(group: dict[str, Any]) -> bool:
+    """Whether an optimizer with these settings keeps states; SGD without momentum keeps none."""
+    return "momentum" not in group or bool(group["momentum"]) or "betas" in group
 
 
 def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Problem]:

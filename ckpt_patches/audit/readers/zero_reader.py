@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
             ranks[file.rank, model_rank] = file.facts
             stages.add(file.state.stage)
     for problem in (
-        *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names),
+        *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names, folder.optimizer),
         *zero_inventory.other_step(path.name, models.values()),
     ):
         found.findings.append(Finding(tensor_streams.PROBLEMS[problem.kind], problem.where, detail=problem.detail))
@@ -231,8 +231,9 @@ def _facts(file: TorchFile, optimizer: dict[str, Any], state: RankState) -> Rank
     scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
     scale = scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale
     params = tuple(group for group in state.settings if isinstance(group, dict))
+    masters = tuple(crcs[at] for own in state.partitions if (at := own.states[zero.MASTER].offset) in crcs)
     keys = zero_keys.keys_of(file.value)
-    return RankFacts(file.path.name, file.root, tuple(groups), params, scale, tuple(checksums), keys)
+    return RankFacts(file.path.name, file.root, tuple(groups), params, scale, tuple(checksums), masters, keys)
 
 
 def _check_ranks(
