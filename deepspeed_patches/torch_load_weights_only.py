@@ -6,7 +6,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/6751
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Repaired, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def import_and_call(source: Source) -> None:
 @fix.edit(*SOME_RELEASES, optional=True)
 def import_and_call_where_files_are_loaded(source: Source) -> None:
     if not may_be_concerned(source):
-        raise NotConcerned
+        raise Repaired if b"torch.load(" in source.data else NotConcerned
     import_and_call(source)
 
 
@@ -144,7 +144,7 @@ def plain_loads(source: Source) -> list[ast.Call]:
 
     Raises:
         AlreadyThere: there is none, and the module has all of this fix.
-        NotConcerned: there is none, as upstream's own repair says weights_only=False in every one.
+        Repaired: there is none, as upstream's own repair says weights_only=False in every one.
         NoMatch: it has a part of it, or there is a call in another form.
     """
     name = load_checkpoint_file.__name__
@@ -158,7 +158,7 @@ def plain_loads(source: Source) -> list[ast.Call]:
         definitions = source.functions_there("", *functions)
         source.check_parts({name: there, **definitions, f"{name} in place of torch.load": not calls})
     if source.some("torch.load(...)") and not calls:
-        raise NotConcerned
+        raise Repaired
     for call in calls:
         if len(call.args) != 1 or any(keyword.arg != "map_location" for keyword in call.keywords):
             raise NoMatch(f"expected `torch.load(path, map_location=...)`, found `{source.text(call)}`")

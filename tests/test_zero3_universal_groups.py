@@ -69,12 +69,18 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         ('optim_sd[OPTIMIZER_STATE_DICT]["param_groups"][0].items()', "saved_groups[param_group].items()"),
     ],
 )
-def test_a_release_that_has_mended_one_is_given_the_other(copy: Path, old: str, new: str) -> None:
+def test_a_release_that_may_have_mended_one_is_reported(copy: Path, old: str, new: str) -> None:
+    """Whether other code has the bug as well is not known of a release that was not tested."""
+    assert "found other code" in edits.check_left_alone(copy, FIX, STAGE3, old, new)
+
+
+def test_a_release_that_has_mended_one_is_given_the_other(copy: Path) -> None:
     """They are two mistakes, and each repair is right by itself."""
-    edits.rewrite(copy, STAGE3, old, new)
+    mended = "self.optimizer.state[fp32_param]['step'] = own_step"
+    edits.rewrite(copy, STAGE3, "self.optimizer.state[fp32_param]['step'] = state_step", mended)
     result, plan = edits.plan(copy, FIX)
     assert result.outcome is Outcome.APPLIES
-    assert new in plan.files[STAGE3].patched.decode()
+    assert mended in plan.files[STAGE3].patched.decode()
 
 
 @pytest.mark.parametrize(

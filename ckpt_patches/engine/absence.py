@@ -13,6 +13,7 @@ from ckpt_patches.engine.releases import RECORDED
 # What an edit finds in a tree. Behind it: how many functions are not there of those that the fix has asked for by name.
 MADE = "m"  # the code to edit
 THERE = "t"  # what it brings, or what upstream has in its place
+REPAIRED = "r"  # the code, repaired in another way
 NO_BUG = "b"  # the code, without the bug
 ABSENT = "-"  # not the code, or not the file
 
@@ -45,7 +46,7 @@ def _is_benign(here: str, there: str) -> bool:
     """Whether an edit was made, has been made, or has nothing to do by the record as well."""
     if not here or there[0] == ABSENT:
         return True
-    kind_known = here[0] in (MADE, THERE, there[0]) or (here[0], there[0]) == (NO_BUG, THERE)
+    kind_known = here[0] in (MADE, THERE, REPAIRED, there[0]) or (here[0], there[0]) == (NO_BUG, THERE)
     return kind_known and int(here[1:] or 0) <= int(there[1:] or 0)
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from types import CodeType
 
-from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, THERE, unrecorded
+from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, unrecorded
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Source, UnreadableSource
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection
 
@@ -340,6 +340,8 @@ def _kind(edit: Edit, source: Source) -> str:
         return NO_BUG
     except AlreadyThere:
         return THERE
+    except Repaired:
+        return REPAIRED
     except NotConcerned:
         return ABSENT
     return MADE

@@ -39,6 +39,11 @@ class NotConcerned(Exception):
     """The code that the fix is about is not in this release, in no form; in a tested one, there is nothing to fix."""
 
 
+class Repaired(NotConcerned):
+    """The code that the fix is about is there, and upstream has repaired it in a way of its own, beside which the fix's
+    other edits are right."""
+
+
 class UnreadableSource(Exception):
     """The file cannot be edited at all: not UTF-8, or it does not parse with this Python."""
 

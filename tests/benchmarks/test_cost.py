@@ -146,3 +146,30 @@ def calls(command: list[str], env: dict[str, str]) -> str:
     done = subprocess.run([*strace, *command], env=env, capture_output=True, text=True, check=True)
     total = next(line for line in done.stderr.splitlines() if line.strip().startswith("total"))
     return f"; {total.split()[1]} names are asked for"
+
+
+# The look at what runs when a process ends, with all modules imported that fixes edit.
+EXIT = """
+import importlib, sys, time
+import ckpt_patches
+from ckpt_patches.engine.plan import module_path
+from ckpt_patches.engine.registry import TARGETS
+from ckpt_patches.hook import functions, running
+import os
+for module, package in TARGETS.items():
+    if package == sys.argv[2] and os.path.exists(module_path(sys.argv[1], module)):
+        importlib.import_module(module)
+begin = time.perf_counter()
+running.examine(ckpt_patches.installed.switches, at_exit=True)
+print(sum(map(len, functions._ours.values())), (time.perf_counter() - begin) * 1000)
+"""
+
+
+@pytest.mark.parametrize(("distribution", "package"), [("megatron-core", "megatron.core"), ("deepspeed", "deepspeed")])
+def test_look_at_exit(distribution: str, package: str) -> None:
+    root = tree(distribution, newest(distribution))
+    command = [sys.executable, "-c", EXIT, str(root), package]
+    runs = [subprocess.run(command, env=environment(root), check=True, capture_output=True, text=True) for _ in "123"]
+    found = [run.stdout.splitlines()[-1].split() for run in runs]
+    assert all(int(functions) > 10 for functions, _ in found)
+    show(f"{distribution}: look at exit, {found[0][0]} functions", min(float(took) for _, took in found), 0, 5)
