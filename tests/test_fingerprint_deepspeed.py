@@ -91,11 +91,14 @@ def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.Captu
         assert "compared 21 states" in capsys.readouterr().out
 
 
-def test_a_conversion_of_other_parameters_data_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """As upstream's converter makes one of a run with round_robin_gradients; ours is what the run recorded."""
-    folder = trained(NEWEST) / ROUND_ROBIN
-    assert command_line.main(["fingerprint", str(folder / "universal")]) == 1
-    assert command_line.main(["audit", str(folder / "universal")]) == 1
+def test_a_conversion_of_other_parameters_data_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As upstream's converter makes one of a run with round_robin_gradients; with its fix it is what was recorded."""
+    folder = trained(NEWEST) / ROUND_ROBIN / "universal"
+    assert command_line.main(["fingerprint", str(folder)]) == 0
+    mixed = shutil.copytree(folder, tmp_path / "universal")
+    shutil.copyfile(folder / "zero" / "ln.bias" / "exp_avg.pt", mixed / "zero" / "w1.bias" / "exp_avg.pt")
+    assert command_line.main(["fingerprint", str(mixed)]) == 1
+    assert command_line.main(["audit", str(mixed)]) == 1
     assert "not_as_recorded" in capsys.readouterr().out
 
 
