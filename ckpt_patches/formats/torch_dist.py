@@ -58,16 +58,15 @@ class Index:
 
     def same_places(self) -> Iterator[tuple[str, str]]:
         """Two entries that are at the same bytes, by their names."""
-        first: dict[tuple[str, int], str] = {}
-        for name, place in self._places():
-            if first.setdefault((place.file, place.offset), name) != name:
-                yield first[place.file, place.offset], name
+        first: dict[tuple[str, int], tuple[str, Offsets]] = {}  # an index can have millions: no text is made of them
+        for key, place in self._places():
+            if (other := first.setdefault((place.file, place.offset), key)) is not key:
+                yield _called(*other), _called(*key)
 
-    def _places(self) -> Iterator[tuple[str, Place]]:
+    def _places(self) -> Iterator[tuple[tuple[str, Offsets], Place]]:
         for name, tensor in self.tensors.items():
-            for offsets, place in tensor.places.items():
-                yield f"{name} at {offsets}", place
-        yield from self.objects.items()
+            yield from (((name, offsets), place) for offsets, place in tensor.places.items())
+        yield from (((name, ()), place) for name, place in self.objects.items())
 
 
 def read_index(folder: Path) -> Index:
@@ -127,7 +126,11 @@ def _absent(index: dict[str, Any], found: Index) -> Iterator[str]:
     yield from sorted({*listed, *(name for name, _ in planned)} - there)
     for name, offsets in planned:
         if name in found.tensors and offsets and offsets not in found.tensors[name].chunks:
-            yield f"{name} at {offsets}"
+            yield _called(name, offsets)
+
+
+def _called(name: str, offsets: Offsets) -> str:
+    return f"{name} at {offsets}" if offsets else name
 
 
 def _planned(plans: Any) -> Iterator[tuple[str, Offsets]]:
