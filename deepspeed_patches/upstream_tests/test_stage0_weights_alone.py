@@ -40,4 +40,4 @@ class TestStage0WeightsAlone(DistributedTest):
         _step(loaded)
 
         for name, param in loaded.module.named_parameters():
-            assert (param.float() - saved[name]).abs().max() < 0.02, name  # the first step of Adam is the learning rate
+            assert (param.float() - saved[name]).abs().max() < 0.02, name  # Adam's first step is the rate

@@ -105,7 +105,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     index = _index(found)
     if (common := _common(found, index)) is not None:
         set_common(found, common)
-    for name in index.absent:
+    for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # of it `_common` says more
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
         found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=detail))
     for first, other in index.same_places():

@@ -22,7 +22,7 @@ from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array
 
-SHARD = re.compile(r"shard_([\d.]{1,40})_([\d.]{1,40})\.pt")  # place and number of parts
+SHARD = re.compile(r"shard_(\d{1,9}(?:\.\d{1,9}){0,9})_(\d{1,9}(?:\.\d{1,9}){0,9})\.pt")  # place and number of parts
 
 
 def read(path: Path) -> Checkpoint:
@@ -57,7 +57,8 @@ def _check_objects(found: Checkpoint) -> None:
         names = {path.name for path in folder.iterdir()}
         if METADATA in names:
             continue
-        counts = {math.prod(map(int, name[2].split("."))) for name in map(SHARD.fullmatch, names) if name}
+        parts = [(name[1].split("."), name[2].split(".")) for name in map(SHARD.fullmatch, names) if name]
+        counts = {math.prod(map(int, size)) for place, size in parts if len(place) == len(size)}
         if not names or any(count != len(names) for count in counts):
             detail = f"{len(names)} files of the object, expected {max(counts, default=1)}"
             found.findings.append(Finding(damages.BAD_FILE, folder.name, detail=detail))
