@@ -79,3 +79,8 @@ def test_ci_runs_the_tests_and_the_demo() -> None:
 def test_the_sign_off_for_deepspeed_is_documented() -> None:
     page = (REPOSITORY / "docs" / "patches.md").read_text(encoding="utf-8")
     assert "--signoff" in page
+
+
+def test_the_number_of_fixes_is_theirs() -> None:
+    (number,) = re.findall(r"(\d+)\s+fixes, no fork", README)
+    assert int(number) == len(FIXES)
