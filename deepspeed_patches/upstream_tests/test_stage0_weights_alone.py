@@ -16,7 +16,8 @@ def _make_engine(precision, seed):
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 4)
     config = {"train_micro_batch_size_per_gpu": 1, precision: PRECISIONS[precision], "zero_optimization": {"stage": 0}}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), config=config)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def _step(engine):

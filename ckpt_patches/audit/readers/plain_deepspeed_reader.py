@@ -83,7 +83,8 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str) -> list[Any]:
     states = [state for optimizer, _ in optimizers for state in optimizer["state"].values()]
     taken = taken_steps(value)
     groups = [group for optimizer, _ in optimizers for group in optimizer["param_groups"] if isinstance(group, dict)]
-    if taken and any(map(_has_states, groups)) and not any(isinstance(state, dict) and state for state in states):
+    keeps_states = not groups or any(map(_has_states, groups))
+    if taken and keeps_states and not any(isinstance(state, dict) and state for state in states):
         detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
         found.findings.append(Finding(damages.MISSING_STATE, path.name, label, detail=detail))
     if isinstance(names := value.get("buffer_names"), list):
