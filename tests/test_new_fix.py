@@ -1,6 +1,7 @@
 """`tests/new_fix.py` creates files that fail until somebody has written the fix, in our own style."""
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -71,13 +72,17 @@ OF_ALL_FIXES = (
 )
 
 
+OF_THE_RECORD = "test_absence.py::test_(the_record_|a_newer_release_is_compared)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", MODULES)
 def test_a_fresh_scaffold_fails_its_own_tests_alone(package: str, clone: Path) -> None:
     files = ["tests/contract", *(f"tests/test_{name}.py" for name in OF_ALL_FIXES)]
     scaffold(editable(clone), clone, package)
     failed = {*failed_tests(clone, "-m", "quick"), *failed_tests(clone, "-k", "not demonstration_shows", *files)}
-    assert [test for test in failed if NAME not in test] == []
+    # Two tests want the record of outcomes to be made anew, as CONTRIBUTING says.
+    assert [test for test in failed if NAME not in test and not re.search(OF_THE_RECORD, test)] == []
     for needed in ("test_a_fix_is_on_the_map", "test_the_row_of_a_fix_is_current"):
         assert any(needed in test for test in failed)
 

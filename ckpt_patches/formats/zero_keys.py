@@ -13,7 +13,8 @@ from ckpt_patches.runtime.shown import shown
 
 # Below these the keys are a rank's own (states have checks of their own), or of the run's configuration.
 OWN = ("param_slice_mappings", "state", "ds_config")
-OWN_VALUES = ("group_paddings", "param_groups")  # keys that all ranks have; of settings there is a check of its own
+# Keys that all ranks have, with values of their own; of settings there is a check of its own.
+OWN_VALUES = ("group_paddings", "param_groups", "ds_zero_partition_groups")
 MOST_KEYS = 10_000  # of a file; there are about 100
 # What `load_checkpoint` of every release of DeepSpeed takes of a model-states file, and fails without.
 OF_THE_MODEL = ("module", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")

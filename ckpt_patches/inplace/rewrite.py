@@ -325,7 +325,11 @@ def _locked(root: str, package: str, *, break_lock: bool) -> Iterator[None]:
         with tree_lock.held(Path(root), folder, break_lock=break_lock):
             _end_interrupted(root, package)
             yield
+    except tree_lock.NotReleasedError as failed:
+        raise UserError(f"{_said(failed.error, root)}; {package} was changed as asked") from failed
     except OSError as error:
+        if is_interrupted(state_folder(root, package)):
+            raise _still_unfinished(error, root, package) from error
         raise UserError(f"{_said(error, root)}; {_nothing(package)}") from error
     finally:
         _remove_empty_folders(folder)
@@ -348,13 +352,17 @@ def _end_interrupted(root: str, package: str) -> None:
     except OSError as error:
         if not interrupted:
             raise
-        raise UserError(
-            f"{_said(error, root)}; an earlier change of {package} is unfinished, and this run changed nothing more. "
-            f"Run it again when the cause is gone, or: {_begin_anew(root, package)}"
-        ) from error
+        raise _still_unfinished(error, root, package) from error
     except UserError as error:
         raise UserError(f"{error}. {_begin_anew(root, package)}") from error
     _remove_empty_folders(Path(root, STATE_FOLDER))
+
+
+def _still_unfinished(error: OSError, root: str, package: str) -> UserError:
+    return UserError(
+        f"{_said(error, root)}; an earlier change of {package} is unfinished, and this run changed nothing more. "
+        f"Run it again when the cause is gone, or: {_begin_anew(root, package)}"
+    )
 
 
 def _remove_empty_folders(top: Path) -> None:

@@ -38,6 +38,14 @@ class Holder:
         return f"process {self.process} of {self.host}"
 
 
+class NotReleasedError(Exception):
+    """The work is done, and the lock's file cannot be removed; the next run takes it over."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @contextlib.contextmanager
 def held(root: Path, folder: Path, *, break_lock: bool = False) -> Iterator[None]:
     """Hold the lock of a tree; waits for another process.
@@ -50,6 +58,7 @@ def held(root: Path, folder: Path, *, break_lock: bool = False) -> Iterator[None
     Raises:
         UserError: a process of another host holds it. Nothing is changed.
         OSError: the file cannot be made.
+        NotReleasedError: it cannot be removed at the end.
     """
     descriptor = os.open(root, os.O_RDONLY)
     try:
@@ -64,8 +73,14 @@ def held(root: Path, folder: Path, *, break_lock: bool = False) -> Iterator[None
             for left in folder.glob(f".{NAME}.*"):  # of others, that were killed
                 left.unlink(missing_ok=True)
             yield
-        finally:
+        except BaseException:
+            with contextlib.suppress(OSError):  # what has gone wrong before says more, and the next run takes it over
+                path.unlink(missing_ok=True)
+            raise
+        try:
             path.unlink(missing_ok=True)
+        except OSError as error:
+            raise NotReleasedError(error) from error
     finally:
         os.close(descriptor)
 
