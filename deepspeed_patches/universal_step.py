@@ -59,7 +59,7 @@ class DeepSpeedEngine:
 @fix.edit(ENGINE)
 def set_the_step(source: Source) -> None:
     """Upstream leaves it at that of the new run."""
-    if b"def update_optimizer_step(" in source.data:  # as the engine takes long to parse
+    if b"update_optimizer_step(" in source.data:  # its definition, or its call; the engine takes long to parse
         raise AlreadyThere
     load = source.function("DeepSpeedEngine.load_checkpoint")
     method = DeepSpeedEngine._set_optimizer_step
