@@ -3,11 +3,9 @@
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4612
 """
 
-import ast
-
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -33,13 +31,7 @@ def put_the_weights_together(source: Source) -> None:
     if b"and not load_module_only" not in source.data:
         raise NotConcerned  # up to 0.12.6 all states are loaded then
     load = source.function("DeepSpeedEngine._load_checkpoint")
-    branches = [
-        branch
-        for branch in source.all_of(ast.If, load)
-        if any(source.has("get_fp32_state_dict_from_zero_checkpoint(...)", line) for line in branch.body)
-    ]
-    if len(branches) != 1:
-        raise NoMatch(f"expected one `if` that loads weights of ZeRO-3 alone, found {len(branches)}")
-    if source.has(WEIGHTS_ALONE, branches[0].test):
+    test = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load).test
+    if source.has(WEIGHTS_ALONE, test):
         raise AlreadyThere
-    source.replace(source.one(WITHOUT_STATES, within=branches[0].test), WEIGHTS_ALONE)
+    source.replace(source.one(WITHOUT_STATES, within=test), WEIGHTS_ALONE)

@@ -3,11 +3,9 @@
 https://github.com/deepspeedai/DeepSpeed/issues/8499
 """
 
-import ast
-
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import Function, NoMatch, Source
+from ckpt_patches.engine.source import Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -35,22 +33,10 @@ NOT_UNIVERSAL = "not self.load_universal_checkpoint()"
 def read_the_checkpoint_of_the_tag(source: Source) -> None:
     """Upstream's script takes the tag from `latest`. A universal checkpoint has no files for it, and does without."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
-    test = test_of_weights_alone(source, load)
+    test = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load).test
     source.check_parts({WITH_TAG: source.has(WITH_TAG, load), NOT_UNIVERSAL: source.has(NOT_UNIVERSAL, test)})
     source.replace(source.one(WITHOUT_TAG, within=load), WITH_TAG)
     stage_3 = source.one(STAGE_3, within=test)
     source.insert_at(stage_3, "(")
     source.insert_at(stage_3, f" and {NOT_UNIVERSAL}\n{' ' * 15}", end=True)
     source.insert_at(test, ")", end=True)
-
-
-def test_of_weights_alone(source: Source, load: Function) -> ast.expr:
-    """What decides that the weights are put together from the ranks' files. Raises NoMatch."""
-    branches = [
-        branch
-        for branch in source.all_of(ast.If, load)
-        if any(source.has("get_fp32_state_dict_from_zero_checkpoint(...)", line) for line in branch.body)
-    ]
-    if len(branches) != 1:
-        raise NoMatch(f"expected one `if` that loads weights of ZeRO-3 alone, found {len(branches)}")
-    return branches[0].test

@@ -206,6 +206,14 @@ class Source:
         """The only `if` with that test. Raises NoMatch."""
         return self._one_with(ast.If, "test", test, within, f"if {test}")
 
+    def branch_around(self, pattern: str, within: ast.AST | None = None) -> ast.If:
+        """The only `if` that has this code in its own branch, not in `else` alone. Raises NoMatch."""
+        branches = self.all_of(ast.If, within)
+        found = [branch for branch in branches if any(self.has(pattern, line) for line in branch.body)]
+        if len(found) != 1:
+            raise NoMatch(f"expected one `if` around `{pattern}`, found {len(found)}")
+        return found[0]
+
     def loop(self, target: str, within: ast.AST | None = None) -> ast.For:
         """The only `for` with that target. Raises NoMatch."""
         return self._one_with(ast.For, "target", target, within, f"for {target} in ...")

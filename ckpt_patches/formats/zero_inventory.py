@@ -114,14 +114,20 @@ def _model_parallel_ranks(
     if len(stated) > 1:
         yield Problem(CONTRADICTION, "mp_world_size", f"model files state {_listed(stated)} model-parallel ranks")
     count = max((size for size in stated if size is not None), default=1)
-    for number in range(count):
-        if not any(mp == number for _, mp in models):
-            yield Problem(ABSENT_RANK, f"model-parallel rank {number} of {count}", "the file of its model states")
-        if not any(mp == number for _, mp in ranks):
-            yield Problem(ABSENT_RANK, f"model-parallel rank {number} of {count}", "all files of its optimizer states")
+    yield from absent_ranks({mp for _, mp in models}, count, "the file of its model states")
+    yield from absent_ranks({mp for _, mp in ranks}, count, "all files of its optimizer states")
     for number in sorted({mp for _, mp in (*ranks, *models) if mp >= count}):
         if stated:
             yield Problem(FOREIGN, f"model-parallel rank {number}", f"the model files state {count} of them")
+
+
+def absent_ranks(there: Collection[int], count: int, what: str) -> Iterator[Problem]:
+    """Which of `count` model-parallel ranks are not there, neighbors together."""
+    for before, after in itertools.pairwise((-1, *sorted(number for number in there if number < count), count)):
+        first, last = before + 1, after - 1
+        if first <= last:
+            named = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            yield Problem(ABSENT_RANK, f"model-parallel {named} of {count}", what)
 
 
 def count_of(value: Any) -> int | None:

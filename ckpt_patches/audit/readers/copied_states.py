@@ -1,6 +1,5 @@
 """States that are copies of each other, to the last bit: one of them was written over, or put in the other's place."""
 
-import os
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
@@ -8,6 +7,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, Checkpoint, Extent, Shard
 from ckpt_patches.formats.checksum import of_zeros
+from ckpt_patches.formats.ranged import RangedFiles
 
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 LEAST = 2  # elements: one alone can be equal by chance
@@ -19,26 +19,24 @@ Checksums = dict[tuple[str, int, int], int]
 def findings(found: Checkpoint) -> Iterator[Finding]:
     """Of each parameter the states that are the same and not all zeros."""
     checksums = {(record.path, record.offset, record.nbytes): record.crc for record in found.records}
-    for shard in found.shards:
-        for one, other in _same(shard, checksums):
-            detail = f"it is the same as {shard.streams[one].array}, bit for bit: one is a copy"
-            yield Finding(damages.FOREIGN_FILE, shard.streams[other].array, shard.label, detail=detail)
+    with RangedFiles() as files:
+        for shard in found.shards:
+            for one, other in _same(shard, checksums, files):
+                detail = f"it is the same as {shard.streams[one].array}, bit for bit: one is a copy"
+                yield Finding(damages.FOREIGN_FILE, shard.streams[other].array, shard.label, detail=detail)
 
 
-def _same(shard: Shard, checksums: Checksums) -> Iterator[tuple[str, str]]:
+def _same(shard: Shard, checksums: Checksums, files: RangedFiles) -> Iterator[tuple[str, str]]:
     if shard.numel < LEAST:
         return
     for one, other in combinations([role for role in STATES if role in shard.streams], 2):
         first, second = shard.streams[one], shard.streams[other]
-        if (
-            first.dtype == second.dtype
-            and first.dtype in NUMBERS
-            and _are_same(first.extents, second.extents, checksums)
-        ):
+        is_number = first.dtype == second.dtype and first.dtype in NUMBERS
+        if is_number and _are_same(first.extents, second.extents, checksums, files):
             yield one, other
 
 
-def _are_same(one: Iterable[Extent], other: Iterable[Extent], checksums: Checksums) -> bool:
+def _are_same(one: Iterable[Extent], other: Iterable[Extent], checksums: Checksums, files: RangedFiles) -> bool:
     """By their checksums where the files have them, else by their bytes, of which the first mostly tell."""
     pairs = list(zip(one, other, strict=False))
     if any(first.nbytes != second.nbytes for first, second in pairs):
@@ -47,24 +45,24 @@ def _are_same(one: Iterable[Extent], other: Iterable[Extent], checksums: Checksu
     if all(crc is not None for pair in known for crc in pair):
         zeros = all(crc == of_zeros(first.nbytes) for (first, _), (crc, _) in zip(pairs, known, strict=True))
         return not zeros and all(first == second for first, second in known)
-    return _same_bytes(pairs)
+    try:
+        return _same_bytes(pairs, files)
+    except OSError:  # which is a finding where it is judged
+        return False
 
 
-def _same_bytes(pairs: Iterable[tuple[Extent, Extent]]) -> bool:
+def _same_bytes(pairs: Iterable[tuple[Extent, Extent]], files: RangedFiles) -> bool:
     is_zero = True
     for first, second in pairs:
         for at in range(0, first.nbytes, PIECE):
-            own, other = (_bytes(extent, at) for extent in (first, second))
+            own, other = (_bytes(extent, at, files) for extent in (first, second))
             if own != other:
                 return False
             is_zero = is_zero and not any(own)
     return not is_zero
 
 
-def _bytes(extent: Extent, at: int) -> bytes:
-    """A piece; nothing of a file that cannot be read, which is a finding where it is judged."""
-    try:
-        with open(extent.path, "rb") as file:
-            return os.pread(file.fileno(), min(PIECE, extent.nbytes - at), extent.offset + at)
-    except OSError:
-        return b""
+def _bytes(extent: Extent, at: int, files: RangedFiles) -> bytes:
+    piece = bytearray(min(PIECE, extent.nbytes - at))
+    files.read(extent.path, extent.offset + at, memoryview(piece))
+    return bytes(piece)

@@ -19,7 +19,6 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.formats import optimizer_inventory, zero, zero_inventory
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero_inventory import (
-    ABSENT_RANK,
     ABSENT_STATE,
     CONTRADICTION,
     ModelFacts,
@@ -32,7 +31,6 @@ MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 INNER = "optimizer_state_dict"
 SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter")
 DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
-MOST_NAMED = 1000  # ranks of which a finding names each
 MASTERS = ("fp32_groups_flat", "fp32_groups")  # of FP16_Optimizer and FP16_UnfusedOptimizer
 
 
@@ -53,9 +51,14 @@ def read(path: Path) -> Checkpoint:
         if file is not None and isinstance(file.value, dict):
             models.append(ModelFacts(name, file.value))
             steps += _read_rank(found, file, f"mp_rank_{model_rank:02d}" if several else "")
+    count = max((c for model in models if (c := count_of(model.value.get("mp_world_size")))), default=1)
     numbers = {model_rank for _, model_rank in folder.models}
-    problems = [*zero_inventory.other_step(path.name, models), *_model_parallel_ranks(models, numbers)]
-    found.findings += [Finding(tensor_streams.PROBLEMS[p.kind], p.where, detail=p.detail) for p in problems]
+    found.findings += tensor_streams.findings(
+        [
+            *zero_inventory.other_step(path.name, models),
+            *zero_inventory.absent_ranks(numbers, count, "the file of its model states"),
+        ]
+    )
     for name in folder.names:
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
@@ -63,12 +66,6 @@ def read(path: Path) -> Checkpoint:
     if found.step and all(taken_steps(model.value) == found.step - 1 for model in models):
         found.step -= 1  # the first one was taken with zero gradients, to allocate the states
     return found
-
-
-def _model_parallel_ranks(models: list[ModelFacts], numbers: set[int]) -> Iterator[Problem]:
-    count = max((c for model in models if (c := count_of(model.value.get("mp_world_size")))), default=1)
-    for number in sorted(set(range(min(count, MOST_NAMED))) - numbers):
-        yield Problem(ABSENT_RANK, f"model-parallel rank {number} of {count}", "the file of its model states")
 
 
 def _read_rank(found: Checkpoint, file: TorchFile, label: str) -> list[Any]:
@@ -98,7 +95,7 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str) -> list[Any]:
         steps += [group["step"] for group in own.groups if "step" in group] + list(own.steps.values())
         for number, state in own.states.items():
             found.shards += _shard(found, path, label, number, state, masters)
-    found.findings += [Finding(tensor_streams.PROBLEMS[p.kind], p.where, label, detail=p.detail) for p in problems]
+    found.findings += tensor_streams.findings(problems, label)
     return steps
 
 

@@ -1,5 +1,6 @@
 """Tensors of torch.save's files as streams, for the readers of formats that consist of such files."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def read_file(
         return None
     hold(found, file, (0, file.size))
     return file
+
+
+def findings(problems: Iterable[zero_inventory.Problem], label: str = "") -> list[Finding]:
+    """What an inventory has found, as findings."""
+    return [Finding(PROBLEMS[problem.kind], problem.where, label, detail=problem.detail) for problem in problems]
 
 
 def telling_checksums(file: torch_file.TorchFile) -> dict[int, int]:

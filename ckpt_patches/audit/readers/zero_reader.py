@@ -92,11 +92,12 @@ def read(path: Path) -> Checkpoint:
         for file in _read_model_rank(found, folder, model_rank, models):
             ranks[file.rank, model_rank] = file.facts
             stages.add(file.state.stage)
-    for problem in (
-        *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names, folder.optimizer),
-        *zero_inventory.other_step(path.name, models.values()),
-    ):
-        found.findings.append(Finding(tensor_streams.PROBLEMS[problem.kind], problem.where, detail=problem.detail))
+    found.findings += tensor_streams.findings(
+        [
+            *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names, folder.optimizer),
+            *zero_inventory.other_step(path.name, models.values()),
+        ]
+    )
     for name in folder.names:  # layers of pipelines, experts, what other ranks of stage 3 have of the model
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
