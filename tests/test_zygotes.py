@@ -172,7 +172,7 @@ def gone(*processes: int) -> bool:
 def running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between open and read
         return False
 
 
