@@ -78,10 +78,8 @@ def _slice_mappings_in_buffer_order(
             offset += numel
         owned = sum(fragment.numel for fragment in mapping.values())
         if not owned <= partition.numel() <= size:
-            raise ValueError(
-                f"expected {owned} to {size} elements of param group {group} on data-parallel rank {dp_index} of "
-                f"{dp_degree}, found {partition.numel()}: where its parameters lie cannot be told"
-            )
+            where = f"param group {group} on data-parallel rank {dp_index} of {dp_degree}"
+            raise ValueError(f"expected {owned} to {size} elements of {where}, found {partition.numel()}")
         mappings.append(mapping)
     return mappings
 

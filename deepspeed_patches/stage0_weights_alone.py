@@ -21,10 +21,10 @@ fix = Fix(
 )
 
 SCHEDULE = "load_lr_scheduler_states and self.lr_scheduler is not None"
-WITHOUT_STATES = "not load_optimizer_states and not self.zero_optimization()"
-REFRESH = f"""
-if {WITHOUT_STATES} and hasattr(self.optimizer, 'refresh_fp32_params'):
-    self.optimizer.refresh_fp32_params()  # else the next step would undo the load
+REFRESH = """
+if not load_optimizer_states and not self.zero_optimization():
+    if hasattr(self.optimizer, 'refresh_fp32_params'):
+        self.optimizer.refresh_fp32_params()  # else the next step would undo the load
 """
 
 

@@ -60,10 +60,9 @@ class DeepSpeedEngine:
         missing = [name for name in found.missing_keys if name not in elsewhere]
         missing += self._load_frozen_partitions(partitioned, load_dir, tag)
         if missing and strict:
-            raise RuntimeError(
-                f"expected all frozen parameters and buffers of this model in {os.path.join(load_dir, str(tag))}, "
-                f"found no {', '.join(missing)}; with load_module_strict=False they keep the values that they have"
-            )
+            expected = f"all frozen parameters and buffers of this model in {os.path.join(load_dir, str(tag))}"
+            remedy = "with load_module_strict=False they keep the values that they have"
+            raise RuntimeError(f"expected {expected}, found no {', '.join(missing)}; {remedy}")
 
     def _load_frozen_partitions(self, params: "dict[str, Any]", load_dir: str, tag: str) -> "list[str]":
         """Load this rank's part of frozen parameters at ZeRO-3, from the parts of the ranks that have saved.
@@ -91,15 +90,16 @@ class DeepSpeedEngine:
             if name not in fragments[0]:
                 missing.append(name)
                 continue
-            if fragments[0][name].numel() != size:
-                raise RuntimeError(
-                    f"{name}: expected {size} of {numel} elements in {paths[0]}, one of {len(paths)} files, found "
-                    f"{fragments[0][name].numel()}; a file is missing, or the parameter has another shape"
-                )
+            found = fragments[0][name].numel()
+            if found != size:
+                expected = f"{size} of {numel} elements in {paths[0]}, one of {len(paths)} files"
+                cause = "a file is missing, or the parameter has another shape"
+                raise RuntimeError(f"{name}: expected {expected}, found {found}; {cause}")
             if begin < numel:
                 saved = torch.cat([fragments[rank][name].flatten() for rank in range(first, last + 1)])
-                part = saved[begin - first * size :][:own]
-                param.ds_tensor.data.view(-1)[: part.numel()].copy_(part)
+                skipped = begin - first * size
+                part = saved[skipped:][:own]
+                param.ds_tensor.data.view(-1).narrow(0, 0, part.numel()).copy_(part)
         return missing
 
 

@@ -22,7 +22,7 @@ fix = Fix(
 )
 
 WITHOUT_STATES = "not load_optimizer_states"
-WEIGHTS_ALONE = "(not load_optimizer_states or load_module_only)"
+WEIGHTS_ALONE = "weights_alone = load_module_only or not load_optimizer_states"
 
 
 @fix.edit(ENGINE)
@@ -31,7 +31,8 @@ def put_the_weights_together(source: Source) -> None:
     if b"and not load_module_only" not in source.data:
         raise NotConcerned  # up to 0.12.6 all states are loaded then
     load = source.function("DeepSpeedEngine._load_checkpoint")
-    test = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load).test
-    if source.has(WEIGHTS_ALONE, test):
+    if source.has(WEIGHTS_ALONE, within=load):
         raise AlreadyThere
-    source.replace(source.one(WITHOUT_STATES, within=test), WEIGHTS_ALONE)
+    branch = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load)
+    source.insert_before(branch, WEIGHTS_ALONE)
+    source.replace(source.one(WITHOUT_STATES, within=branch.test), "weights_alone")

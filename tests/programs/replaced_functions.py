@@ -55,7 +55,12 @@ def main(package: str) -> None:
     unnoticed: list[str] = []
     count: dict[str, int] = {}
     for module, file in plan.files.items():
-        loaded = importlib.import_module(module)
+        try:
+            loaded = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "torch_nebula":  # of Azure, on no index
+                raise
+            continue
         verify()
         for function, fixes in file.functions.items():
             *owners, name = function.split(".")

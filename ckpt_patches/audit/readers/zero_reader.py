@@ -92,6 +92,9 @@ def read(path: Path) -> Checkpoint:
         for file in _read_model_rank(found, folder, model_rank, models):
             ranks[file.rank, model_rank] = file.facts
             stages.add(file.state.stage)
+        for (dp, mp), model in models.items():
+            if mp == model_rank and dp is not None:
+                _add_frozen_parts(found, path / model.name, dp, model.value)
     found.findings += tensor_streams.findings(
         [
             *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names, folder.optimizer),
@@ -296,6 +299,31 @@ def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
         return True
     own = config.get("checkpoint")
     return isinstance(own, dict) and bool(own.get("load_universal"))
+
+
+def _add_frozen_parts(found: Checkpoint, path: Path, rank: int, info: Mapping[str, Any]) -> None:
+    """A rank's parts of frozen parameters at stage 3, without the padding behind the last elements.
+
+    DeepSpeed allocates it with torch.empty, so that it can hold NaN.
+    """
+    shapes, fragments = info.get("frozen_param_shapes"), info.get("frozen_param_fragments")
+    if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not found.data_parallel:
+        return
+    for name, part in fragments.items():
+        numel = math.prod(shapes.get(name, ()))
+        # MiCS shares a parameter among fewer ranks: then all elements are looked at, as of an unknown tensor.
+        if not isinstance(part, TensorHeader) or part.numel != -(-numel // found.data_parallel):
+            continue
+        own = min(max(numel - rank * part.numel, 0), part.numel)
+        array = f"frozen_param_fragments.{name}"
+        stream = tensor_streams.stream(found, path, array, part)
+        if stream is None:
+            continue
+        found.padded.append(stream.extents[0])
+        if own:
+            extent = Extent(str(path), part.offset, own * ITEM_SIZE[part.dtype])
+            streams = {WEIGHT: Stream(array, part.dtype, (extent,))}
+            found.shards.append(Shard(array, path.name, (own,), streams))
 
 
 def _frozen(info: Mapping[str, Any]) -> str:
