@@ -125,7 +125,8 @@ universal files | disk | Universal checkpoint | audit · repair · fingerprint
 ordinary load | load | Load a ZeRO checkpoint
   each rank reads its own files
   sets: partitions, settings, step
-  @ runtime.engine runtime.checkpoint_engine.torch_checkpoint_engine utils.zero_to_fp32
+  @ runtime.engine runtime.checkpoint_engine.torch_checkpoint_engine
+  @ runtime.checkpoint_engine.fast_checkpoint_engine utils.zero_to_fp32
 universal load | load | Load a universal checkpoint
   each rank reads its part of each parameter
   sets: masters and moments

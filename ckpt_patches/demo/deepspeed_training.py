@@ -81,6 +81,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage1_round_robin": {**BF16, **zero(1, round_robin_gradients=True)},
     "stage2_round_robin": {**BF16, **zero(2, round_robin_gradients=True)},
     "stage3": {**BF16, **zero(3)},
+    "stage3_writer": {**BF16, **zero(3), "checkpoint": {"writer": {"type": "python"}}},
+    "stage3_decoupled": {**BF16, **zero(3), "checkpoint": {"writer": {"type": "python", "decoupled": True}}},
     "stage1_fp16": {**FP16, **zero(1)},
     "stage2_fp16": {**FP16, **zero(2)},
     "stage3_fp16": {**FP16, **zero(3)},

@@ -7,8 +7,10 @@ OUTCOMES: dict[str, str] = {
     "bf16_stage0_gradients": "0.12.0 - 0.17.6 m 0.18.6 t",
     "bf16_stage0_state": "0.12.0 -- 0.17.6 mm",
     "bf16_wrapper_name": "0.12.0 --- 0.17.6 m-- 0.18.3 mmm 0.18.5 ttt",
+    "decoupled_last_save": "0.12.0 - 0.17.1 m",
     "dp_zero_empty_state": "0.7.0 m3 0.8.0 m2 0.11.0 m1 0.19.0 m",
     "dp_zero_lean_gather": "0.7.0 mmm",
+    "fast_writer_load": "0.12.0 -- 0.17.1 mm",
     "fingerprint_deepspeed": "0.12.0 m",
     "fingerprint_megatron": "0.7.0 mmm",
     "fully_reshardable_shift": "0.7.0 - 0.15.0 m",
@@ -46,4 +48,5 @@ OUTCOMES: dict[str, str] = {
     "zero3_universal_rank": "0.12.0 - 0.14.5 m 0.18.0 t 0.19.3 b",
     "zero3_universal_save": "0.12.0 - 0.14.5 m 0.18.0 b",
     "zero3_weights_of_tag": "0.12.0 m",
+    "zero_to_fp32_bf16": "0.12.0 mm",
 }

@@ -1,0 +1,40 @@
+"""Name the last save of the decoupled writer in `latest`.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L1264
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+ENGINE = "deepspeed.runtime.engine"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L1264",),
+    symptom="a restart goes back to the save before the last one",
+    releases=(("0.17.1", newest("deepspeed")),),
+    stacks="decoupled checkpoint writer",
+    silent=True,
+    stages=("latest",),
+    test="tests/unit/checkpoint/test_decoupled_last_save.py",
+)
+
+COMMIT = "self._commit_decoupled_checkpoint()"
+CLEANUPS = ("checkpoint_engine.cleanup()", "self.checkpoint_engine.cleanup()")  # the second up to 0.17
+COMMIT_FIRST = """try:
+    {commit}
+finally:
+    {cleanup}"""
+
+
+@fix.edit(ENGINE)
+def commit_and_name_what_is_pending(source: Source) -> None:
+    """A save is committed, and named, in the next step; at the end `cleanup` commits its files and does not name it."""
+    if b"def _commit_decoupled_checkpoint(" not in source.data:
+        raise NotConcerned  # up to 0.17.0 there is no such writer
+    destroy = source.function("DeepSpeedEngine.destroy")
+    if source.has(COMMIT, within=destroy):
+        raise AlreadyThere
+    text = next((found for found in CLEANUPS if source.has(found, within=destroy)), CLEANUPS[0])
+    source.replace(source.one(text, within=destroy), COMMIT_FIRST.format(commit=COMMIT, cleanup=text))
