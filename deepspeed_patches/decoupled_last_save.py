@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -13,15 +13,17 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L1264",),
     symptom="a restart goes back to the save before the last one",
-    releases=(("0.17.1", newest("deepspeed")),),
+    releases=(("0.17.1", "0.17.1"), ("0.18.4", newest("deepspeed"))),
     stacks="decoupled checkpoint writer",
     silent=True,
     stages=("latest",),
+    concerns="deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine",
+    where=lambda source: b"mp.get_start_methods(" not in source.data,  # torch has none: no writer starts
     test="tests/unit/checkpoint/test_decoupled_last_save.py",
 )
 
 COMMIT = "self._commit_decoupled_checkpoint()"
-CLEANUPS = ("checkpoint_engine.cleanup()", "self.checkpoint_engine.cleanup()")  # the second up to 0.17
+CLEANUPS = ("checkpoint_engine.cleanup()", "self.checkpoint_engine.cleanup()")  # the second up to 0.18.4
 COMMIT_FIRST = """try:
     {commit}
 finally:
@@ -31,8 +33,6 @@ finally:
 @fix.edit(ENGINE)
 def commit_and_name_what_is_pending(source: Source) -> None:
     """A save is committed, and named, in the next step; at the end `cleanup` commits its files and does not name it."""
-    if b"def _commit_decoupled_checkpoint(" not in source.data:
-        raise NotConcerned  # up to 0.17.0 there is no such writer
     destroy = source.function("DeepSpeedEngine.destroy")
     if source.has(COMMIT, within=destroy):
         raise AlreadyThere

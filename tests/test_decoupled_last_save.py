@@ -4,7 +4,8 @@ from upstream import demonstrate, releases, with_fix, without_fix
 
 FIX = "decoupled_last_save"
 
-AFFECTED = releases("deepspeed", oldest="0.17.1")
+# Between them the decoupled writer does not start.
+AFFECTED = [*releases("deepspeed", oldest="0.17.1", newest="0.17.1"), *releases("deepspeed", oldest="0.18.4")]
 
 
 @without_fix(FIX, AFFECTED)

@@ -7,7 +7,7 @@ OUTCOMES: dict[str, str] = {
     "bf16_stage0_gradients": "0.12.0 - 0.17.6 m 0.18.6 t",
     "bf16_stage0_state": "0.12.0 -- 0.17.6 mm",
     "bf16_wrapper_name": "0.12.0 --- 0.17.6 m-- 0.18.3 mmm 0.18.5 ttt",
-    "decoupled_last_save": "0.12.0 - 0.17.1 m",
+    "decoupled_last_save": "0.12.0 - 0.17.1 m 0.17.2 - 0.18.4 m",
     "dp_zero_empty_state": "0.7.0 m3 0.8.0 m2 0.11.0 m1 0.19.0 m",
     "dp_zero_lean_gather": "0.7.0 mmm",
     "fast_writer_load": "0.12.0 -- 0.17.1 mm",

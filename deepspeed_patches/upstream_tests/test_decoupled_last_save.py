@@ -17,7 +17,7 @@ CONFIG = {
         "enabled": True
     },
     "zero_optimization": {
-        "stage": 1
+        "stage": 3
     },
     "checkpoint": {
         "writer": {
@@ -30,6 +30,7 @@ CONFIG = {
 
 class TestDecoupledLastSave(DistributedTest):
     world_size = 2
+    non_daemonic_procs = True  # the writer is a process of each rank
 
     def test_latest_names_it(self, tmpdir, monkeypatch):
         monkeypatch.setenv("CROSS_SIZE", "1")
