@@ -9,6 +9,8 @@ from email.header import Header
 from email.utils import formatdate
 from pathlib import Path
 
+from ckpt_patches.engine.fix import path_of
+from ckpt_patches.engine.registry import PLUGINS
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
@@ -105,13 +107,15 @@ def message_of(text: str, patch: Patch) -> Message:
 
 
 def page(name: str) -> Path:
-    """Where the page of a fix lies: with the package, or in docs/ of a checkout.
+    """Where the page of a fix lies: with the package, or in docs/ of a checkout; a plug-in's beside the fix.
 
     Raises:
         UserError: in neither.
     """
     package = Path(os.path.realpath(__file__)).parent.parent
     places = [package / "pages" / f"{name}.md", package.parent / "docs" / f"{name}.md"]
+    if name in PLUGINS:
+        places = [Path(path_of(name)).with_suffix(".md")]
     for place in places:
         if place.exists():
             return place

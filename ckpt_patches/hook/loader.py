@@ -3,6 +3,7 @@
 import sys
 from _frozen_importlib_external import SourceFileLoader
 
+from ckpt_patches.engine.registry import TARGETS
 from ckpt_patches.hook import running
 
 TYPE_CHECKING = False
@@ -93,7 +94,8 @@ class PatchedLoader(running.RunsEditedCode):
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
         spec.loader = self.ordinary
-        running.keep_unedited(self.name, spec)
+        if self.name in TARGETS:  # it may become one yet, if a plug-in imports it while it is read
+            running.keep_unedited(self.name, spec)
         self.file = None
         if "linecache" in sys.modules:
             sys.modules["linecache"].cache.pop(self.path, None)
