@@ -126,6 +126,19 @@ def test_a_root_of_a_plugins_own_is_looked_at(tmp_path: Path) -> None:
     assert [line.split() for line in shown.splitlines() if line.startswith("two ")] == [["two", "active"]]
 
 
+@pytest.mark.quick
+def test_the_file_of_a_root_itself_is_edited(tmp_path: Path) -> None:
+    """One that no fix of ours is for, at the moment when plug-ins are read."""
+    (tmp_path / "nvidia_resiliency_ext").mkdir()
+    (tmp_path / "nvidia_resiliency_ext/__init__.py").write_text("def answer():\n    return 1\n")
+    (tmp_path / "nvidia_resiliency_ext-0.4.1.dist-info").mkdir()
+    text = FIX.format(module="nvidia_resiliency_ext", more="")
+    distribution(tmp_path, "their-fixes", {"two": "two:fix"}, {"two.py": text})
+    done = python("-c", "import nvidia_resiliency_ext as m; print(m.answer())", tree=tmp_path)
+    assert done.stdout == "2\n"
+    assert f"on nvidia-resiliency-ext 0.4.1 ({tmp_path}): two" in done.stderr
+
+
 BROKEN = {
     "raises": ("broken:fix", "raise OSError('no licence')", "OSError: no licence"),
     "exits": ("broken:fix", "raise SystemExit(3)", "SystemExit: 3"),
@@ -281,6 +294,10 @@ def test_the_commands_have_a_plugins_fix(tmp_path: Path) -> None:
     assert command("explain", "two") == "Answer with two.\n"
     assert "-    return 1\n+    return 2\n" in command("diff", "two")
     assert "return 2" in command("show", OTHER)
+    git = {f"GIT_{who}_{what}": "me@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    python("-m", "ckpt_patches", "diff", "--split", str(tmp_path / "patches"), tree=tmp_path, env=git)
+    (patch,) = tmp_path.glob("patches/*-two.patch")
+    assert "Subject: [PATCH 2/2] Answer with two\n" in patch.read_text()
     command("apply", "two")
     assert path.read_text().endswith("return 2\n")
     assert python("-c", ANSWER, tree=tmp_path, env={"CKPT_PATCHES": "off"}).stdout == "2\n"

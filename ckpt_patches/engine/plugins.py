@@ -12,8 +12,12 @@ from importlib import metadata
 
 from ckpt_patches import ROOTS
 from ckpt_patches.engine import registry
-from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.requirements import parse
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from ckpt_patches.engine.fix import Fix
 
 GROUP = "ckpt_patches.fixes"
 
@@ -69,8 +73,7 @@ def _add(point: metadata.EntryPoint) -> None:
     brought_by = _distribution(point)
     try:
         fix = point.load()
-        if registry.PLUGINS.get(point.name) is not fix:  # another thread may have added it
-            _check(point, fix)
+        if registry.PLUGINS.get(point.name) is not fix and _check(point, fix):  # another thread may have added it
             _register(fix, brought_by)
         return
     except _Unusable as error:
@@ -81,7 +84,10 @@ def _add(point: metadata.EntryPoint) -> None:
     errors[f"{message}. Repair or uninstall it, or set CKPT_PATCHES_SKIP={_line(point.name)}"] = point.name
 
 
-def _check(point: metadata.EntryPoint, fix: object) -> None:
+def _check(point: metadata.EntryPoint, fix: object) -> "TypeGuard[Fix]":
+    from ckpt_patches.engine.fix import Fix
+    from ckpt_patches.engine.requirements import parse
+
     if not isinstance(fix, Fix):
         raise _Unusable(f"expected a ckpt_patches.engine.fix.Fix in {point.value}, found a {type(fix).__name__}")
     if fix.name != point.name or not re.fullmatch(r"\w+", fix.name):
@@ -106,15 +112,16 @@ def _check(point: metadata.EntryPoint, fix: object) -> None:
             parse(requirement)
         except ValueError as error:
             raise _Unusable(str(error)) from None
+    return True
 
 
-def _modules(fix: Fix) -> Iterable[str]:
+def _modules(fix: "Fix") -> Iterable[str]:
     """The modules that a fix edits or looks at; a package's own file is no module that an import names."""
     concerned = [fix.concerns] if fix.concerns and not fix.concerns.endswith(".__init__") else []
     return tuple(dict.fromkeys([*(edit.module for edit in fix.edits), *concerned]))
 
 
-def _register(fix: Fix, brought_by: str) -> None:
+def _register(fix: "Fix", brought_by: str) -> None:
     modules = tuple(_modules(fix))
     _brought_by[fix.name] = brought_by
     registry.PLUGINS[fix.name] = fix

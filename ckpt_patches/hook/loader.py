@@ -79,18 +79,20 @@ class PatchedLoader(running.RunsEditedCode):
 
     def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
         """What this module gets. Says what there is to say, at the latest when an edited module is run."""
-        from ckpt_patches.hook import log_lines
-
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
         if plan is not None and (file is None or tell_edited):
+            from ckpt_patches.hook import log_lines
+
             log_lines.tell(plan, self.switches)
         return file
 
     def _is_guarded(self) -> bool:
+        if self.switches.mode != "strict" or self.name not in TARGETS:
+            return False
         from ckpt_patches.hook.functions import ENTRANCES
 
-        return self.switches.mode == "strict" and self.name in ENTRANCES
+        return self.name in ENTRANCES
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
         spec.loader = self.ordinary
