@@ -27,10 +27,24 @@ FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
 # Switches of earlier versions: CHANGELOG.md, upgrade notes.
 REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED")
-# What every target module's name begins with. The registry itself is read when the first such name is met.
-PREFIXES = ("megatron.", "deepspeed.")
-# Without one of these in sys.modules no target has been loaded.
-PACKAGES = ("megatron.core", "deepspeed")
+# The packages that fixes edit, and the distribution that each is of. The registry itself is read when the first module
+# of one is met, plug-ins when it is loaded. Without one of these in sys.modules no target has been loaded.
+ROOTS = {
+    "megatron.core": "megatron-core",
+    "megatron.training": "megatron-lm",
+    "deepspeed": "deepspeed",
+    "nvidia_resiliency_ext": "nvidia-resiliency-ext",
+    "apex": "apex",
+}
+# What every target module's name begins with.
+PREFIXES = tuple(ROOTS)
+
+
+def add_root(package: str, distribution: str) -> None:
+    """Look at the imports of one more package; for the .pth file of a plug-in (docs/plugins.md)."""
+    global PREFIXES
+    ROOTS[package] = distribution
+    PREFIXES = tuple(ROOTS)
 
 
 def _this_file() -> "tuple[int, int] | None":
@@ -74,9 +88,14 @@ class Switches:
     def _read_skip(self, value: str) -> None:
         from ckpt_patches.engine.registry import EVERYTHING, FIXES
 
-        names = [name.strip() for name in value.split(",")]
-        self.skip = frozenset(name for name in names if name in EVERYTHING)
-        for wrong in [name for name in names if name and name not in EVERYTHING]:
+        names = [name for name in map(str.strip, value.split(",")) if name]
+        unknown_names = [name for name in names if name not in EVERYTHING]
+        if unknown_names:
+            from ckpt_patches.engine import plugins
+
+            unknown_names = [name for name in unknown_names if name not in plugins.names()]
+        self.skip = frozenset(names).difference(unknown_names)
+        for wrong in unknown_names:
             from ckpt_patches.errors import unknown
 
             self.errors.append(
@@ -114,9 +133,9 @@ class PatchFinder:
             if not _is_complete() and is_replaced():
                 self.give_up()
                 return None
-            from ckpt_patches.engine.registry import TARGETS
+            from ckpt_patches.engine import registry
 
-            if fullname in TARGETS:
+            if fullname in registry.TARGETS or (not registry.has_plugins and registry.root_of(fullname)):
                 found: ModuleSpec | None = load_hook().patched_spec(self, fullname, path, target)
                 return found
         in_front = sys.meta_path and sys.meta_path[0] is self
@@ -167,7 +186,7 @@ def _is_needed_here(fullname: str) -> bool:
 
 
 def any_loaded() -> bool:
-    return any(package in sys.modules for package in PACKAGES)
+    return any(package in sys.modules for package in ROOTS)
 
 
 # Why there is no finder, where its start has failed.

@@ -49,7 +49,7 @@ def test_a_message_is_for_the_reviewer_of_one_release(name: str) -> None:
 @pytest.mark.parametrize("name", FIXES)
 def test_the_added_test_fits_upstreams_width(name: str) -> None:
     package = package_of(name)
-    assert max(map(len, upstream_test(package, name)[1].decode().splitlines())) <= COLUMNS[package]
+    assert max(map(len, upstream_test(name)[1].decode().splitlines())) <= COLUMNS[package]
 
 
 @pytest.mark.parametrize(("distribution", "version"), TREES)

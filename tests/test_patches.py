@@ -78,7 +78,7 @@ def test_each_patch_alone_and_all_as_a_series(
         am(base, [patches[other] for other in needed])
         with_it = copy_of(base, tmp_path / name / "after")
         am(with_it, [patches[name]])
-        path, text = upstream_test(fixes.package_of(name), name)
+        path, text = upstream_test(name)
         (base / path).parent.mkdir(parents=True, exist_ok=True)
         (base / path).write_bytes(text)
         before |= outcomes(base, [name], "--exitfirst")  # a rank that fails may leave others waiting

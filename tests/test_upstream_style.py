@@ -80,7 +80,7 @@ def test_what_a_fix_adds_is_as_upstreams_tools_would_have_it(name: str, tmp_path
 @pytest.mark.parametrize("name", FIXES)
 def test_the_test_that_goes_with_it_is_too(name: str, tmp_path: Path) -> None:
     package = fixes.package_of(name)
-    path, text = upstream_test(package, name)
+    path, text = upstream_test(name)
     test, empty = tmp_path / Path(path).name, tmp_path / "empty.py"
     test.write_bytes(text)
     empty.touch()

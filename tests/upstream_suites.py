@@ -312,7 +312,7 @@ def _plain(why: str) -> str:
 
 def own_test(place: Place, fix: str, limits: Limits) -> dict[str, Any]:
     """What becomes of a fix's own test, without the fix and with it alone."""
-    path, text = upstream_test(package_of(fix), fix)
+    path, text = upstream_test(fix)
     (place.tree / path).parent.mkdir(parents=True, exist_ok=True)
     (place.tree / path).write_bytes(text)
     fixes(place, "without")

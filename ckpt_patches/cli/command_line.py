@@ -13,9 +13,10 @@ from ckpt_patches import __version__
 from ckpt_patches.audit import audit_command as audit
 from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
+from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import FIXES, TARGETS
+from ckpt_patches.engine.registry import FIXES, TARGETS, packages
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -34,6 +35,8 @@ exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2
 read or written; 3 no verdict on a checkpoint is possible"""
 
 TO_UNIVERSAL = "to-universal"
+# The commands about fixes: these read those of plug-ins, too.
+OF_FIXES = ("status", "list", "explain", "diff", "show", "apply", "revert", "completion")
 # Of the JSON of status and list; raised when a key is renamed, removed or changes its meaning.
 SCHEMA = 1
 JSON_HELP = "print JSON (ckpt-patches explain json)"
@@ -43,6 +46,7 @@ MEANING = {
     Outcome.APPLIES: "applied",
     Outcome.ALREADY_THERE: "already there",
     Outcome.NOT_PRESENT: "not present in this release",
+    Outcome.NOT_NEEDED: "not needed",
     Outcome.NO_MATCH: "NO MATCH",
 }
 
@@ -57,9 +61,30 @@ def _run(arguments: Sequence[str]) -> int:
         from ckpt_patches.convert import convert_command
 
         return convert_command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
+    if arguments[:1] and arguments[0] in OF_FIXES:
+        _read_plugins(silent=arguments[0] == "status")
     options = _parsers()[0].parse_args(spelled(arguments))
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
+
+
+def _read_plugins(*, silent: bool) -> None:
+    """Read the fixes of plug-ins, and (but for `status`, which shows it) say which are of no use.
+
+    Raises:
+        UserError: one is, in strict mode.
+    """
+    from ckpt_patches import Switches
+
+    plugins.read()
+    if silent or not plugins.errors:
+        return
+    switches = Switches(os.environ)
+    messages = [message for message, name in plugins.errors.items() if name not in switches.skip]
+    if messages and switches.mode == "strict":
+        raise UserError(messages[0])
+    for message in messages:
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -246,8 +271,9 @@ def _completion(options: argparse.Namespace) -> int:
 def _distribution(name: str) -> str:
     """The name of an upstream package as pip has it."""
     found = name.lower().replace("_", "-")
-    if found not in DISTRIBUTIONS.values():
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(DISTRIBUTIONS.values())}, found {name}")
+    known = [DISTRIBUTIONS[package] for package in packages()]
+    if found not in known:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(known)}, found {name}")
     return found
 
 

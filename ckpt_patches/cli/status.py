@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches import Switches, __version__
+from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, packages
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -27,7 +28,7 @@ SWITCHED_OFF = "switched off"
 INACTIVE = "inactive"
 # The bug is there, and its fix is not.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
-NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT)
+NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT, Outcome.NOT_NEEDED.value)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Status:
     installed: tuple[Installed, ...]
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
-    errors: tuple[str, ...]  # packages that are missing
+    errors: tuple[str, ...]  # packages that are missing, plug-ins that cannot be used
     proofs: tuple[Proof, ...] = ()
 
     @property
@@ -85,9 +86,7 @@ class Status:
 
     def summary(self) -> str:
         """The number of fixes by what they do, of the packages that are installed."""
-        here = {DISTRIBUTIONS[package] for package in (CORE, DEEPSPEED)} & {
-            package.name for package in self.installed if package.version
-        }
+        here = {package.name for package in self.installed if package.version}
         states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
         in_place = states.count(APPLIED_IN_PLACE)
         return ", ".join(
@@ -112,7 +111,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
-    found = {package: root_of(package, tree) for package in (CORE, DEEPSPEED)}
+    found = {package: root_of(package, tree) for package in packages()}
     roots = {package: Path(root) if root else None for package, root in found.items()}
     if tree is not None and not any(roots.values()):
         raise UserError(f"expected megatron/core/ or deepspeed/ in {tree}, found none")
@@ -126,7 +125,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
     ]
-    others = [_distribution(name) for name in ("torch", "zarr", "apex")]
+    others = [_distribution(name) for name in ("torch", "zarr", "apex") if name not in roots]
     # What this command's Python lacks, the one that runs a tree may have.
     installed += [package for package in others if tree is None or package.version]
     skipped = [f"{name} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert {name}" for name in in_place]
@@ -134,6 +133,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     if tree is None:
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
     errors = _errors(roots, tree, required)
+    errors += (message for message, name in plugins.errors.items() if name not in switches.skip)
     return Status(
         __version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings), tuple(errors)
     )
@@ -145,9 +145,10 @@ def proven(status: Status, tree: str | None = None) -> Status:
     from ckpt_patches.demo.run import demonstrations
 
     known = demonstrations()
-    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, APPLIED_IN_PLACE) and fix.name in known]
+    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, APPLIED_IN_PLACE)]
     environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
-    found = prove([known[name] for name in active], environ)
+    nothing = (None, "it brings no program demos/NAME.py beside its file")
+    found = dict.fromkeys(active, nothing) | prove([known[name] for name in active if name in known], environ)
     words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
     return replace(status, proofs=tuple(Proof(name, words[found[name][0]], found[name][1]) for name in active))
 
@@ -155,8 +156,8 @@ def proven(status: Status, tree: str | None = None) -> Status:
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
     """The packages that this environment lacks."""
     where = f"for {sys.executable}" if tree is None else f"in {tree}"
-    absent = [DISTRIBUTIONS[package] for package, root in roots.items() if root is None]
-    if len(absent) == len(roots):
+    absent = [DISTRIBUTIONS[package] for package in (CORE, DEEPSPEED) if roots[package] is None]
+    if not any(roots.values()):
         return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found neither"]
     return [f"expected {name} to be installed {where}, found none" for name in absent if name in required]
 
@@ -217,6 +218,10 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
     elif result.outcome is Outcome.NO_MATCH:
         state, reason = NO_MATCH, result.reason
+    elif result.outcome is Outcome.NOT_NEEDED and result.name in in_place:
+        state, reason = APPLIED_IN_PLACE, f"{result.outcome.value}, revert it: {result.reason}"
+    elif result.outcome is Outcome.NOT_NEEDED:
+        state, reason = result.outcome.value, result.reason
     elif result.outcome is Outcome.APPLIES:
         skipped = result.name in switches.skip
         state, reason = (SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}") if skipped else (ACTIVE, "")

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.engine.registry import FOLDERS, folder
+from ckpt_patches.engine.fix import path_of
+from ckpt_patches.engine.registry import FOLDERS, PLUGINS, folder
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
@@ -43,8 +44,10 @@ class DemonstrationFailed(RuntimeError):
 
 
 def demonstrations() -> dict[str, Demonstration]:
-    """By fix, in the order of their names; the fixes are in `registry.FIXES`, which this does not read."""
+    """By fix, in the order of their names; of plug-ins, too, that have been read."""
     paths = [path for package in FOLDERS for path in Path(folder(package), "demos").glob("*.py")]
+    brought = (Path(path_of(name)).with_name("demos") / f"{name}.py" for name in PLUGINS)
+    paths += (path for path in brought if path.exists())
     return {path.stem: read(path) for path in sorted(paths, key=lambda path: path.stem)}
 
 

@@ -5,9 +5,8 @@ import os
 import re
 from pathlib import Path
 
-from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix import load, path_of
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan
-from ckpt_patches.engine.registry import folder
 
 
 def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
@@ -17,7 +16,7 @@ def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
     """
     parts = [file_diff(plan.root, file) for file in plan.files.values()]
     if with_test:
-        parts += [new_file_diff(*upstream_test(plan.package, name)) for name in plan.named(Outcome.APPLIES)]
+        parts += [new_file_diff(*upstream_test(name)) for name in plan.named(Outcome.APPLIES) if load(name).test]
     return b"".join(parts)
 
 
@@ -27,10 +26,10 @@ def file_diff(root: str, file: FilePlan) -> bytes:
     return unified_diff(f"a/{path}", f"b/{path}", file.original, file.patched)
 
 
-def upstream_test(package: str, name: str) -> tuple[str, bytes]:
+def upstream_test(name: str) -> tuple[str, bytes]:
     """Where a fix's upstream-style test goes in an upstream checkout, and its text."""
     path = load(name).test
-    return path, Path(folder(package), "upstream_tests", Path(path).name).read_bytes()
+    return path, Path(path_of(name)).with_name("upstream_tests").joinpath(Path(path).name).read_bytes()
 
 
 def new_file_diff(path: str, text: bytes) -> bytes:

@@ -2,10 +2,11 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_patches.engine.registry import EVERYTHING, TARGETS, folder
+from ckpt_patches.engine.registry import EVERYTHING, PLUGINS, TARGETS, folder
 from ckpt_patches.engine.source import Source
 
 EditFunction = Callable[[Source], None]
@@ -35,14 +36,15 @@ class Fix:
     """One fix: all of its edits are made, or none."""
 
     module_name: str  # the fix's file is its name
-    upstream: tuple[str, ...]  # issues and pull requests
-    test: str  # where the upstream-style regression test goes in an upstream checkout
+    upstream: tuple[str, ...] = ()  # issues and pull requests
+    test: str = ""  # where the upstream-style regression test goes in an upstream checkout
     depends_on: tuple[str, ...] = ()  # fixes without which this one, or its test, does not work
     symptom: str = ""  # what a user sees, a fragment of at most 80 characters
     releases: tuple[tuple[str, str], ...] = ()  # inclusive ranges with the bug; documentation, never the gate
     stacks: str = ""  # the format, optimizer or setting that the bug needs
     silent: bool = False  # in at least one case the state is wrong without an error
     stages: tuple[str, ...] = ()  # of a save, a conversion or a load, where the bug sits: tests/map_page.py
+    requires: tuple[str, ...] = ()  # versions of packages without which it is not needed: `torch>=2.8,<2.10`
     concerns: str = ""  # module without which the fix is not for this release
     switch: str = ""  # not a fix: active only where CKPT_PATCHES_<SWITCH> asks for it
     where: Callable[[Source], bool] | None = None  # of that module's source: whether it is
@@ -54,7 +56,7 @@ class Fix:
 
     @property
     def package(self) -> str:
-        """The upstream package that it edits: `megatron.core` or `deepspeed`."""
+        """The upstream package that it edits, such as `megatron.core`."""
         return TARGETS[EVERYTHING[self.name][0]]
 
     def affects(self, version: str) -> bool:
@@ -85,6 +87,8 @@ def package_of(name: str) -> str:
 
 def path_of(name: str) -> str:
     """The file of a fix."""
+    if name in PLUGINS:
+        return str(sys.modules[PLUGINS[name].module_name].__file__)
     return os.path.join(folder(package_of(name)), f"{name}.py")
 
 
@@ -96,6 +100,9 @@ def sentence(name: str) -> str:
 
 def load(name: str) -> Fix:
     """Load a fix from its file, by path: the same in an install and in a checkout, and `megatron` is never imported."""
+    if name in PLUGINS:
+        plugin: Fix = PLUGINS[name]
+        return plugin
     path = path_of(name)
     spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{name}", path)
     if spec is None or spec.loader is None:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.registry import CORE
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.registry import DEEPSPEED
 
 HEADS = ("symptom", "releases", "stacks", "fix")
 SILENT = "Silent: wrong state without an error"
@@ -22,6 +23,6 @@ def groups(fixes: Iterable[Fix]) -> list[tuple[str, list[Row]]]:
 
 
 def row(fix: Fix) -> Row:
-    title = "megatron-core" if fix.package == CORE else "DeepSpeed"
+    title = "DeepSpeed" if fix.package == DEEPSPEED else DISTRIBUTIONS[fix.package]
     ranges = ", ".join(f"{first} \N{EN DASH} {last}" for first, last in fix.releases)
-    return fix.symptom, f"{title} {ranges}", fix.stacks, fix.name
+    return fix.symptom, f"{title} {ranges}".strip(), fix.stacks, fix.name

@@ -9,6 +9,8 @@ from email.header import Header
 from email.utils import formatdate
 from pathlib import Path
 
+from ckpt_patches.engine.fix import path_of, sentence
+from ckpt_patches.engine.registry import PLUGINS
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
@@ -53,12 +55,22 @@ def author_of(root: str) -> Author:
 
 def files_of(series: Series, author: Author) -> dict[str, bytes]:
     """By file name, the patches of a series, numbered in their order for `git am`."""
-    messages = {patch.name: message_of(page(patch.name).read_text(encoding="utf-8"), patch) for patch in series.patches}
+    messages = {patch.name: _message(patch) for patch in series.patches}
     count = len(series.patches)
     return {
         f"{number:04}-{patch.name}.patch": _file(patch, messages, author, f"{number}/{count}")
         for number, patch in enumerate(series.patches, start=1)
     }
+
+
+def _message(patch: Patch) -> Message:
+    """That of the page; of a plug-in's fix without one, the sentence that says what it does."""
+    try:
+        return message_of(page(patch.name).read_text(encoding="utf-8"), patch)
+    except UserError:
+        if patch.name not in PLUGINS:
+            raise
+        return Message(sentence(patch.name).removesuffix("."), "")
 
 
 def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str) -> bytes:
@@ -105,13 +117,15 @@ def message_of(text: str, patch: Patch) -> Message:
 
 
 def page(name: str) -> Path:
-    """Where the page of a fix lies: with the package, or in docs/ of a checkout.
+    """Where the page of a fix lies: with the package, or in docs/ of a checkout; a plug-in's beside the fix.
 
     Raises:
         UserError: in neither.
     """
     package = Path(os.path.realpath(__file__)).parent.parent
     places = [package / "pages" / f"{name}.md", package.parent / "docs" / f"{name}.md"]
+    if name in PLUGINS:
+        places = [Path(path_of(name)).with_suffix(".md")]
     for place in places:
         if place.exists():
             return place

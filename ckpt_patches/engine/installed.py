@@ -1,5 +1,6 @@
 """Where the upstream packages are, and which releases they are. Nothing of them is imported."""
 
+import importlib.metadata
 import os
 import re
 import sys
@@ -7,9 +8,10 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches import ROOTS
+from ckpt_patches.engine.registry import DEEPSPEED
 
-DISTRIBUTIONS = {CORE: "megatron-core", DEEPSPEED: "deepspeed"}
+DISTRIBUTIONS = ROOTS
 
 
 def contains(root: str | Path, package: str) -> bool:
@@ -18,8 +20,25 @@ def contains(root: str | Path, package: str) -> bool:
 
 
 def version_in(root: str | Path, package: str) -> str:
-    """The release of the package in a tree, from the package's own files; '?' where they do not say."""
-    return (_core_version if package == CORE else _deepspeed_version)(Path(root)) or "?"
+    """The release of the package in a tree, from its files; '?' where they do not say."""
+    if package.startswith("megatron."):
+        found = _core_version(Path(root))
+    elif package == DEEPSPEED:
+        found = _deepspeed_version(Path(root))
+    else:
+        found = ""
+    return found or _recorded_version(Path(root), DISTRIBUTIONS[package]) or "?"
+
+
+def version_of(distribution: str, root: str | Path) -> str | None:
+    """The release that a program gets with this tree first on its path; '?' where nothing says it, None without it."""
+    for package in (package for package, name in DISTRIBUTIONS.items() if name == distribution):
+        place = root if contains(root, package) else locate(package)
+        if place is not None:
+            return version_in(place, package)
+    for found in importlib.metadata.distributions(name=distribution, path=[str(root), *sys.path]):
+        return found.version or "?"
+    return "?" if find_spec(distribution.replace("-", "_")) else None
 
 
 def _read(path: Path) -> str:
@@ -42,6 +61,12 @@ def _deepspeed_version(root: Path) -> str:
     """The installed package has git_version_info_installed.py, a checkout version.txt."""
     found = re.search(r"^version\s*=\s*['\"]([^'\"]+)", _read(root / "deepspeed/git_version_info_installed.py"), re.M)
     return found[1] if found else _read(root / "version.txt").strip()
+
+
+def _recorded_version(root: Path, distribution: str) -> str:
+    """The installed package's folder `name-version.dist-info`."""
+    found = sorted(root.glob(f"{distribution.replace('-', '_')}-*.dist-info"))
+    return found[0].stem.partition("-")[2] if found else ""
 
 
 def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:

@@ -15,7 +15,8 @@ from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, u
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.names import new_unbound_names
-from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS
+from ckpt_patches.engine.registry import FIXES, PLUGINS, SWITCHED, TARGETS
+from ckpt_patches.engine.requirements import unmet
 from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection
@@ -31,6 +32,7 @@ class Outcome(Enum):
     ALREADY_THERE = "already there"
     NO_MATCH = "no match"
     NOT_PRESENT = "not present"
+    NOT_NEEDED = "not needed"  # what it requires of other packages' versions is not so here
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class FixResult:
 
     name: str
     outcome: Outcome
-    reason: str = ""  # for NO_MATCH: file, what was expected, what was found
+    reason: str = ""  # for NO_MATCH: file, what was expected, what was found; for NOT_NEEDED: which version
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
     modules: tuple[str, ...] = ()  # for APPLIES: those that it edits
     functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: by module, those that it edits or brings
@@ -190,7 +192,7 @@ def plan_tree(
 
     Args:
         root: the tree.
-        package: `megatron.core` or `deepspeed`.
+        package: such as `megatron.core`.
         names: the fixes, in their order.
         originals: by path, the text to start from, for files that are edited on disk already.
         unavailable: by fix and module, why this fix cannot edit it here; if it would, it does not match.
@@ -249,8 +251,11 @@ def _try(name: str, tree: _Tree) -> FixResult:
     before = tree.marks()
     try:
         fix = load(name)
+        if reason := unmet(fix.requires, tree.root):
+            return FixResult(name, Outcome.NOT_NEEDED, reason)
         found = _make(fix, tree)
-        _check_absence(fix, tree, found)
+        if name not in PLUGINS:  # of these there is no record
+            _check_absence(fix, tree, found)
         modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
         return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)
     except (NoMatch, UnreadableSource) as error:
@@ -278,6 +283,8 @@ def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
     if missing and _outcome(found) is not Outcome.NOT_PRESENT:
         path = module_path(tree.root, missing[0])
         raise NoMatch(f"{path}: there is no such file, though the fix's other files are there")
+    if missing and fix.name in PLUGINS:
+        raise NoMatch(f"{module_path(tree.root, missing[0])}: there is no such file, and the fix is for it")
     made = [edit for edit, word in zip(fix.edits, found, strict=True) if word.startswith(MADE)]
     there = [edit for edit, word in zip(fix.edits, found, strict=True) if word[:1] in (THERE, NO_BUG)]
     _check_whole(made, there)

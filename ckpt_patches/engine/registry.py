@@ -1,10 +1,16 @@
 """Every fix and the upstream modules it edits, in the order in which fixes are applied.
 
 Read when the first module of megatron or deepspeed is imported. Nothing is listed here: the fixes are found in their
-folders, when a wheel is built or, in a checkout, now.
+folders, when a wheel is built or, in a checkout, now. Those of other distributions come later: `plugins`.
 """
 
 import os
+
+from ckpt_patches import ROOTS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 CORE = "megatron.core"
 DEEPSPEED = "deepspeed"
@@ -38,9 +44,20 @@ EVERYTHING: dict[str, tuple[str, ...]] = {**FIXES}
 for _parts in SWITCHED.values():
     EVERYTHING |= _parts
 
+
+def root_of(module: str) -> str:
+    """The upstream package that a module is of; empty if it is of none."""
+    return max((root for root in ROOTS if f"{module}.".startswith(f"{root}.")), key=len, default="")
+
+
 # Upstream module: its package. What the import hook looks every name up in.
-TARGETS = {
-    module: (CORE if module.startswith("megatron.") else DEEPSPEED)
-    for modules in EVERYTHING.values()
-    for module in modules
-}
+TARGETS = {module: root_of(module) for modules in EVERYTHING.values() for module in modules}
+
+# The fixes of other distributions, by their names, and whether they have been looked for.
+PLUGINS: "dict[str, Any]" = {}
+has_plugins = False
+
+
+def packages() -> list[str]:
+    """The upstream packages that there are fixes for."""
+    return list(dict.fromkeys((CORE, DEEPSPEED, *list(TARGETS.values()))))

@@ -15,7 +15,7 @@ _RECORDED = {
         0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
         0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
 }
-_PACKAGES = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
+_PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
 # In order, the oldest first.
 RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
 

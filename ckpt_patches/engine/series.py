@@ -116,7 +116,8 @@ def _patch(
         path = Path(os.path.relpath(file.path, root)).as_posix()
         text = before.files[module].patched if module in before.files else file.original
         parts.append(unified_diff(f"a/{path}", f"b/{path}", text, file.patched, place.context))
-    return Patch(name, dependencies[name], b"".join(parts), new_file_diff(*upstream_test(package, name)))
+    test = new_file_diff(*upstream_test(name)) if load(name).test else b""
+    return Patch(name, dependencies[name], b"".join(parts), test)
 
 
 def _closure(name: str, dependencies: dict[str, tuple[str, ...]]) -> set[str]:

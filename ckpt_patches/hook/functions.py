@@ -13,7 +13,6 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from ckpt_patches.engine.plan import FilePlan
-from ckpt_patches.errors import StrictModeError
 from ckpt_patches.hook import running
 
 TYPE_CHECKING = False
@@ -111,10 +110,7 @@ def tell_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
 
     replaced = [change for change in changes() if not change.wraps]
     messages = [replacement(fix, replaced) for fix in dict.fromkeys(fix for change in replaced for fix in change.fixes)]
-    for message in messages:
-        log_lines.warn(message, at_exit, error=switches.mode == "strict")
-    if messages and switches.mode == "strict":
-        raise StrictModeError(messages[0])
+    log_lines.warn_or_raise(messages, switches, at_exit=at_exit)
 
 
 def replacement(fix: str, replaced: list[Change]) -> str:

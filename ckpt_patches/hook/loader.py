@@ -3,6 +3,7 @@
 import sys
 from _frozen_importlib_external import SourceFileLoader
 
+from ckpt_patches.engine.registry import TARGETS
 from ckpt_patches.hook import running
 
 TYPE_CHECKING = False
@@ -78,22 +79,25 @@ class PatchedLoader(running.RunsEditedCode):
 
     def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
         """What this module gets. Says what there is to say, at the latest when an edited module is run."""
-        from ckpt_patches.hook import log_lines
-
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
         if plan is not None and (file is None or tell_edited):
+            from ckpt_patches.hook import log_lines
+
             log_lines.tell(plan, self.switches)
         return file
 
     def _is_guarded(self) -> bool:
+        if self.switches.mode != "strict" or self.name not in TARGETS:
+            return False
         from ckpt_patches.hook.functions import ENTRANCES
 
-        return self.switches.mode == "strict" and self.name in ENTRANCES
+        return self.name in ENTRANCES
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
         spec.loader = self.ordinary
-        running.keep_unedited(self.name, spec)
+        if self.name in TARGETS:  # it may become one yet, if a plug-in imports it while it is read
+            running.keep_unedited(self.name, spec)
         self.file = None
         if "linecache" in sys.modules:
             sys.modules["linecache"].cache.pop(self.path, None)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_patches import __version__
@@ -31,6 +32,11 @@ def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None
     if not at_exit:
         _announce(plan)
     messages = [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
+    warn_or_raise(messages, switches, at_exit=at_exit)
+
+
+def warn_or_raise(messages: Sequence[str], switches: "Switches", *, at_exit: bool = False) -> None:
+    """Warn of each, on rank 0; in strict mode raise StrictModeError with the first, on every rank."""
     for message in messages:
         warn(message, at_exit, error=switches.mode == "strict")
     if messages and switches.mode == "strict":

@@ -17,7 +17,7 @@ def lines(switches: "Switches") -> Iterator[str]:
     for plan in plans:
         yield log_lines.upstream(plan)
         for result in plan.results:
-            if result.outcome in (Outcome.APPLIES, Outcome.NO_MATCH):
+            if result.outcome in (Outcome.APPLIES, Outcome.NO_MATCH, Outcome.NOT_NEEDED):
                 mine = [change for change in changes if result.name in change.fixes]
                 yield f"  {result.name}: {_state(result, mine)}"
     if not plans:
@@ -27,6 +27,8 @@ def lines(switches: "Switches") -> Iterator[str]:
 def _state(result: FixResult, changes: list[functions.Change]) -> str:
     if result.outcome is Outcome.NO_MATCH:
         return f"NOT active: {result.reason}"
+    if result.outcome is Outcome.NOT_NEEDED:
+        return f"{result.outcome.value}: {result.reason}"
     replaced = [str(change) for change in changes if not change.wraps]
     if replaced:
         return f"NOT active any more: {'; '.join(replaced)}"

@@ -11,8 +11,7 @@ import sys
 from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 
-from ckpt_patches import PACKAGES
-from ckpt_patches.engine.registry import EVERYTHING, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, TARGETS, packages
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.runtime.ranks import is_rank_zero
 
@@ -73,8 +72,11 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
     Made when the first target of a tree is met, and anew when the file or what runs is not what it was.
 
     Raises:
-        StrictModeError: there is none, in strict mode.
+        StrictModeError: there is none, in strict mode; or a plug-in cannot be used.
     """
+    read_plugins(switches)
+    if module not in TARGETS:  # looked at for what plug-ins may have brought
+        return None
     try:
         path = os.path.abspath(path)
         return _current_plan(_root(module, path), TARGETS[module], switches, module, _text(path))
@@ -83,6 +85,23 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
 
         log_lines.tell_unpatched(module, path, error, switches)
         return None
+
+
+def read_plugins(switches: "Switches", *, at_exit: bool = False) -> None:
+    """Read the fixes that plug-ins bring, once, and say which of them cannot be used.
+
+    Raises:
+        StrictModeError: there is one, in strict mode; every time.
+    """
+    from ckpt_patches.engine import plugins
+
+    if plugins.read():
+        _plans.clear()
+    messages = [message for message, name in plugins.errors.items() if name not in switches.skip]
+    if messages:
+        from ckpt_patches.hook import log_lines
+
+        log_lines.warn_or_raise(messages, switches, at_exit=at_exit)
 
 
 def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan, dict[tuple[str, str], str]]":
@@ -112,7 +131,8 @@ def plans(switches: "Switches") -> "Iterator[TreePlan]":
 
 def not_examined() -> list[str]:
     """Targets that are loaded, not by us, and of which nothing has been said yet."""
-    return [module for module in TARGETS if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
+    targets = list(TARGETS)  # another thread may be reading plug-ins
+    return [module for module in targets if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
 
 
 def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False) -> None:
@@ -122,7 +142,8 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
         StrictModeError: there is one, in strict mode; every time.
     """
     try:
-        modules = [module for module in TARGETS if _is_loaded(module)] if again else not_examined()
+        read_plugins(switches, at_exit=at_exit)
+        modules = [module for module in list(TARGETS) if _is_loaded(module)] if again else not_examined()
         if switches.mode == "strict" or is_rank_zero(os.environ):
             _say_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
             for look in looks:
@@ -139,7 +160,7 @@ def _trees_of_packages() -> "dict[tuple[str, str], None]":
     """The trees of the packages that are imported, also where no target is: they may have been refused, or moved."""
     from ckpt_patches.engine.plan import tree_root
 
-    origins = {package: os.path.abspath(_origin(package)) for package in PACKAGES if _is_loaded(package)}
+    origins = {package: os.path.abspath(_origin(package)) for package in packages() if _is_loaded(package)}
     roots = {package: tree_root(origin, package) for package, origin in origins.items()}
     return {(root, package): None for package, root in roots.items() if root is not None}
 

@@ -1,0 +1,1 @@
+"""Fixes of another distribution: docs/plugins.md."""
