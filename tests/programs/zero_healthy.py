@@ -112,7 +112,7 @@ def train_and_save(options: dict[str, Any], folder: Path) -> None:
         run.backward(loss)
         with torch.no_grad():
             run.step()
-    run.save_checkpoint(str(folder))
+    run.save_checkpoint(str(folder), client_state={"universal_checkpoint_info": {}})
 
 
 def write(rank: int, out: str, seed: int, count: int) -> list[str]:
