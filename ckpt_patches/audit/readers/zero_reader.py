@@ -222,7 +222,8 @@ def _set_run(found: Checkpoint, files: list[RankFile], ranks: Iterable[int], inf
     steps = {file.step for file in files if file.step is not None}
     # SGD and Lion store no step; an optimizer that never stepped stores no state.
     found.step = max(steps, default=None if any(file.state.states for file in files) else 0)
-    found.beta1 = first_beta(files[0].state.settings)
+    found.groups = [group for group in files[0].state.settings if isinstance(group, dict)]
+    found.beta1 = first_beta(found.groups)
 
 
 def _check_model_files(

@@ -34,7 +34,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Shard,
     Stream,
 )
-from ckpt_patches.audit.repair import unshift
+from ckpt_patches.audit.repair import same_run, unshift
 from ckpt_patches.audit.repair.copies import (
     Range,
     begin_copy,
@@ -205,6 +205,7 @@ class Result:
     done: tuple[Done, ...]
     copies: tuple[Copies, ...]
     moved: int  # elements of shifted masters that are in their places now; the moments' are, too
+    source: tuple[str, int | None] | None  # the older checkpoint and its step
 
 
 def repair(
@@ -213,6 +214,8 @@ def repair(
     older_path: Path | None,
     workers: int,
     ranks: Ranks | None = None,
+    *,
+    trust_source: bool = False,
 ) -> Result | None:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
@@ -220,14 +223,15 @@ def repair(
     this, and share the reading and the copying; rank 0 repairs, and gives the copy its name. The result is on rank 0.
 
     Raises:
-        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
+        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already; or
+            the older one is not known to be of the same run, unless `trust_source`.
     """
     ranks = ranks or Ranks()
     ranks.first("looking at the output", lambda: _check_new(path, output))
     report = audit_together(path, workers, ranks)
     ranks.first("the audit", lambda: _check_damaged(report))
     older = audit_together(older_path, workers, ranks) if older_path else None
-    ranks.first("the audit of the older checkpoint", lambda: _check_older(report, older))
+    ranks.first("the audit of the older checkpoint", lambda: _check_older(report, older, trust=trust_source))
     made = ranks.first("planning", lambda: _planned(report, older))
     with ExitStack() as stack:
 
@@ -261,7 +265,8 @@ def repair(
     if made is None or done is None:
         return None
     moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
-    return Result(tuple(done), made.copies, moved)
+    source = (str(older.checkpoint.path), older.checkpoint.step) if older else None
+    return Result(tuple(done), made.copies, moved, source)
 
 
 # Of rank 0, which alone has the reports
@@ -278,14 +283,9 @@ def _check_damaged(report: Report | None) -> None:
         raise UserError(f"{report.checkpoint.path} is {report.verdict}: nothing to repair")
 
 
-def _check_older(report: Report | None, older: Report | None) -> None:
-    """A later step is none that the run comes from."""
-    if report is None or older is None:
-        return
-    own, step = report.checkpoint.step, older.checkpoint.step
-    if own is not None and step is not None and step > own:
-        path, source = report.checkpoint.path, older.checkpoint.path
-        raise UserError(f"--from {source}: expected step {own} at the latest, that of {path}, found step {step}")
+def _check_older(report: Report | None, older: Report | None, *, trust: bool) -> None:
+    if report and older:
+        same_run.check(report.checkpoint, older.checkpoint, trust=trust)
 
 
 def _planned(report: Report | None, older: Report | None) -> Plan:
