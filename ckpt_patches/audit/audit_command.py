@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
@@ -101,8 +101,8 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
         return ["repair", *map(str, (options.path, options.output, options.older, options.trust_source))]
 
     ranks.agree("the arguments", called_with, by=list)
-    trust = options.trust_source
-    result = repair(options.path, options.output, options.older, workers, ranks, trust_source=trust)
+    how: dict[str, Any] = {"trust_source": options.trust_source, "say": partial(commands.say, "ckpt-patches")}
+    result = repair(options.path, options.output, options.older, workers, ranks, **how)
     if result is not None and options.json:
         print(json.dumps(repair_report.as_json(options.output, result), indent=1))
     elif result is not None:

@@ -7,7 +7,7 @@ square would make huge steps.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,7 @@ from ckpt_patches.formats.zarr import LOCKS
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.durable import new_folder
 from ckpt_patches.runtime.unfinished import check_outside, check_space
+from ckpt_patches.runtime.units import in_bytes
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements, many times a block
@@ -116,7 +117,7 @@ def plan(report: Report, older: Report | None) -> Plan:
         elif finding.kind is damages.ONE_MODEL_FILE:
             refused += [(finding, lost[finding.array])] if lost[finding.array] else []
         elif shard is None or finding.begin is None or finding.end is None:
-            refused.append((finding, finding.kind.remedy))
+            refused.append((finding, _no_copy(finding)))
         elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):
             refused.append((finding, reason))
         else:
@@ -128,7 +129,7 @@ def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) ->
     """Why a finding with a range cannot be repaired; empty if it can."""
     kinds = {MASTER: (*IN_MASTER, *CHUNKS), EXP_AVG: (*IN_MOMENTS, *CHUNKS), EXP_AVG_SQ: (*IN_MOMENTS, *CHUNKS)}
     if finding.kind not in kinds.get(role, ()):
-        return finding.kind.remedy
+        return _no_copy(finding)
     if role == MASTER:
         return (
             "" if WEIGHT in shard.streams else "the checkpoint does not have the model's own weights of these elements"
@@ -155,6 +156,11 @@ def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) ->
         ):
             return f"{older.checkpoint.path} has {other.kind.name} in the same range"
     return ""
+
+
+def _no_copy(finding: Finding) -> str:
+    """Why it is beyond repair."""
+    return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
 
 
 def _same(found: Checkpoint, shard: Shard) -> Shard | None:
@@ -216,6 +222,7 @@ def repair(
     ranks: Ranks | None = None,
     *,
     trust_source: bool = False,
+    say: Callable[[str], object] = lambda line: None,
 ) -> Result | None:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
@@ -238,7 +245,9 @@ def repair(
         def begin() -> tuple[Path, list[list[Range]]]:
             temporary = stack.enter_context(new_folder(output))
             ranges = begin_copy(path, temporary, but=f"*{LOCKS}")
-            check_space(output, sum(found.end - found.begin for found in ranges))
+            nbytes = sum(found.end - found.begin for found in ranges)
+            free = check_space(output, nbytes)
+            say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
             divided = shares([found.cost for found in ranges], ranks.size)
             return temporary, [ranges[share.start : share.stop] for share in divided]
 
