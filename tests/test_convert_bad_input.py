@@ -212,6 +212,13 @@ def test_an_output_folder_that_exists(what: str, folder: Path, tmp_path: Path) -
     assert f"{output} exists" in done.stderr
 
 
+def test_an_output_in_the_source_is_refused(folder: Path) -> None:
+    done = ours(folder, folder / "universal", check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"expected an output folder outside of {folder}" in done.stderr
+    assert not (folder / "universal").exists()
+
+
 def test_an_empty_output_folder_is_taken(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "universal").mkdir()
     ours(folder, tmp_path / "universal")

@@ -296,6 +296,14 @@ def test_what_is_absent_or_foreign_is_refused_before_a_byte_is_written(
     migrate(old, tmp_path / "new", "--damaged-as-is")
 
 
+def test_an_output_in_the_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    before = sorted(old.iterdir())
+    migrate(old, old / "new", status=2)
+    assert f"expected an output folder outside of {old}" in capsys.readouterr().err
+    assert sorted(old.iterdir()) == before
+
+
 def test_no_param_groups_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, _ = checkpoint(tmp_path / "old", optimizer={"optimizer": {"param_groups": []}})
     assert "missing_state param_groups" in refused(capsys, old, tmp_path, status=1)
