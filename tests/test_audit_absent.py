@@ -3,6 +3,8 @@
 import fnmatch
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,3 +290,13 @@ OF_UNIVERSAL: list[tuple[Change, set[str]]] = [
 @pytest.mark.parametrize(("change", "expected"), OF_UNIVERSAL, ids=["a step", "another step", "the groups", "a moment"])
 def test_of_universal(change: Change, expected: set[str], tmp_path: Path) -> None:
     check(EVERY["universal of stage 2"].path, change, expected, tmp_path)
+
+
+def test_thousands_of_chunks_in_no_file_are_a_finding_for_each_file(tmp_path: Path) -> None:
+    """An index can have millions, and costs the audit little for each: tests/benchmarks/test_many_chunks.py."""
+    folder, program = tmp_path / "iter_0000001", Path(__file__).parent / "programs/write_index_of_chunks.py"
+    subprocess.run([sys.executable, str(program), str(folder), "20000"], check=True)
+    report = audit(folder)
+    lost = [finding.detail for finding in report.findings if finding.kind.name == "bad_file"]
+    assert sorted(lost) == [f"2500 chunks are beyond the end of __{n}_0.distcp, at its byte 0" for n in range(8)]
+    assert report.verdict == DAMAGED

@@ -8,7 +8,11 @@ import pytest
 
 import shared
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
+from ckpt_patches.convert.convert import Options, planned
+from ckpt_patches.convert.traits import installed
+from ckpt_patches.formats.zero import look
 from upstream import newest, run_json, tree
+from zero_checkpoints import convert
 
 TABLE = Path(__file__).parent.parent / "docs/audit.md"
 # Why one can be UNKNOWN: docs/audit.md, "Detection coverage".
@@ -46,3 +50,13 @@ def test_two_hundred() -> None:
     assert found.total() >= 200
     row = f"| {found.total()} | {found[WHOLE]} | {found[UNKNOWN]} | 0 |"
     assert row in TABLE.read_text(), f"expected in {TABLE}: {row}"
+
+
+def test_what_upstreams_converter_takes_ours_takes(tmp_path: Path) -> None:
+    folders = [next(options.parent.glob("global_step*")) for options in written(2, 12).glob("*/options.json")]
+    of_zero = [folder for folder in folders if look(folder).optimizer]
+    outcome = convert(tmp_path, *of_zero, version=newest("deepspeed"), delivery="hook")
+    taken = [folder for folder in of_zero if not outcome[folder.parent.name]]
+    assert len(taken) >= 4, outcome
+    for folder in taken:
+        assert planned(folder, installed()[0], Options()).outputs

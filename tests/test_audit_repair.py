@@ -19,6 +19,7 @@ from ckpt_patches.audit.repair.repair import FROM_OLDER, FROM_WEIGHT, RESET
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from ckpt_patches.formats.paths import LeavesFolderError
+from ckpt_patches.runtime.units import in_bytes
 from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
 from test_audit import (
     Change,
@@ -118,6 +119,8 @@ def test_what_cannot_be_repaired_is_said_before_anything_is_written(
     assert first == f"ckpt-patches: {zarr} cannot be repaired, and nothing was written:"
     assert damages
     assert all(re.match(r"  \w+ \S", line) for line in damages)  # as docs/commands.md says of `repair`
+    assert all("the checkpoint has nothing to take it from" in line for line in damages)
+    assert not any("repair as" in line or "take another" in line for line in damages)
     assert [path.name for path in tmp_path.iterdir()] == [zarr.name]
 
 
@@ -261,6 +264,13 @@ def test_the_older_one_is_named_in_the_output_and_in_the_list(
     source = f"{FROM_OLDER}: {older}, step {audit(older).checkpoint.step}"
     assert source in capsys.readouterr().out
     assert {entry["source"] for entry in listed(tmp_path / "new")} == {source}
+
+
+def test_the_size_of_the_copy_is_printed_before(zarr: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lose_first_moment(zarr)
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 0
+    size = in_bytes(sum(file.stat().st_size for file in zarr.rglob("*") if file.is_file()))
+    assert f"{tmp_path / 'new'}: copying {size}, and " in capsys.readouterr().err
 
 
 def test_an_output_in_the_source_is_refused(zarr: Path, capsys: pytest.CaptureFixture[str]) -> None:

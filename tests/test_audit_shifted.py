@@ -291,7 +291,8 @@ def refusal(path: Path, to: Path, capsys: pytest.CaptureFixture[str], *options: 
 
 
 def test_moments_are_not_taken_from_a_shifted_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(saved(DEFAULT), tmp_path / "output", capsys, "--from", str(saved(DEFAULT)))
+    older = shutil.copytree(saved(DEFAULT), tmp_path / "older")
+    said = refusal(saved(DEFAULT), tmp_path / "output", capsys, "--from", str(older))
     assert "is shifted itself" in said
 
 

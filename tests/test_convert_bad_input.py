@@ -83,6 +83,11 @@ def without_rank_2(folder: Path) -> None:
         path.unlink()
 
 
+def without_model_rank_1(folder: Path) -> None:
+    for path in folder.glob("*mp_rank_01*"):
+        path.unlink()
+
+
 def truncated(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
@@ -100,13 +105,16 @@ def copied(old: str, new: str) -> Callable[[Path], object]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing rank": (
         lambda f: os.remove(f / RANK_1),
-        f"{RANK_1} is missing: expected files of 3 data-parallel times 2",
+        "absent rank: rank 1 of 3",
     ),
     "a missing last rank": (
         without_rank_2,
-        "is of 3 data-parallel ranks, the folder has files of 2",
+        "absent rank: rank 2 of 3",
     ),
-    "a missing model file": (lambda f: os.remove(f / MODEL), "expected 2 files mp_rank_*, found 1"),
+    "a missing model file": (
+        lambda f: os.remove(f / MODEL),
+        "absent rank: model-parallel rank 1 of 2: the file of its model states",
+    ),
     "a truncated rank": (truncated(RANK_1), f"{RANK_1} is truncated: it has no directory of records at its end"),
     "a truncated model file": (truncated(MODEL), f"{MODEL} is truncated"),
     "an empty rank": (lambda f: os.truncate(f / RANK_1, 0), f"{RANK_1} is empty"),
@@ -116,10 +124,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "is no file of torch.save"),
     "two degrees": (optimizer(of_dp_5), f"{RANK_1} is of 5 data-parallel ranks, the folder has files of 3"),
-    "another degree": (model(lambda s: s.update(dp_world_size=5)), f"{MODEL} is of 5 data-parallel ranks"),
+    "another degree": (model(lambda s: s.update(dp_world_size=5)), "absent rank: ranks 3 to 4 of 5"),
     "a rank too many": (
         copied(RANK_1, RANK_1.replace("mp_rank_00", "mp_rank_07")),
-        "mp_rank_07_optim_states.pt does not belong here",
+        "foreign: model-parallel rank 7: the model files state 2 of them",
     ),
     "two trainings": (
         copied(RANK_1, RANK_1.removeprefix("bf16_")),
@@ -130,10 +138,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         optimizer(lambda s: s["param_slice_mappings"][0].clear()),
         "a fragment is missing",
     ),
-    "other steps": (optimizer(other_step), f"{RANK_1} are at different steps of"),
-    "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL} is of iteration 8"),
+    "other steps": (optimizer(other_step), "step 7, others are at 8"),
+    "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL}: iteration is 8, and 7 in"),
     "no moments": (optimizer(no_moments), f"{RANK_1}: expected 'exp_avg' in it"),
-    "a shorter moment": (optimizer(shorter), "ends at element"),
+    "a shorter moment": (optimizer(shorter), f"absent state: {RANK_1}: group 0: 'exp_avg' has"),
     "another type": (optimizer(in_bfloat16), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),
     "another layout": (model(lambda s: s.update(param_shapes=3)), "is not laid out as DeepSpeed does"),
@@ -146,6 +154,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "has files of experts (expp_rank_0.pt) and none of a ZeRO optimizer",
     ),
     "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "expected 'expert_key_prefix' in it"),
+    "no state of a rank": (
+        optimizer(lambda s: s["base_optimizer_state"]["state"].clear()),
+        f"absent state: {RANK_1}: group 0 has no 'exp_avg'",
+    ),
+    "a copied rank": (
+        copied(RANK_1, RANK_1.replace("rank_1", "rank_2")),
+        f"foreign: {RANK_1.replace('rank_1', 'rank_2')}: it was written as {RANK_1}",
+    ),
+    "no weight": (model(lambda s: s["module"].popitem()), f"absent weight: {MODEL}: no weight of"),
+    "no weights": (model(lambda s: s.update(module=None)), f"absent weight: {MODEL}: expected the weights"),
+    "a model-parallel rank": (
+        without_model_rank_1,
+        "absent rank: model-parallel rank 1 of 2",
+    ),
+    "a rate that is none": (
+        optimizer(lambda s: s["base_optimizer_state"]["param_groups"][0].update(lr=float("nan"))),
+        "contradiction: ",
+    ),
     "a foreign class": (
         optimizer(lambda s: s.update(extra=pickle.Pickler)),
         "Pickler, which is not on the list",
@@ -166,7 +192,7 @@ def test_other_steps_at_stage_3(tmp_path: Path) -> None:
     (name,) = (path.name for path in folder.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     optimizer_state = "optimizer_state_dict"
     changed(folder / name, lambda s: s[optimizer_state][optimizer_state]["state"][0].update(step=torch.tensor(8.0)))
-    check_refused(folder, tmp_path / "out", f"{name} are at different steps of")
+    check_refused(folder, tmp_path / "out", "step 7, others are at 8")
 
 
 def test_the_undamaged_twin(folder: Path, tmp_path: Path) -> None:
@@ -186,6 +212,13 @@ def test_an_output_folder_that_exists(what: str, folder: Path, tmp_path: Path) -
     assert f"{output} exists" in done.stderr
 
 
+def test_an_output_in_the_source_is_refused(folder: Path) -> None:
+    done = ours(folder, folder / "universal", check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"expected an output folder outside of {folder}" in done.stderr
+    assert not (folder / "universal").exists()
+
+
 def test_an_empty_output_folder_is_taken(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "universal").mkdir()
     ours(folder, tmp_path / "universal")
@@ -199,8 +232,8 @@ def test_an_input_folder_that_is_none(name: str, folder: Path, tmp_path: Path) -
 
 def test_a_trusted_foreign_class_is_carried_over_and_not_run(folder: Path, tmp_path: Path) -> None:
     """It is written into the common state by its name, as upstream would write it."""
-    path = folder / RANK_1.replace("rank_1", "rank_0")
-    changed(path, lambda state: state["optimizer_state_dict"].update(extra=Evil(tmp_path / "touched")))
+    for path in folder.glob("*_optim_states.pt"):
+        changed(path, lambda state: state["optimizer_state_dict"].update(extra=Evil(tmp_path / "touched")))
     refused = ours(folder, tmp_path / "universal", check=False)
     assert "holds posix.system" in refused.stderr
     ours(folder, tmp_path / "universal", "--trust_checkpoint")

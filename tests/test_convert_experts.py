@@ -101,7 +101,7 @@ CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shapes": (without_shapes, "before 0.19.3 DeepSpeed saved no checkpoint of experts that can be converted"),
     "another number of ranks": (
         lambda folder: os.remove(folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"),
-        "is of 4 data-parallel ranks, the folder has files of 3",
+        "absent rank: rank 3 of 4",
     ),
 }
 
@@ -153,6 +153,8 @@ def layers(change: Callable[[dict[str, Any]], Any], name: str = "mp_rank_00_mode
 
 
 def with_a_tensor_parallel_rank(folder: Path) -> None:
+    for path in folder.glob("*model_states.pt"):
+        changed(path, lambda value: value.update(mp_world_size=2) if "mp_world_size" in value else None)
     for path in list(folder.glob("*mp_rank_00*")):
         shutil.copy(path, folder / path.name.replace("mp_rank_00", "mp_rank_01"))
 
@@ -184,7 +186,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
         layers(lambda layer: layer.update(expert_key_prefix="mlp")),
         "something else of the experts mlp",
     ),
-    "a missing rank": (1, missing("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), "is of 4 data-parallel ranks"),
+    "a missing rank": (1, missing("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), "absent rank: rank 3 of 4"),
     "a rank of other experts": (3, layers(lambda layer: layer.update(ep_rank=0), SECOND), "expected each rank on one"),
     "a rank with another placement": (
         3,

@@ -329,16 +329,6 @@ def test_a_fragment_that_is_moved_or_lost_is_found(shapes: list[tuple[int, ...]]
         plan(checkpoint, Traits())
 
 
-def test_steps_of_two_checkpoints_are_refused() -> None:
-    checkpoint, _, _ = flattened([(5, 5)], 3)
-    partition = checkpoint.ranks[1].partitions[0]
-    changed = Rank(1, 0, 0, 1, (Partition(partition.states, Step(8, 1, 8, 0), partition.fragments),))
-    ranks = (checkpoint.ranks[0], changed, checkpoint.ranks[2])
-    mixed = Checkpoint(**{**vars(checkpoint), "ranks": ranks})
-    with pytest.raises(UserError, match=r"rank_0\.pt and rank_1\.pt are at different steps"):
-        plan(mixed, Traits())
-
-
 LOADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "vocab_tensor": ({"info": {"vocabulary_parameter_patterns": ["p0"]}}, "has vocabulary_parameter_patterns"),
     "two_sub_params": ({"info": {"parameter_with_2_sub_params_cat_dim_0": ["p0"]}}, "has parameter_with_2_sub_params"),
@@ -380,21 +370,6 @@ def at_steps(*steps: Step) -> Checkpoint:
         for rank, step in enumerate(steps)
     )
     return replace(checkpoint, ranks=tuple(ranks))
-
-
-@pytest.mark.parametrize("traits", [Traits(), Traits(steps=False)])
-@pytest.mark.parametrize(
-    "steps",
-    [
-        (Step(7, 0, 7, 0), Step(8, 1, 8, 0)),
-        (Step(step_tensor(0), 0, b"7", 0), Step(step_tensor(1), 1, b"8", 0)),
-    ],
-)
-def test_steps_of_two_checkpoints_are_refused_where_no_parameter_is_on_both(
-    steps: tuple[Step, ...], traits: Traits
-) -> None:
-    with pytest.raises(UserError, match=r"rank_0\.pt and rank_1\.pt are at different steps"):
-        plan(at_steps(*steps), traits)
 
 
 @pytest.mark.parametrize("case", STEPS)

@@ -9,8 +9,10 @@ import pytest
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.cli.explain import names
+from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
 from small_tree import command, on_terminal, one_line, python
+from test_audit import copied, lose_first_moment
 from upstream import REPOSITORY, tree
 from zero_checkpoints import of_ranks
 
@@ -95,6 +97,12 @@ def test_every_command_with_json_has_a_section(capsys: pytest.CaptureFixture[str
 def test_a_verdict_has_a_color_on_a_terminal(old: Path) -> None:
     assert ": \x1b[32mWHOLE\x1b[0m (" in on_terminal("audit", str(old), columns=200, TERM="xterm")
     assert ": WHOLE (" in command("audit", str(old), TERM="xterm").stdout
+
+
+def test_repair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = copied(written(ZARR).whole[-1], tmp_path)
+    lose_first_moment(damaged)
+    check("repair --json", printed(capsys, "repair", "--json", damaged, "--output", tmp_path / "new"))
 
 
 # Output that cannot be written

@@ -9,12 +9,14 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt_patches.audit.audit import audit
 from ckpt_patches.cli import command_line
@@ -256,18 +258,69 @@ def test_other_steps_in_other_groups_are_refused_without_a_step(
     assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
 
 
+def without_a_square(old: Old) -> None:
+    name = "optimizer.state.exp_avg_sq.layer.weight"
+    del old.metadata.state_dict_metadata[name]
+    for key in [key for key in old.metadata.storage_data if key.fqn == name]:
+        del old.metadata.storage_data[key]
+
+
+def with_a_square_for_a_mean(old: Old) -> None:
+    """At its bytes."""
+    places = old.metadata.storage_data
+    for key in [key for key in places if key.fqn == "optimizer.state.exp_avg.layer.weight"]:
+        places[key] = places[replace(key, fqn="optimizer.state.exp_avg_sq.layer.weight")]
+
+
+def with_an_object_in_no_file(old: Old) -> None:
+    old.metadata.state_dict_metadata["rng_state/shard_0_1"] = BytesStorageMetadata()
+
+
+NOT_WHOLE: dict[str, tuple[Change, str]] = {
+    "a square": (without_a_square, "missing_array layer.weight no exp_avg_sq"),
+    "a state at another's bytes": (with_a_square_for_a_mean, "foreign_file optimizer.state.exp_avg"),
+    "an object in no file": (with_an_object_in_no_file, "missing_array rng_state/shard_0_1"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_WHOLE)
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["", "dry run"])
+def test_what_is_absent_or_foreign_is_refused_before_a_byte_is_written(
+    case: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, expected = NOT_WHOLE[case]
+    old, _ = checkpoint(tmp_path / "old", change)
+    line = refused(capsys, old, tmp_path, *options, status=1)
+    assert f"{old} is not whole, and nothing was written: {expected}" in line
+    assert command_line.main(["fingerprint", str(old)]) == (0 if case == "a square" else 2)
+    migrate(old, tmp_path / "new", "--damaged-as-is")
+
+
+def test_an_output_in_the_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    before = sorted(old.iterdir())
+    migrate(old, old / "new", status=2)
+    assert f"expected an output folder outside of {old}" in capsys.readouterr().err
+    assert sorted(old.iterdir()) == before
+
+
+def test_no_param_groups_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, _ = checkpoint(tmp_path / "old", optimizer={"optimizer": {"param_groups": []}})
+    assert "missing_state param_groups" in refused(capsys, old, tmp_path, status=1)
+
+
 def test_gathered_states_are_not_cut_up_anew(tmp_path: Path) -> None:
     """For `fully_reshardable` the order of the model's buffers would be needed: they stay gathered."""
     old = Old(tmp_path / "old")
     old.tensor("layer.weight", torch.bfloat16, (4,))
     old.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
-    state = {0: {"type": {"param": torch.ones(4), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}}}
+    state = {0: {"type": {"param": torch.ones(4), "exp_avg": 2 * torch.ones(4), "exp_avg_sq": 3 * torch.ones(4)}}}
     old.object("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1", state)
     new = migrate(old.write(settings(kind="dp_zero_gather_scatter")), tmp_path / "new")
     index = torch_dist.read_index(new)
     (place,) = index.objects.values()
     found = torch.load(io.BytesIO((new / place.file).read_bytes()[place.offset : place.offset + place.nbytes]))
-    assert torch.equal(found[0][0]["type"]["exp_avg"], torch.ones(4))
+    assert torch.equal(found[0][0]["type"]["exp_avg"], 2 * torch.ones(4))
     common = torch.load(new / "common.pt")
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "dp_zero_gather_scatter"
 

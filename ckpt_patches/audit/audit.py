@@ -16,6 +16,7 @@ from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incompl
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.progress import Progress
 
 WHOLE, REPAIRED, DAMAGED, INCOMPLETE, UNKNOWN = "WHOLE", "REPAIRED", "DAMAGED", "INCOMPLETE", "UNKNOWN"
@@ -114,10 +115,11 @@ def _structure(path: Path) -> _Structure:
             found.findings.append(why)
             return _Structure(found, [])
         if reader is not None:
-            found = reader(path)
-            found.findings += copied_states.findings(found)
-            found.shards += coverage.others(found)
-            return _Structure(found, all_shards(found))
+            with without_garbage_collection():  # there can be millions of chunks
+                found = reader(path)
+                found.findings += copied_states.findings(found)
+                found.shards += coverage.others(found)
+                return _Structure(found, all_shards(found))
     except Exception as error:
         return _Structure(found, [], _unreadable(path, error))
     raise UserError(f"{path}: not a checkpoint in a format that is known")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
@@ -51,6 +51,10 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
     repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
     repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
+    repair.add_argument(
+        "--trust-source", action="store_true", help="take moments from OLDER although it may be of another run"
+    )
+    repair.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     _add_processes_to(repair)
     repair.set_defaults(run=_repair)
 
@@ -91,24 +95,18 @@ def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.
 
 def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
     from ckpt_patches.audit.repair.repair import repair
-    from ckpt_patches.audit.repair_list import NAME
+    from ckpt_patches.audit.report import repair_report
 
     def called_with() -> list[str]:
-        return ["repair", *map(str, (options.path, options.output, options.older))]
+        return ["repair", *map(str, (options.path, options.output, options.older, options.trust_source))]
 
     ranks.agree("the arguments", called_with, by=list)
-    result = repair(options.path, options.output, options.older, workers, ranks)
-    if result is None:
-        return 0
-    for one in result.done:
-        print(f"{one.array} {one.shard}: {one.elements} elements: {one.source}")
-    for own in result.copies:
-        doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
-        print(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
-    elements = sum(one.elements for one in result.done)
-    moved = f", {result.moved} of masters, and of their moments, moved to their places" if result.moved else ""
-    changed = f"{elements} elements repaired{moved}, no other changed"
-    print(f"{options.output} is REPAIRED: {changed}; they are listed in it ({NAME})")
+    how: dict[str, Any] = {"trust_source": options.trust_source, "say": partial(commands.say, "ckpt-patches")}
+    result = repair(options.path, options.output, options.older, workers, ranks, **how)
+    if result is not None and options.json:
+        print(json.dumps(repair_report.as_json(options.output, result), indent=1))
+    elif result is not None:
+        print(repair_report.as_text(options.output, result))
     return 0
 
 

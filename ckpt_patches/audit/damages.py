@@ -192,12 +192,6 @@ NOT_JUDGED = _kind(
 BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its checksums")
 
 
-def numbered(first: int, last: int, count: int) -> str:
-    """Ranks by their numbers, which begin at 0: `rank 1 of 4`."""
-    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    return f"{ranks} of {count}"
-
-
 @dataclass(frozen=True)
 class Finding:
     """Something that is wrong, and where."""

@@ -85,6 +85,7 @@ def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     from ckpt_patches.fingerprint import buckets, megatron_files, offline, record_files
     from ckpt_patches.formats.megatron_names import is_bucket
 
+    megatron_files.check_complete(path)
     stored, plain = megatron_files.read(path), record_files.of_megatron(path)
     found = list(megatron_files.fingerprints(path, stored))
     in_buckets = list(offline.of_buckets(plain, partial(buckets.in_distributed, path, stored)))

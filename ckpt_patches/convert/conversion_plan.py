@@ -46,7 +46,6 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
             installed DeepSpeed could not load the result.
     """
     _check_loadable(checkpoint, traits)
-    _check_steps(checkpoint)
     found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
     found.append(_common_state(checkpoint))
     if any(len(expert.ranks) > 1 for expert in checkpoint.local_experts.values()):
@@ -81,20 +80,6 @@ def _check_loadable(checkpoint: Checkpoint, traits: Traits) -> None:
                 f"{checkpoint.folder} {what}, which the installed DeepSpeed does not load from a universal checkpoint: "
                 "install a later release, and convert it there"
             )
-
-
-def _check_steps(checkpoint: Checkpoint) -> None:
-    """All ranks of a parameter group are at one step: DeepSpeed demands it of a group that it loads."""
-    first: dict[int, Step] = {}
-    for rank in checkpoint.ranks:
-        for step in (partition.step for partition in rank.partitions if partition.step):
-            expected = first.setdefault(step.group, step)
-            if step.known != expected.known:
-                one, other = (checkpoint.files[file].path for file in (expected.file, step.file))
-                raise UserError(
-                    f"{one} and {other} are at different steps of parameter group {step.group}: the folder has files "
-                    "of two checkpoints"
-                )
 
 
 class _Stage3:

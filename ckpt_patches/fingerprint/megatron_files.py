@@ -17,6 +17,7 @@ from ckpt_patches.formats import torch_dist, zarr
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.runtime.shown import shown
 
 Stored = Mapping[str, torch_dist.Tensor | zarr.Array]  # what a checkpoint says of its tensors, by name
 
@@ -35,6 +36,22 @@ def read(path: Path) -> Stored:
     if (path / torch_dist.INDEX).exists():
         return torch_dist.read_index(path).tensors
     return {array.name: array for array in map(zarr.read_array, zarr.arrays(path))}
+
+
+def check_complete(path: Path) -> None:
+    """Refuse an index whose entries are in no file, or two of which are the same bytes.
+
+    Raises:
+        UserError: it names the first.
+    """
+    if not (path / torch_dist.INDEX).exists():
+        return
+    index = torch_dist.read_index(path)
+    absent = [name for name in index.absent if name != torch_dist.COMMON_OBJECT]
+    wrong = [f"{shown(name)} is in the index, and in no file" for name in absent[:1]]
+    wrong += [f"{shown(one)} and {shown(other)} are at the same bytes" for one, other in index.same_places()]
+    if wrong:
+        raise UserError(f"{path} is not whole: {wrong[0]} (ckpt-patches audit)")
 
 
 def left_out(stored: Stored) -> dict[str, str]:

@@ -6,6 +6,7 @@ as long: there are thousands of files.
 https://docs.python.org/3/library/pickletools.html
 """
 
+import re
 from pickle import UnpicklingError
 
 # How many bytes are behind each opcode.
@@ -26,6 +27,18 @@ _STOP = ord(".")
 _WIDTHS = [_FIXED.get(opcode, -1) for opcode in range(256)]
 
 
+def _of_width(width: int) -> bytes:
+    """A pattern of the opcodes that have so many bytes behind them, but the last of a pickle."""
+    opcodes = b"".join(re.escape(bytes([code])) for code, own in _FIXED.items() if own == width and code != _STOP)
+    return b"[%b].{%d}" % (opcodes, width)
+
+
+# Short texts, as names of files are: their length, and then as many bytes.
+_SHORT = b"\x8c(?:%b)" % b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in range(32))
+# As many as there are, up to a number that does not fill the memory of the pattern's own stack: millions in an index.
+_RUN = re.compile(b"(?:%b|%b){1,4096}" % (b"|".join(map(_of_width, sorted(set(_FIXED.values())))), _SHORT), re.DOTALL)
+
+
 def check(data: bytes) -> None:
     """Go through a pickle's opcodes to its end.
 
@@ -33,8 +46,11 @@ def check(data: bytes) -> None:
         UnpicklingError: it keeps a value at a place beyond all that it can hold, is cut off, or is no pickle.
     """
     at, size = 0, len(data)
-    widths = _WIDTHS
+    widths, run = _WIDTHS, _RUN.match
     while at < size:
+        if found := run(data, at):
+            at = found.end()
+            continue
         opcode = data[at]
         width = widths[opcode]
         if width >= 0:

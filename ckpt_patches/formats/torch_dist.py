@@ -19,6 +19,7 @@ from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
+from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shown import shown
 
 INDEX = ".metadata"
@@ -77,15 +78,26 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / INDEX
     try:
-        data = path.read_bytes()
-        pickles.check(data)
-        return _index(folder, _Unpickler(data).load().fields)
+        with without_garbage_collection():
+            data = path.read_bytes()
+            pickles.check(data)
+            return _index(folder, _Unpickler(data).load().fields)
     except UserError:
         raise
     except OSError as error:
         raise BadFileError(f"{path}: {error.strerror or error}") from None
     except Exception as error:  # a damaged pickle can raise anything; none of its code runs
         raise BadFileError(f"{path} is corrupt: {type(error).__name__}: {error}") from None
+
+
+class _Entry:
+    """A chunk, or where one lies: there can be millions, and a stand-in for any class is three times as large."""
+
+    __slots__ = ("fields",)
+    fields: dict[str, Any]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.fields = state
 
 
 class _Unpickler(pickle.Unpickler):
@@ -95,8 +107,17 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
 
     def find_class(self, module: str, name: str) -> Any:
-        kept = {"torch.Size": torch_file.Size, "collections.OrderedDict": torch_file.Ordered}
-        return kept.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+        return _KEPT.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+
+
+_OF_TORCH = "torch.distributed.checkpoint"
+_KEPT: dict[str, Any] = {
+    "torch.Size": torch_file.Size,
+    "collections.OrderedDict": torch_file.Ordered,
+    f"{_OF_TORCH}.metadata.ChunkStorageMetadata": _Entry,
+    f"{_OF_TORCH}.metadata.MetadataIndex": _Entry,
+    f"{_OF_TORCH}.filesystem._StorageInfo": _Entry,
+}
 
 
 def _index(folder: Path, index: dict[str, Any]) -> Index:
@@ -156,8 +177,9 @@ def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, A
 def _numbers(values: Any) -> tuple[int, ...]:
     """Offsets or sizes."""
     found = tuple(values)
-    if {*map(type, found)} - {int} or (found and min(found) < 0):
-        raise ValueError(f"expected offsets or sizes, found {shown(found)}")
+    for value in found:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"expected offsets or sizes, found {shown(found)}")
     return found
 
 

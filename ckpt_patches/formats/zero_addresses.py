@@ -41,7 +41,7 @@ def in_written_order(
     fixed = [
         _group(group, shapes[n] if n < len(shapes) else {}, f"{where}: group {n}") for n, group in enumerate(groups)
     ]
-    return list(zip(*fixed, strict=True))
+    return list(zip(*fixed, strict=True)) if fixed else [() for _ in ranks]
 
 
 def _group(parts: Sequence[Partition], shapes: Mapping[str, Shape], where: str) -> list[Partition]:

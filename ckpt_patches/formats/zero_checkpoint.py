@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero, zero_addresses
+from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_facts, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
-from ckpt_patches.formats.torch_file import TensorHeader
-from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, optimizer_of, required, stage_of
+from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
+from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, RankState, optimizer_of, required, stage_of
 from ckpt_patches.formats.zero_experts import INFO, Experts, LocalExpert
+from ckpt_patches.formats.zero_facts import Unlike
+from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
 from ckpt_patches.runtime.processes import mapped
 
 UPSTREAM = "convert it with DeepSpeed's own converter: python -m deepspeed.checkpoint.ds_to_universal"
@@ -102,11 +104,28 @@ def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False)
     try:
         first = reader.first_optimizer()
         stage = stage_of(first)
-        if stage > 2:
-            return _stage_3(reader, stage, first)
-        return _stage_1_and_2(reader, stage, first, inject_missing_state)
+        found = (
+            _stage_3(reader, stage, first) if stage > 2 else _stage_1_and_2(reader, stage, first, inject_missing_state)
+        )
+        _check_inventory(reader, stage)
+        return found
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
         raise UserError(f"{path} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
+
+
+def _check_inventory(reader: "_Reader", stage: int) -> None:
+    """Refuse what no run saves, by the files that are read by now.
+
+    Raises:
+        UserError: something is absent, foreign or contradicting.
+    """
+    folder = reader.folder
+    problems = zero_inventory.problems(reader.facts, reader.models, stage, folder.names, folder.optimizer)
+    wrong = zero_inventory.blocking(problems)
+    if wrong:
+        kind, where, detail = wrong[0]
+        more = f", and {len(wrong) - 1} more (ckpt-patches audit)" if len(wrong) > 1 else ""
+        raise UserError(f"{folder.path} is not whole: {kind}: {': '.join(filter(None, (where, detail)))}{more}")
 
 
 class _Reader:
@@ -115,33 +134,38 @@ class _Reader:
     def __init__(self, folder: Folder, trust: bool) -> None:
         self.folder, self.trust = folder, trust
         self.files: list[File] = []
+        self.facts: dict[tuple[int, int], RankFacts] = {}
+        self.models: dict[tuple[int | None, int], ModelFacts] = {}
+        self._ranks_of_models = {name: rank for rank, name in folder.models.items()}
 
     def path(self, file: int) -> Path:
         return self.files[file].path
 
     def read(self, name: str) -> tuple[int, dict[str, Any]]:
         """A file's index and content."""
-        file, value = self._read(name)
-        self.files.append(file)
-        return len(self.files) - 1, value
+        file = self._read(name)
+        self.files.append(_file(file))
+        if name in self._ranks_of_models:
+            self.models[self._ranks_of_models[name]] = zero_facts.of_model(file)
+        return len(self.files) - 1, file.value
 
-    def read_all(self, names: Sequence[str], wanted: Callable[[int, Path, dict[str, Any]], Wanted]) -> list[Wanted]:
-        """For each file the result of `wanted`, called with its index, path and content, in several processes."""
+    def read_all(self, names: Sequence[str], wanted: Callable[[int, TorchFile], Wanted]) -> list[Wanted]:
+        """For each file the result of `wanted`, called with its index and the file, in several processes."""
         begin = len(self.files)
 
         def read(number: int) -> tuple[File, Wanted]:
-            file, value = self._read(names[number])
-            return file, wanted(begin + number, file.path, value)
+            file = self._read(names[number])
+            return _file(file), wanted(begin + number, file)
 
         found = mapped(read, range(len(names)), WORTH_A_PROCESS)
         self.files += [file for file, _ in found]
         return [wanted for _, wanted in found]
 
-    def _read(self, name: str) -> tuple[File, dict[str, Any]]:
-        found = torch_file.read(self.folder.path / name, trust=self.trust)
+    def _read(self, name: str) -> TorchFile:
+        found = torch_file.read(self.folder.path / name, trust=self.trust, checksums=True)
         if not isinstance(found.value, dict):
             raise UserError(f"{found.path}: expected a dict in it, found {type(found.value).__name__}")
-        return File(found.path, found.size, found.mtime_ns), found.value
+        return found
 
     def first_optimizer(self) -> dict[str, Any]:
         """The state in the first rank's optimizer file, which is not remembered."""
@@ -157,7 +181,7 @@ class _Reader:
 
     def ranks(
         self,
-        partitions: Callable[[Path, int, dict[str, Any], int], tuple[Partition, ...]],
+        partitions: Callable[[Path, dict[str, Any], RankState, int], tuple[Partition, ...]],
         pp_degree: int,
         tp_degree: int,
     ) -> tuple[Rank, ...]:
@@ -166,11 +190,20 @@ class _Reader:
         places = [(pp, tp, dp) for pp in range(pp_degree) for tp in range(tp_degree) for dp in dps]
         begin = len(self.files)
 
-        def rank(file: int, path: Path, value: dict[str, Any]) -> Rank:
-            pp, tp, dp = places[file - begin]
-            return Rank(file, pp, tp, dp, partitions(path, file, optimizer_of(path, value), dp))
+        def rank(number: int, file: TorchFile) -> tuple[Rank, RankFacts]:
+            pp, tp, dp = places[number - begin]
+            optimizer = optimizer_of(file.path, file.value)
+            state = zero.read_rank(file.path, number, optimizer)
+            facts = zero_facts.of_rank(file, optimizer, state)
+            return Rank(number, pp, tp, dp, partitions(file.path, optimizer, state, dp)), facts
 
-        return tuple(self.read_all([self.folder.optimizer[dp, pp * tp_degree + tp] for pp, tp, dp in places], rank))
+        found = self.read_all([self.folder.optimizer[dp, pp * tp_degree + tp] for pp, tp, dp in places], rank)
+        self.facts = {(dp, pp * tp_degree + tp): facts for (pp, tp, dp), (_, facts) in zip(places, found, strict=True)}
+        return tuple(own for own, _ in found)
+
+
+def _file(found: TorchFile) -> File:
+    return File(found.path, found.size, found.mtime_ns)
 
 
 def _check_complete(folder: Folder, files: Mapping[tuple[int, int], str], dp_degree: int, mp_degree: int) -> None:
@@ -195,16 +228,6 @@ def _check_complete(folder: Folder, files: Mapping[tuple[int, int], str], dp_deg
         )
 
 
-def _check_model(path: Path, value: dict[str, Any], dp_degree: int, first_path: Path, first: dict[str, Any]) -> None:
-    """Refuse a file of another training, or of another step of this one."""
-    said = value.get("dp_world_size", dp_degree)
-    if said != dp_degree:
-        raise UserError(f"{path} is of {said} data-parallel ranks, the folder has files of {dp_degree}")
-    for key in ("iteration", "global_steps"):
-        if value.get(key) != first.get(key):
-            raise UserError(f"{path} is of {key} {value.get(key)}, {first_path} of {first.get(key)}")
-
-
 def _with_moments(path: Path, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
     """The partitions, if all states are there."""
     for partition in partitions:
@@ -227,14 +250,13 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
     if not names:
         raise UserError(f"{folder.path} has no file like mp_rank_00_model_states.pt")
     read = [reader.read(name) for name in names]
+    _check_inventory(reader, stage)
     pp_degree, tp_degree = _degrees(folder, [value for _, value in read])
     dp_degree = folder.dp_degree
     mp_degree = pp_degree * tp_degree
     if len(names) != mp_degree:
         raise UserError(f"{folder.path}: expected {mp_degree} files mp_rank_*, found {len(names)}")
     _check_complete(folder, folder.optimizer, dp_degree, mp_degree)
-    for index, value in read:
-        _check_model(reader.path(index), value, dp_degree, reader.path(0), read[0][1])
     models = [(reader.path(index), value) for index, value in read]
     layers = experts.joined_layers(models)
     known = _autoep(folder, models, layers, tp_degree) if layers else {}
@@ -339,20 +361,19 @@ def _local_experts(
     return found
 
 
-def _shapes_of(file: int, path: Path, value: dict[str, Any]) -> tuple[int, dict[str, tuple[int, ...]]]:
+def _shapes_of(number: int, file: TorchFile) -> tuple[int, dict[str, tuple[int, ...]]]:
     """The shapes in a file of an expert."""
-    return file, {name: tensor.shape for name, tensor in value.items() if isinstance(tensor, TensorHeader)}
+    return number, {name: tensor.shape for name, tensor in file.value.items() if isinstance(tensor, TensorHeader)}
 
 
 def _partitions(
     known: Mapping[str, Experts | LocalExpert],
     dp_degree: int,
     path: Path,
-    file: int,
-    optimizer: dict[str, Any],
+    _optimizer: dict[str, Any],
+    found: RankState,
     _dp: int,
 ) -> tuple[Partition, ...]:
-    found = zero.read_rank(path, file, optimizer)
     for count, partition in zip(found.data_parallel, found.partitions, strict=False):
         # A rank without a fragment of a group cannot know whether it is of experts.
         sharing = {known[name].sharing if name in known else dp_degree for name in partition.fragments}
@@ -404,18 +425,21 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
     first_path, first = reader.path(read[0][0]), read[0][1]
     autoep = experts.layers_of(first_path, first) is not None
 
-    def checked(file: int, path: Path, value: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        _check_model(path, value, dp_degree, first_path, first)
-        if not autoep and experts.layers_of(path, value) is not None:
-            raise UserError(f"{path} has layers of experts ({experts.KEY}), {first_path} has none")
-        return file, value if autoep else {}
+    def of_rank(number: int, file: TorchFile) -> tuple[int, dict[str, Any], Unlike]:
+        if not autoep and experts.layers_of(file.path, file.value) is not None:
+            raise UserError(f"{file.path} has layers of experts ({experts.KEY}), {first_path} has none")
+        return number, file.value if autoep else {}, zero_facts.unlike(zero_facts.of_model(file), first)
 
-    found = [checked(file, reader.path(file), value) for file, value in read]
-    found += reader.read_all([names[dp, tp] for tp in range(tp_degree) for dp in range(1, dp_degree)], checked)
+    others = [(dp, tp) for tp in range(tp_degree) for dp in range(1, dp_degree)]
+    of_others = reader.read_all([names[rank] for rank in others], of_rank)
+    reader.models |= {rank: own.facts(first) for rank, (*_, own) in zip(others, of_others, strict=True)}
+    found = [(file, value if autoep else {}) for file, value in read]
+    found += [(file, value) for file, value, _ in of_others]
+    _check_inventory(reader, stage)
     known, of_experts = _autoep_3(reader, found, tp_degree) if autoep else ({}, ())
     ranks = reader.ranks(partial(_partitions_3, known, of_experts, dp_degree), 1, tp_degree)
-    others = [name for name in folder.names if name.endswith("model_states.pt") and name not in names.values()]
-    found += [reader.read(name) for name in others]
+    rest = [name for name in folder.names if name.endswith("model_states.pt") and name not in names.values()]
+    found += [reader.read(name) for name in rest]
     return Checkpoint(
         folder=folder.path,
         stage=stage,
@@ -488,8 +512,8 @@ def _partitions_3(
     of_experts: Sequence[ModelFile],
     dp_degree: int,
     path: Path,
-    file: int,
     optimizer: dict[str, Any],
+    state: RankState,
     dp: int,
 ) -> tuple[Partition, ...]:
     count = optimizer.get("partition_count", dp_degree)
@@ -503,7 +527,7 @@ def _partitions_3(
         said = (group.get("partition_count", dp_degree), group.get("partition_rank", dp))
         if said != expected.get(index, (dp_degree, dp)):
             raise UserError(f"{path} has groups that are partitioned over a part of the ranks only; {UPSTREAM}")
-    return _with_moments(path, zero.read_rank(path, file, optimizer).partitions)
+    return _with_moments(path, state.partitions)
 
 
 def _sharing(known: Mapping[str, Experts], of_experts: Sequence[ModelFile], dp: int) -> dict[int, tuple[int, int]]:

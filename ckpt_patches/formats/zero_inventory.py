@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.formats import settings, zero_keys
 from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero import EXPERT as EXPERT_FILE
 from ckpt_patches.formats.zero import OPTIMIZER, Shape
 from ckpt_patches.runtime.shown import shown
 
 # Kinds of problems. All but the last are proven damage.
 ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absent weight"
-FOREIGN, OTHER_STEP, CONTRADICTION, UNUSUAL = "foreign", "other step", "contradiction", "unusual"
+FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
+CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 NAMED = re.compile(r"global_step(\d{1,15})")
@@ -56,6 +58,7 @@ class RankFacts:
     checksums: tuple[tuple[int, ...], ...] = ()  # by group the CRC-32 of each moment that is known and not all zeros
     masters: tuple[int, ...] = ()  # the same of the main parameters
     keys: Mapping[str, Any] = field(default_factory=dict)  # all paths in the file, as `zero_keys.keys_of` has them
+    data_parallel: tuple[Any, ...] = ()  # ranks that share each group, where the file tells
 
     @property
     def step(self) -> float | None:
@@ -92,8 +95,11 @@ def problems(
         names: of all files in the folder.
         files: the ranks that have a file, read or not.
     """
+    names = list(names)
     layers = {(int(m[1]), int(m[2])) for m in map(LAYER.fullmatch, names) if m}
+    has_experts = any(map(EXPERT_FILE.fullmatch, names))
     yield from _model_parallel_ranks({*ranks, *files}, models)
+    yield from _data_parallel_ranks(ranks, models, {*ranks, *files}, has_experts=has_experts)
     yield from _roots(ranks)
     yield from _copies(ranks)
     yield from _keys(ranks, stage)
@@ -106,6 +112,49 @@ def problems(
     yield from _layers(layers)
 
 
+def blocking(found: Iterable[Problem]) -> list[Problem]:
+    """Those that no run saves."""
+    return [problem for problem in found if problem.kind != UNUSUAL]
+
+
+def degree(stated: Any, counts: Iterable[Any], ranks: Iterable[int]) -> int:
+    """Data-parallel ranks, as the model files state, or the ranks' files, or their names."""
+    sizes = {count for count in map(count_of, counts) if count}
+    return count_of(stated) or max(sizes, default=max(ranks) + 1)
+
+
+def _data_parallel_ranks(
+    ranks: Mapping[Rank, RankFacts],
+    models: Mapping[tuple[int | None, int], ModelFacts],
+    files: Iterable[Rank],
+    *,
+    has_experts: bool,
+) -> Iterator[Problem]:
+    """All of each model-parallel rank. A group of experts is shared by a part of them."""
+    there: dict[int, set[int]] = {}
+    for dp, mp in files:
+        there.setdefault(mp, set()).add(dp)
+    by_model_rank = dict(_by_model_rank(ranks))
+    for mp in sorted(there):
+        own = by_model_rank.get(mp, {})
+        model = models.get((None, mp)) or models.get((0, mp))
+        stated = model.value.get("dp_world_size") if model else None
+        if stated is not None and count_of(stated) is None:
+            detail = f"dp_world_size is {shown(stated)}, expected a number of ranks"
+            yield Problem(CONTRADICTION, "model states", detail)
+        count = degree(stated, (size for facts in own.values() for size in facts.data_parallel), there[mp])
+        yield from absent_ranks(there[mp], count)
+        for dp, facts in own.items():
+            others = [
+                size
+                for size in facts.data_parallel
+                if size != count and not (has_experts and count_of(size) and count % size == 0)
+            ]
+            if dp >= count or others:
+                sizes = ", ".join(map(shown, dict.fromkeys(facts.data_parallel))) or "unknown"
+                yield Problem(OTHER_DEGREE, facts.name, f"of {sizes} ranks, expected {count}")
+
+
 def _model_parallel_ranks(
     ranks: Collection[Rank], models: Mapping[tuple[int | None, int], ModelFacts]
 ) -> Iterator[Problem]:
@@ -114,20 +163,24 @@ def _model_parallel_ranks(
     if len(stated) > 1:
         yield Problem(CONTRADICTION, "mp_world_size", f"model files state {_listed(stated)} model-parallel ranks")
     count = max((size for size in stated if size is not None), default=1)
-    yield from absent_ranks({mp for _, mp in models}, count, "the file of its model states")
-    yield from absent_ranks({mp for _, mp in ranks}, count, "all files of its optimizer states")
+    for there, what in (models, "the file of its model states"), (ranks, "all files of its optimizer states"):
+        yield from absent_ranks({mp for _, mp in there}, count, what, "model-parallel ")
     for number in sorted({mp for _, mp in (*ranks, *models) if mp >= count}):
         if stated:
             yield Problem(FOREIGN, f"model-parallel rank {number}", f"the model files state {count} of them")
 
 
-def absent_ranks(there: Collection[int], count: int, what: str) -> Iterator[Problem]:
-    """Which of `count` model-parallel ranks are not there, neighbors together."""
+def absent_ranks(there: Collection[int], count: int, what: str = "", kind: str = "") -> Iterator[Problem]:
+    """Which of `count` ranks are not there, neighbors together."""
     for before, after in itertools.pairwise((-1, *sorted(number for number in there if number < count), count)):
-        first, last = before + 1, after - 1
-        if first <= last:
-            named = f"rank {first}" if first == last else f"ranks {first} to {last}"
-            yield Problem(ABSENT_RANK, f"model-parallel {named} of {count}", what)
+        if after - before > 1:
+            yield Problem(ABSENT_RANK, f"{kind}{numbered(before + 1, after - 1, count)}", what)
+
+
+def numbered(first: int, last: int, count: int) -> str:
+    """Ranks by their numbers, which begin at 0: `rank 1 of 4`."""
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    return f"{ranks} of {count}"
 
 
 def count_of(value: Any) -> int | None:
@@ -191,7 +244,8 @@ def _keys(ranks: Mapping[Rank, RankFacts], stage: int) -> Iterator[Problem]:
 
 def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
     """As many param groups on every data-parallel rank."""
-    for own in _by_model_rank(ranks):
+    for _, by_rank in _by_model_rank(ranks):
+        own = by_rank.values()
         for what, counts in (
             ("groups of optimizer states", [len(facts.groups) for facts in own]),
             ("param groups", [len(facts.settings) for facts in own]),
@@ -202,9 +256,10 @@ def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
                     yield Problem(CONTRADICTION, facts.name, f"{count} {what}, other ranks have {usual}")
 
 
-def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[list[RankFacts]]:
-    for _, own in itertools.groupby(sorted(ranks, key=lambda rank: rank[::-1]), key=lambda rank: rank[1]):
-        yield [ranks[rank] for rank in own]
+def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[tuple[int, dict[int, RankFacts]]]:
+    """The data-parallel ranks of each model-parallel one."""
+    for mp, own in itertools.groupby(sorted(ranks, key=lambda rank: rank[::-1]), key=lambda rank: rank[1]):
+        yield mp, {rank[0]: ranks[rank] for rank in own}
 
 
 def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
@@ -276,10 +331,25 @@ def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
     for facts in ranks.values():
         if facts.step not in (None, newest):
             yield Problem(OTHER_STEP, facts.name, f"step {facts.step:g}, others are at {newest:g}")
+    for _, own in _by_model_rank(ranks):
+        yield from _steps_of_groups(own.values(), newest)
     by_group = [{group.step for group in facts.groups if settings.is_step(group.step)} for facts in ranks.values()]
     if mixed := [steps for steps in by_group if len(steps) > 1]:
         steps = ", ".join(f"{step:g}" for step in sorted(mixed[0])[:5])
         yield Problem(UNUSUAL, "param groups", f"they are at different steps: {steps}")
+
+
+def _steps_of_groups(own: Iterable[RankFacts], newest: float | None) -> Iterator[Problem]:
+    """A group is at one step on all ranks that share it."""
+    first: dict[int, tuple[float, str]] = {}
+    for facts in own:
+        for number, group in enumerate(facts.groups):
+            if not settings.is_step(group.step) or facts.step != newest:
+                continue  # another finding says so
+            step, name = first.setdefault(number, (group.step, facts.name))
+            if group.step != step:
+                detail = f"group {number} is at step {group.step:g}, and at {step:g} in {name}"
+                yield Problem(OTHER_STEP, facts.name, detail)
 
 
 def _counted_steps(

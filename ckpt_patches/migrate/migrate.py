@@ -17,6 +17,8 @@ from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SHIFTED_STATE, Finding
 from ckpt_patches.audit.judging import coverage, recorded_states, scan
 from ckpt_patches.audit.judging.record_checksums import PartRead
+from ckpt_patches.audit.readers import copied_states
+from ckpt_patches.audit.readers.checkpoint import Checkpoint
 from ckpt_patches.audit.readers.megatron_arrays import CONFIG
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist, torch_dist_writer
@@ -75,10 +77,11 @@ class Summary:
     findings: tuple[Finding, ...]
 
 
-def prepare(path: Path, step: int | None, *, trust: bool = False) -> tuple[Source, Plan]:
+def prepare(path: Path, step: int | None, *, trust: bool = False, damaged_as_is: bool = False) -> tuple[Source, Plan]:
     """Everything that is found out before the first byte is written.
 
     Raises:
+        DamagedError: something is absent, foreign or contradicting, and not `damaged_as_is`.
         UserError: the checkpoint cannot be migrated.
         NeedsNothingError: it need not be.
     """
@@ -87,8 +90,27 @@ def prepare(path: Path, step: int | None, *, trust: bool = False) -> tuple[Sourc
         if needs_nothing(found):
             raise _nothing_to_do(found)
         checkpoint = found.found
+        checkpoint.findings += copied_states.findings(checkpoint)
         checkpoint.shards += coverage.others(checkpoint)
-        return found, plan(found, audit.all_shards(checkpoint), step)
+        planned = plan(found, audit.all_shards(checkpoint), step)
+        if not damaged_as_is:
+            _check_inventory(checkpoint)
+        return found, planned
+
+
+def _check_inventory(found: Checkpoint) -> None:
+    """Refuse what is damaged by what the files state, before an element is read."""
+    damage = [finding for finding in found.findings if finding.kind.severity == DAMAGE]
+    if damage:
+        more = f", and {len(damage) - 1} more (ckpt-patches audit)" if len(damage) > 1 else ""
+        raise DamagedError(
+            f"{found.path} is not whole, and nothing was written: {_line(damage[0])}{more}; take an older one, or "
+            "migrate it as it is with --damaged-as-is"
+        )
+
+
+def _line(finding: Finding) -> str:
+    return " ".join(filter(None, (finding.kind.name, finding.array, finding.shard, finding.detail)))
 
 
 def _nothing_to_do(found: Source) -> UserError:
@@ -125,7 +147,9 @@ def migrate(
 
     def prepared() -> tuple[Source, Plan, UnfinishedFolder]:
         check_outside(path, output)
-        found, planned = prepare(path, options.step, trust=options.trust_checkpoint)
+        found, planned = prepare(
+            path, options.step, trust=options.trust_checkpoint, damaged_as_is=options.damaged_as_is
+        )
         folder = UnfinishedFolder(output, _fingerprint(found, planned, options), MARK, "migration")
         folder.check(planned.files)
         return found, planned, folder
@@ -210,7 +234,7 @@ def _judged(found: Source, planned: Plan, folder: Path) -> tuple[Finding, ...]:
 
 
 def _damaged(path: Path, damage: list[Finding], folder: UnfinishedFolder) -> DamagedError:
-    lines = [f"  {f.kind.name} {f.array} {f.shard} {f.detail}".rstrip() for f in damage[:MOST_SHOWN]]
+    lines = [f"  {_line(finding)}" for finding in damage[:MOST_SHOWN]]
     more = [f"  and {len(damage) - MOST_SHOWN} more"] if len(damage) > MOST_SHOWN else []
     return DamagedError(
         "\n".join(

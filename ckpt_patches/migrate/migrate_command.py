@@ -66,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
     with commands.needed_by("migrate"):
         from ckpt_patches.migrate import migrate, old_checkpoint
     if options.dry_run:
-        _, planned = migrate.prepare(options.path, options.step, trust=options.trust_checkpoint)
+        _, planned = migrate.prepare(
+            options.path, options.step, trust=options.trust_checkpoint, damaged_as_is=options.damaged_as_is
+        )
         print(_plan_as_json(planned) if options.json else _plan_as_text(planned))
         return 0
     from ckpt_patches.runtime.distributed import joined

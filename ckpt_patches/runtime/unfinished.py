@@ -34,8 +34,8 @@ class File(Protocol):
 Output = TypeVar("Output", bound=File)
 
 
-def check_space(output: Path, needed: int) -> None:
-    """That an output of so many bytes has room.
+def check_space(output: Path, needed: int) -> int:
+    """That an output of so many bytes has room; how many are free.
 
     Raises:
         UserError: it has none.
@@ -44,6 +44,7 @@ def check_space(output: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE:
         raise UserError(f"{output} needs {in_bytes(needed)}, and {existing} has {in_bytes(free)} free")
+    return free
 
 
 def check_outside(source: Path, output: Path) -> None:

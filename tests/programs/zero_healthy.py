@@ -82,13 +82,13 @@ class Model(torch.nn.Module):
         return self.again(x + self.head(x))
 
 
-def engine(options: dict[str, Any]) -> Any:
+def engine(options: dict[str, Any], rate: float = 1e-2) -> Any:
     model = Model(options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained[n :: options["groups"]]} for n in range(options["groups"])]
     if options["zero_rate"]:
         groups[-1]["lr"] = 0.0
-    optimizer = OPTIMIZERS[options["optimizer"]](groups, lr=1e-2)
+    optimizer = OPTIMIZERS[options["optimizer"]](groups, lr=rate)
     zero = {"stage": options["stage"], "reduce_bucket_size": 1000, "round_robin_gradients": options["round_robin"]}
     if options["sub_groups"]:
         zero["sub_group_size"] = 100
@@ -112,7 +112,7 @@ def train_and_save(options: dict[str, Any], folder: Path) -> None:
         run.backward(loss)
         with torch.no_grad():
             run.step()
-    run.save_checkpoint(str(folder))
+    run.save_checkpoint(str(folder), client_state={"universal_checkpoint_info": {}})
 
 
 def write(rank: int, out: str, seed: int, count: int) -> list[str]:

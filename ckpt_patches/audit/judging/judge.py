@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding, numbered
+from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.judging.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
 from ckpt_patches.audit.judging.record_checksums import PartRead, wrong
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, rows_of
 from ckpt_patches.audit.readers import quantized
 from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats.zero_inventory import numbered
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
 VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")

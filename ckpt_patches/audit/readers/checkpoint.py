@@ -117,7 +117,7 @@ class Checkpoint:
     data_parallel: int | None = None  # ranks
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     names_sharding: bool = False  # where megatron-core looks for it since 0.15
-    groups: list[dict[str, Any]] = field(default_factory=list)  # settings of Megatron's param groups
+    groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups
     knows_trained: bool = False  # a tensor without states of an optimizer is none that the run trains
     buffers: set[str] = field(default_factory=set)  # tensors that the files call buffers
     shards: list[Shard] = field(default_factory=list)

@@ -16,7 +16,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.formats import optimizer_inventory, zero, zero_inventory
+from ckpt_patches.formats import optimizer_inventory, zero, zero_facts, zero_inventory
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero_inventory import (
     ABSENT_STATE,
@@ -56,7 +56,7 @@ def read(path: Path) -> Checkpoint:
     found.findings += tensor_streams.findings(
         [
             *zero_inventory.other_step(path.name, models),
-            *zero_inventory.absent_ranks(numbers, count, "the file of its model states"),
+            *zero_inventory.absent_ranks(numbers, count, "the file of its model states", "model-parallel "),
         ]
     )
     for name in folder.names:
@@ -125,7 +125,7 @@ def _optimizer(
     states = {number: state for number, state in optimizer["state"].items() if isinstance(state, dict)}
     steps = {number: tensor_streams.scalar(path, state["step"]) for number, state in states.items() if "step" in state}
     weights = list(module.values()) if isinstance(module, dict) else []
-    checksums = tensor_streams.telling_checksums(file)
+    checksums = zero_facts.telling_checksums(file)
     return optimizer_inventory.Optimizer(path.name, groups, states, steps, masters, weights, checksums, taken)
 
 

@@ -8,7 +8,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import checksum, torch_file, zero_inventory
+from ckpt_patches.formats import torch_file, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 
 # In the names of the classes of tensors that are codes with scales, as Transformer Engine's are.
@@ -20,6 +20,7 @@ PROBLEMS = {
     zero_inventory.ABSENT_WEIGHT: damages.MISSING_WEIGHT,
     zero_inventory.FOREIGN: damages.FOREIGN_FILE,
     zero_inventory.OTHER_STEP: damages.MIXED_STEPS,
+    zero_inventory.OTHER_DEGREE: damages.MIXED_RANKS,
     zero_inventory.CONTRADICTION: damages.CONTRADICTION,
     zero_inventory.UNUSUAL: damages.UNUSUAL,
 }
@@ -48,11 +49,6 @@ def read_file(
 def findings(problems: Iterable[zero_inventory.Problem], label: str = "") -> list[Finding]:
     """What an inventory has found, as findings."""
     return [Finding(PROBLEMS[problem.kind], problem.where, label, detail=problem.detail) for problem in problems]
-
-
-def telling_checksums(file: torch_file.TorchFile) -> dict[int, int]:
-    """CRC-32 by offset of the storages that are not all zeros: two of them are equal if one is a copy."""
-    return {s.offset: s.checksum for s in file.storages if s.checksum != checksum.of_zeros(s.nbytes)}
 
 
 def refused(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from ckpt_patches.runtime.processes import mapped
 
 ALIGNMENT = 64  # elements: where parameters begin in a bucket
 WORTH_A_PROCESS = 4000  # chunks
+MANY = 1000  # chunks of a tensor in one file
 Key = tuple[str, tuple[int, ...]]  # a shard's label and shape
 
 
@@ -108,7 +110,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # of it `_common` says more
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
         found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=detail))
-    for first, other in index.same_places():
+    for first, other in itertools.islice(index.same_places(), MANY):
         detail = f"the index has it at the same bytes as {first}"
         found.findings.append(Finding(damages.FOREIGN_FILE, other, detail=detail))
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
@@ -173,7 +175,13 @@ class _Elements(NamedTuple):
 def _find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
     """Of each chunk the place of its elements in the file, with their checksum; of many, other processors do shares."""
     read = [own for own in tensors.values() if tensor_streams.is_read(found, own.tensor.name, own.tensor.dtype)]
-    chunks = [(own, offsets) for own in read for offsets in own.tensor.chunks]
+    lost = _lost(read, found)
+    chunks = [
+        (own, offsets)
+        for own in read
+        for offsets in own.tensor.chunks
+        if not (lost and (place := own.tensor.places.get(offsets)) and (own.tensor.name, place.file) in lost)
+    ]
     with RangedFiles() as files:
         every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)
     for (own, offsets), elements in zip(chunks, every, strict=True):
@@ -182,6 +190,31 @@ def _find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
         else:
             found.records += elements.records
             own.extents[offsets] = elements.extent
+
+
+def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
+    """Tensors with so many chunks beyond the end of a file that one finding is for all of them in it."""
+    counts: Counter[tuple[str, str]] = Counter()
+    ends: dict[str, int] = {}
+    for own in tensors:
+        for file, offset, nbytes in own.tensor.places.values():
+            if file not in ends:
+                ends[file] = _size(found.path / file)
+            if offset + nbytes > ends[file]:
+                counts[own.tensor.name, file] += 1
+    many = {key: count for key, count in counts.items() if count > MANY}
+    for (name, file), count in many.items():
+        detail = f"{count} chunks are beyond the end of {file}, at its byte {ends[file]}"
+        found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))
+    return set(many)
+
+
+def _size(path: Path) -> int:
+    """Of a file, 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Elements | Finding:
@@ -213,6 +246,8 @@ def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: R
 
 def _shards(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
     """The arrays of a parameter by shard, those together that have the same number of elements."""
+    if not any(chunked.extents for chunked in roles.values()):
+        return []
     alike: dict[Key, dict[str, Stream]] = {}
     owners: dict[Key, tuple[Owner, ...]] = {}
     paddings: set[Key] = set()

@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO checkpoints, judged: every parameter's elements on all ranks, and what is wrong with the files."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,12 +24,12 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_experts, zero_inventory, zero_keys
+from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
+from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
+from ckpt_patches.formats.zero_facts import numel_of
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
-from ckpt_patches.runtime.shown import shown
 
 # What DeepSpeed saves of its own with the model; the rest is what its user saves with it, or what wrote it is newer.
 OF_THE_ENGINE = """
@@ -111,7 +110,7 @@ def _model_file(found: Checkpoint, path: Path) -> ModelFacts | None:
     file = tensor_streams.read_file(path, found)
     if file is None or not isinstance(file.value, dict):
         return None
-    return ModelFacts(path.name, file.value, file.root)
+    return zero_facts.of_model(file)
 
 
 def _read_model_rank(
@@ -126,7 +125,7 @@ def _read_model_rank(
     if not files:
         return []
     files = _in_written_order(found, files, info)
-    _check_ranks(found, files, names.keys(), info, has_experts=bool(folder.experts))
+    _set_run(found, files, names, info)
     _check_paddings(found, files)
     if files[0].state.stage > 2 and not folder.experts:  # of experts the first rank alone saves the rest of the model
         _check_model_files(found, folder, model_rank, names.keys(), info)
@@ -207,7 +206,7 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
         optimizer = zero.optimizer_of(path, file.value)
         state = zero.read_rank(path, rank, optimizer)
         aligned = any(map(any, optimizer.get(zero_addresses.ALIGNMENT) or ()))
-        return RankFile(path, rank, state, _facts(file, optimizer, state), aligned)
+        return RankFile(path, rank, state, zero_facts.of_rank(file, optimizer, state), aligned)
     except UserError as error:
         found.findings.append(tensor_streams.refused(error, path.name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -216,61 +215,15 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     return None
 
 
-def _facts(file: TorchFile, optimizer: dict[str, Any], state: RankState) -> RankFacts:
-    """What the inventory of the checkpoint takes of a rank's file."""
-    base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
-    crcs = tensor_streams.telling_checksums(file)
-    groups, checksums = [], []
-    for number, partition in enumerate(state.partitions):
-        own = base["state"].get(number) or {}
-        flats = partition.states
-        sizes = {zero.MASTER: max(flats[zero.MASTER].numel, flats[zero.MASTER].room)}
-        ends = [start + numel for start, numel in partition.fragments.values() if numel]
-        # What reaches beyond the partition is a finding of its own.
-        needed = min(max(ends, default=0), _numel(partition)) if state.stage < 3 else _numel(partition)
-        step: Any = partition.step.number if partition.step else None
-        step = shown(partition.step.value) if partition.step and step is None else step
-        groups.append(zero_inventory.group_facts(sizes, own, step, needed))
-        checksums.append(tuple(crcs[f.offset] for key, f in flats.items() if key != zero.MASTER and f.offset in crcs))
-    scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
-    scale = scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale
-    params = tuple(group for group in state.settings if isinstance(group, dict))
-    masters = tuple(crcs[at] for own in state.partitions if (at := own.states[zero.MASTER].offset) in crcs)
-    keys = zero_keys.keys_of(file.value)
-    return RankFacts(file.path.name, file.root, tuple(groups), params, scale, tuple(checksums), masters, keys)
-
-
-def _check_ranks(
-    found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: Mapping[str, Any], *, has_experts: bool
-) -> None:
-    """Every rank's file, and all of one save. A group of experts is shared by a part of the ranks."""
-    ranks = set(ranks)
-    stated = info.get("dp_world_size")
-    if stated is not None and zero_inventory.count_of(stated) is None:
-        detail = f"dp_world_size is {shown(stated)}, expected a number of ranks"
-        found.findings.append(Finding(damages.CONTRADICTION, "model states", detail=detail))
-    sizes = {count for file in files for count in map(zero_inventory.count_of, file.state.data_parallel) if count}
-    found.data_parallel = zero_inventory.count_of(stated) or max(sizes, default=max(ranks) + 1)
-    there = sorted(rank for rank in ranks if rank < found.data_parallel)
-    for before, after in itertools.pairwise((-1, *there, found.data_parallel)):
-        if after - before > 1:
-            missing = damages.numbered(before + 1, after - 1, found.data_parallel)
-            found.findings.append(Finding(damages.MISSING_RANK, missing))
-    for file in files:
-        others = [
-            count
-            for count in file.state.data_parallel
-            if count != found.data_parallel
-            and not (has_experts and zero_inventory.count_of(count) and found.data_parallel % count == 0)
-        ]
-        if file.rank >= found.data_parallel or others:
-            counts = ", ".join(map(shown, dict.fromkeys(file.state.data_parallel))) or "unknown"
-            detail = f"of {counts} ranks, expected {found.data_parallel}"
-            found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
+def _set_run(found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: Mapping[str, Any]) -> None:
+    """What the files of one model-parallel rank state of the run."""
+    counts = (count for file in files for count in file.state.data_parallel)
+    found.data_parallel = zero_inventory.degree(info.get("dp_world_size"), counts, ranks)
     steps = {file.step for file in files if file.step is not None}
     # SGD and Lion store no step; an optimizer that never stepped stores no state.
     found.step = max(steps, default=None if any(file.state.states for file in files) else 0)
-    found.beta1 = first_beta(files[0].state.settings)
+    found.groups = [group for group in files[0].state.settings if isinstance(group, dict)]
+    found.beta1 = first_beta(found.groups)
 
 
 def _check_model_files(
@@ -288,7 +241,7 @@ def _check_model_files(
         found.findings.append(Finding(damages.ONE_MODEL_FILE, there[0], detail=detail))
         return
     for rank in missing:
-        array = damages.numbered(rank, rank, found.data_parallel or 1)
+        array = zero_inventory.numbered(rank, rank, found.data_parallel or 1)
         found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
 
 
@@ -347,15 +300,10 @@ def _what_can_differ(info: Mapping[str, Any]) -> str:
 def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:
     for file in files:
         for group, (padding, partition) in enumerate(zip(file.state.paddings, file.state.partitions, strict=False)):
-            numel = _numel(partition)
+            numel = numel_of(partition)
             if padding > numel:
                 detail = f"group {group}: padding {padding}, partition {numel}"
                 found.findings.append(Finding(damages.LARGE_PADDING, file.path.name, detail=detail))
-
-
-def _numel(partition: Partition) -> int:
-    """Elements of a partition; the master may be without its padding."""
-    return max(flat.numel for flat in partition.states.values())
 
 
 def _stage12(
@@ -400,8 +348,8 @@ def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) ->
             detail = f"{file.path.name}: begins at {start}, before the end of {last} at {at}"
             found.findings.append(Finding(damages.FRAGMENTS, name, detail=detail))
         at, last = max(at, start + numel), name
-    if at > _numel(partition):
-        detail = f"{file.path.name}: ends at {at}, the partition at {_numel(partition)}"
+    if at > numel_of(partition):
+        detail = f"{file.path.name}: ends at {at}, the partition at {numel_of(partition)}"
         found.findings.append(Finding(damages.FRAGMENTS, last, detail=detail))
 
 
@@ -423,8 +371,8 @@ def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sha
                 found.findings.append(Finding(damages.MIXED_RANKS, file.path.name, detail=detail))
                 return {}
             expected = sum(share.each for _, share in zero.shares(group, len(own)))
-            if _numel(partition) != expected:
-                detail = f"{file.path.name}: {_numel(partition)} elements, {expected} by the model's shapes"
+            if numel_of(partition) != expected:
+                detail = f"{file.path.name}: {numel_of(partition)} elements, {expected} by the model's shapes"
                 found.findings.append(Finding(damages.FRAGMENTS, f"all parameters of group {number}", detail=detail))
                 return {}
             of_experts = "" if own == every else f"experts of ranks {', '.join(map(str, own))}"

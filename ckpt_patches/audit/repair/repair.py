@@ -7,7 +7,7 @@ square would make huge steps.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Shard,
     Stream,
 )
-from ckpt_patches.audit.repair import unshift
+from ckpt_patches.audit.repair import same_run, unshift
 from ckpt_patches.audit.repair.copies import (
     Range,
     begin_copy,
@@ -54,6 +54,7 @@ from ckpt_patches.formats.zarr import LOCKS
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.durable import new_folder
 from ckpt_patches.runtime.unfinished import check_outside, check_space
+from ckpt_patches.runtime.units import in_bytes
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 22  # elements, many times a block
@@ -116,7 +117,7 @@ def plan(report: Report, older: Report | None) -> Plan:
         elif finding.kind is damages.ONE_MODEL_FILE:
             refused += [(finding, lost[finding.array])] if lost[finding.array] else []
         elif shard is None or finding.begin is None or finding.end is None:
-            refused.append((finding, finding.kind.remedy))
+            refused.append((finding, _no_copy(finding)))
         elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):
             refused.append((finding, reason))
         else:
@@ -128,7 +129,7 @@ def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) ->
     """Why a finding with a range cannot be repaired; empty if it can."""
     kinds = {MASTER: (*IN_MASTER, *CHUNKS), EXP_AVG: (*IN_MOMENTS, *CHUNKS), EXP_AVG_SQ: (*IN_MOMENTS, *CHUNKS)}
     if finding.kind not in kinds.get(role, ()):
-        return finding.kind.remedy
+        return _no_copy(finding)
     if role == MASTER:
         return (
             "" if WEIGHT in shard.streams else "the checkpoint does not have the model's own weights of these elements"
@@ -155,6 +156,11 @@ def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) ->
         ):
             return f"{older.checkpoint.path} has {other.kind.name} in the same range"
     return ""
+
+
+def _no_copy(finding: Finding) -> str:
+    """Why it is beyond repair."""
+    return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
 
 
 def _same(found: Checkpoint, shard: Shard) -> Shard | None:
@@ -205,6 +211,7 @@ class Result:
     done: tuple[Done, ...]
     copies: tuple[Copies, ...]
     moved: int  # elements of shifted masters that are in their places now; the moments' are, too
+    source: tuple[str, int | None] | None  # the older checkpoint and its step
 
 
 def repair(
@@ -213,6 +220,9 @@ def repair(
     older_path: Path | None,
     workers: int,
     ranks: Ranks | None = None,
+    *,
+    trust_source: bool = False,
+    say: Callable[[str], object] = lambda line: None,
 ) -> Result | None:
     """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
 
@@ -220,21 +230,24 @@ def repair(
     this, and share the reading and the copying; rank 0 repairs, and gives the copy its name. The result is on rank 0.
 
     Raises:
-        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already.
+        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already; or
+            the older one is not known to be of the same run, unless `trust_source`.
     """
     ranks = ranks or Ranks()
     ranks.first("looking at the output", lambda: _check_new(path, output))
     report = audit_together(path, workers, ranks)
     ranks.first("the audit", lambda: _check_damaged(report))
     older = audit_together(older_path, workers, ranks) if older_path else None
-    ranks.first("the audit of the older checkpoint", lambda: _check_older(report, older))
+    ranks.first("the audit of the older checkpoint", lambda: _check_older(report, older, trust=trust_source))
     made = ranks.first("planning", lambda: _planned(report, older))
     with ExitStack() as stack:
 
         def begin() -> tuple[Path, list[list[Range]]]:
             temporary = stack.enter_context(new_folder(output))
             ranges = begin_copy(path, temporary, but=f"*{LOCKS}")
-            check_space(output, sum(found.end - found.begin for found in ranges))
+            nbytes = sum(found.end - found.begin for found in ranges)
+            free = check_space(output, nbytes)
+            say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
             divided = shares([found.cost for found in ranges], ranks.size)
             return temporary, [ranges[share.start : share.stop] for share in divided]
 
@@ -261,7 +274,8 @@ def repair(
     if made is None or done is None:
         return None
     moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
-    return Result(tuple(done), made.copies, moved)
+    source = (str(older.checkpoint.path), older.checkpoint.step) if older else None
+    return Result(tuple(done), made.copies, moved, source)
 
 
 # Of rank 0, which alone has the reports
@@ -278,14 +292,9 @@ def _check_damaged(report: Report | None) -> None:
         raise UserError(f"{report.checkpoint.path} is {report.verdict}: nothing to repair")
 
 
-def _check_older(report: Report | None, older: Report | None) -> None:
-    """A later step is none that the run comes from."""
-    if report is None or older is None:
-        return
-    own, step = report.checkpoint.step, older.checkpoint.step
-    if own is not None and step is not None and step > own:
-        path, source = report.checkpoint.path, older.checkpoint.path
-        raise UserError(f"--from {source}: expected step {own} at the latest, that of {path}, found step {step}")
+def _check_older(report: Report | None, older: Report | None, *, trust: bool) -> None:
+    if report and older:
+        same_run.check(report.checkpoint, older.checkpoint, trust=trust)
 
 
 def _planned(report: Report | None, older: Report | None) -> Plan:

@@ -1,5 +1,6 @@
 """What to do about a checkpoint, and the command for it."""
 
+import contextlib
 import os
 import shlex
 from collections.abc import Iterable
@@ -9,7 +10,8 @@ from pathlib import Path
 from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, WHOLE, Report
 from ckpt_patches.audit.damages import NOTE, Finding, FindingKind
-from ckpt_patches.audit.repair import repair
+from ckpt_patches.audit.repair import repair, same_run
+from ckpt_patches.errors import UserError
 
 REFUSED = {DAMAGED: "It cannot be repaired", INCOMPLETE: "The save did not finish"}
 # Megatron's names of states that 0.16 and later do not load; the last one they do where the checkpoint names it.
@@ -97,7 +99,7 @@ def _planned(report: Report, others: tuple[Report, ...]) -> tuple[Report | None,
     """How a checkpoint is repaired, with the newest whole one before it that allows it, or with none."""
     for older in sorted((other for other in others if _is_older(other, report)), key=_step, reverse=True):
         made = repair.plan(report, older)
-        if not made.refused and _of_moments(made):
+        if not made.refused and _of_moments(made) and _is_of_the_run(older, report):
             return older, made
     return None, repair.plan(report, None)
 
@@ -105,6 +107,14 @@ def _planned(report: Report, others: tuple[Report, ...]) -> tuple[Report | None,
 def _is_older(other: Report, report: Report) -> bool:
     step = report.checkpoint.step
     return _can_replace(other, report) and step is not None and _step(other) < step
+
+
+def _is_of_the_run(older: Report, report: Report) -> bool:
+    """Whether `repair` would take it as the source."""
+    with contextlib.suppress(UserError, OSError):
+        same_run.check(report.checkpoint, older.checkpoint, trust=False)
+        return True
+    return False
 
 
 def _can_replace(other: Report, report: Report) -> bool:

@@ -1,0 +1,88 @@
+"""What the inventory of a ZeRO checkpoint takes of its files."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckpt_patches.formats import checksum, torch_file, zero, zero_inventory, zero_keys
+from ckpt_patches.formats.torch_file import TorchFile
+from ckpt_patches.formats.zero import Partition, RankState
+from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
+from ckpt_patches.runtime.shown import shown
+
+# What the inventory looks at in a model-states file, and of these what it knows by its names alone.
+OF_A_MODEL = (*zero_keys.OF_THE_MODEL, "iteration", "param_shapes", "frozen_param_shapes", "buffer_names")
+NAMED = ("module", "frozen_param_fragments")
+
+
+class Unlike(NamedTuple):
+    """A model-states file by what it has otherwise than another: there are many, which are nearly the same."""
+
+    name: str
+    root: str
+    changed: dict[str, Any]
+    absent: tuple[str, ...]
+
+    def facts(self, first: Mapping[str, Any]) -> ModelFacts:
+        """`first` is what the other file holds."""
+        value = {**_looked_at(first), **self.changed}
+        return ModelFacts(self.name, {key: value[key] for key in value.keys() - {*self.absent}}, self.root)
+
+
+def unlike(facts: ModelFacts, first: Mapping[str, Any]) -> Unlike:
+    own, other = _looked_at(facts.value), _looked_at(first)
+    changed = {key: value for key, value in own.items() if key not in other or value != other[key]}
+    return Unlike(facts.name, facts.root, changed, tuple(other.keys() - own.keys()))
+
+
+def _looked_at(value: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value[key] for key in (*OF_A_MODEL, *NAMED) if key in value}
+    return found | {key: dict.fromkeys(own) for key in NAMED if isinstance(own := found.get(key), Mapping)}
+
+
+def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> RankFacts:
+    """Of a rank's file, which was read with its checksums."""
+    base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
+    crcs = telling_checksums(file)
+    groups, checksums = [], []
+    for number, partition in enumerate(state.partitions):
+        own = base["state"].get(number) or {}
+        flats = partition.states
+        sizes = {zero.MASTER: max(flats[zero.MASTER].numel, flats[zero.MASTER].room)}
+        ends = [start + numel for start, numel in partition.fragments.values() if numel]
+        # What reaches beyond the partition is a finding of its own.
+        needed = min(max(ends, default=0), numel_of(partition)) if state.stage < 3 else numel_of(partition)
+        step: Any = partition.step.number if partition.step else None
+        step = shown(partition.step.value) if partition.step and step is None else step
+        groups.append(zero_inventory.group_facts(sizes, own, step, needed))
+        checksums.append(tuple(crcs[f.offset] for key, f in flats.items() if key != zero.MASTER and f.offset in crcs))
+    scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
+    scale = scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale
+    params = tuple(group for group in state.settings if isinstance(group, dict))
+    masters = tuple(crcs[at] for own in state.partitions if (at := own.states[zero.MASTER].offset) in crcs)
+    keys = zero_keys.keys_of(file.value)
+    return RankFacts(
+        file.path.name,
+        file.root,
+        tuple(groups),
+        params,
+        scale,
+        tuple(checksums),
+        masters,
+        keys,
+        state.data_parallel,
+    )
+
+
+def of_model(file: TorchFile) -> ModelFacts:
+    """Of a model-states file, which holds a dict."""
+    return ModelFacts(file.path.name, file.value, file.root)
+
+
+def telling_checksums(file: TorchFile) -> dict[int, int]:
+    """CRC-32 by offset of the storages that are not all zeros: two of them are equal if one is a copy."""
+    return {s.offset: s.checksum for s in file.storages if s.checksum != checksum.of_zeros(s.nbytes)}
+
+
+def numel_of(partition: Partition) -> int:
+    """Elements of a partition; the master may be without its padding."""
+    return max(flat.numel for flat in partition.states.values())

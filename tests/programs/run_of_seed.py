@@ -1,0 +1,46 @@
+"""Write the checkpoints of one run that differs from others in its seed: OUT/global_stepN at the given steps.
+
+run_of_seed OUT --seed 0 --steps 2,50 [--rate 0.01] [--stage 1]
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from ckpt_patches.demo.deepspeed_training import results
+from zero_healthy import HIDDEN, drawn, engine
+
+DRAWN = dict.fromkeys(("zero_rate", "warm_up", "frozen", "unused", "tied", "zero_initialized", "mask"), False)
+
+
+def train(rank: int, out: str, seed: int, steps: list[int], rate: float, stage: int) -> None:
+    import random
+
+    torch.manual_seed(seed)
+    own = {"stage": stage, "dtype": "bf16", "optimizer": "AdamW", "groups": 2, "sub_groups": False, "accumulation": 1}
+    run = engine({**drawn(random.Random(0)), **DRAWN, **own, "round_robin": False}, rate)
+    data = torch.Generator().manual_seed(1000 * seed + rank)
+    for step in range(1, max(steps) + 1):
+        inputs = torch.randn(8, HIDDEN, generator=data)
+        loss = (run(inputs.bfloat16()).float() - inputs.roll(1, 1).sin()).pow(2).mean()
+        run.backward(loss)
+        run.step()
+        if step in steps:
+            run.save_checkpoint(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", default="2,50")
+    parser.add_argument("--rate", type=float, default=1e-2)
+    parser.add_argument("--stage", type=int, default=1)
+    args = parser.parse_args()
+    steps = [int(step) for step in args.steps.split(",")]
+    results(train, 2, str(args.out), args.seed, steps, args.rate, args.stage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`repair --from` takes an earlier checkpoint of the same run, and refuses another run's: real trainings."""
+
+import functools
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shared
+from ckpt_patches.audit.audit import REPAIRED, audit
+from ckpt_patches.audit.readers.checkpoint import Checkpoint
+from ckpt_patches.audit.readers.formats import reader_of
+from ckpt_patches.audit.repair.same_run import BOUND, distance
+from ckpt_patches.audit.repair_list import NAME
+from ckpt_patches.cli import main
+from crafted_files import with_other_value
+from every_checkpoint import put, tensors
+from upstream import newest, run, tree
+from zero_checkpoints import trained
+
+STEPS = (2, 10, 50)
+
+
+@functools.cache
+def of_seed(seed: int, stage: int = 1, rate: float = 1e-2, steps: tuple[int, ...] = STEPS) -> Path:
+    def write(out: Path) -> None:
+        options = {"seed": seed, "stage": stage, "rate": rate, "steps": ",".join(map(str, steps))}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        run("run_of_seed", out, *arguments, tree=tree("deepspeed", newest("deepspeed")))
+
+    return shared.once(f"run-{seed}-{stage}-{rate}-{max(steps)}", write)
+
+
+def read(path: Path) -> Checkpoint:
+    reader = reader_of(path)
+    assert reader is not None
+    return reader(path)
+
+
+def between(one: Path, other: Path) -> float:
+    found = distance(read(one), read(other))
+    assert found is not None
+    return found
+
+
+def check_bound(rate: float, steps: tuple[int, ...]) -> None:
+    runs = [of_seed(seed, rate=rate, steps=steps) for seed in range(2)]
+    for earlier, later in itertools.combinations_with_replacement(steps, 2):
+        here, there = (f"global_step{step}" for step in (later, earlier))
+        assert between(runs[0] / here, runs[0] / there) < 0.8 * BOUND
+        assert between(runs[0] / here, runs[1] / there) > 1.2 * BOUND
+
+
+def test_the_bound_is_between_runs() -> None:
+    check_bound(1e-2, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1e-3, 1e-2])
+def test_the_bound_is_between_longer_runs(rate: float) -> None:
+    check_bound(rate, (2, 10, 50, 200, 400))
+
+
+@pytest.fixture(params=[1, 3])
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
+    """With a lost first moment; and the stage."""
+    folder = shutil.copytree(of_seed(0, request.param) / "global_step10", tmp_path / "run" / "global_step10")
+    place = max((p for p in tensors(folder) if p.name.endswith("exp_avg")), key=lambda place: place.numel)
+    put(place, np.full(10, np.nan, np.float32).tobytes())
+    return folder, request.param
+
+
+def refusal(capsys: pytest.CaptureFixture[str], path: Path, source: Path, *options: str) -> str:
+    capsys.readouterr()
+    output = path.parent / "new"
+    assert main(["repair", str(path), "--output", str(output), "--from", str(source), *options]) == 2
+    assert not output.exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_another_run_is_refused_unless_trusted(damaged: tuple[Path, int], capsys: pytest.CaptureFixture[str]) -> None:
+    path, stage = damaged
+    other = of_seed(1, stage) / "global_step2"
+    line = refusal(capsys, path, other)
+    assert f"expected an earlier checkpoint of the run that saved {path}, but its weights are 1." in line
+    assert "--trust-source" in line
+    options = ["--output", str(path.parent / "new"), "--from", str(other), "--trust-source"]
+    assert main(["repair", str(path), *options]) == 0
+
+
+def test_itself_and_a_later_step_are_refused_also_if_trusted(
+    damaged: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, stage = damaged
+    (tmp_path / "link").symlink_to(path)
+    for same in (path, tmp_path / "link"):
+        assert "found the damaged one itself" in refusal(capsys, path, same, "--trust-source")
+    later = of_seed(0, stage) / "global_step50"
+    assert "expected step 10 at the latest" in refusal(capsys, path, later, "--trust-source")
+
+
+def test_other_settings_and_shapes_are_refused(
+    damaged: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, stage = damaged
+    source = shutil.copytree(of_seed(0, stage) / "global_step2", tmp_path / "other" / "global_step2")
+
+    def other_betas(value: Any) -> None:
+        optimizer = value["optimizer_state_dict"]
+        base = optimizer["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]
+        base["param_groups"][0]["betas"] = (0.8, 0.99)
+
+    for file in source.glob("*_optim_states.pt"):
+        with_other_value(file, other_betas)
+    assert "which is not here" in refusal(capsys, path, trained("0.16.2", "stage2")["stage2"])
+    assert "betas of group 0 is (0.8, 0.99) there, and (0.9, 0.999) here" in refusal(capsys, path, source)
+
+
+def test_the_source_and_its_step_are_in_the_output(
+    damaged: tuple[Path, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, stage = damaged
+    source, output = of_seed(0, stage) / "global_step2", path.parent / "new"
+    capsys.readouterr()
+    assert main(["repair", str(path), "--output", str(output), "--from", str(source), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["source"] == {"path": str(source), "step": 2}
+    assert {one["source"] for one in found["repaired"]} == {f"an older checkpoint: {source}, step 2"}
+    assert {one["source"] for one in json.loads((output / NAME).read_text())["repaired"]} == {
+        f"an older checkpoint: {source}, step 2"
+    }
+    assert audit(output).verdict == REPAIRED
