@@ -67,3 +67,22 @@ def test_on_more_ranks_gathered_in_both_ways(options: tuple[str, ...], tmp_path:
 def test_the_load_of_a_shifted_checkpoint_is_as_before(tmp_path: Path) -> None:
     """The fix is in the save alone; `ckpt-patches repair` puts such a checkpoint right."""
     assert wrong_elements(NEWEST, "none", "hook", tmp_path) == wrong_elements(NEWEST, "none", "none", tmp_path / "none")
+
+
+def test_upstreams_own_repair_is_told_from_other_code(tmp_path: Path) -> None:
+    """Of its main branch; with a part of it alone nothing is certain."""
+    repair = (
+        "bucket_padding = bucket.grad_data.numel() - bucket.numel_unpadded",
+        "adjusted_start = param_world_start - padding_adjustment",
+        "adjusted_end = param_world_end - padding_adjustment",
+    )
+    cut = "state_ten = world_tensors[state_key][param_world_start:param_world_end]"
+    for lines, outcome in ((repair, "already there"), (repair[:2], "no match")):
+        copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path / outcome)
+        (path,) = copy.rglob("distrib_optimizer.py")
+        text = path.read_text()
+        (line,) = [line for line in text.splitlines() if line.strip() == cut]
+        indent = line[: -len(cut)]
+        added = "\n".join(indent + part for part in (*lines, cut.replace("param_world", "adjusted")))
+        path.write_text(text.replace(line, added))
+        assert edits.plan(copy, FIX)[0].outcome.value == outcome

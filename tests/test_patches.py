@@ -182,20 +182,25 @@ def git(checkout: Path, *arguments: str) -> str:
 def outcomes(checkout: Path, names: Sequence[str], *options: str) -> dict[str, set[str]]:
     """What pytest reports of the tests of some fixes in a checkout; no hook is active."""
     is_deepspeed = fixes.package_of(names[0]) == DEEPSPEED
-    found = run_pytest(
-        *(checkout / load(name).test for name in names),
-        rootdir=checkout,
-        tree=checkout,
-        path=[checkout / "tests"],
-        options=(
-            *OPTIONS,
-            *options,
-            *(("-p", "unit.common") if is_deepspeed else ("--noconftest", "-p", "python_312")),
-        ),
-        env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "300"},  # of DeepSpeed's own harness: ranks, seconds of a test
-        timeout=1800,
-        imports=zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
-    )
+    try:
+        found = run_pytest(
+            *(checkout / load(name).test for name in names),
+            rootdir=checkout,
+            tree=checkout,
+            path=[checkout / "tests"],
+            options=(
+                *OPTIONS,
+                *options,
+                *(("-p", "unit.common") if is_deepspeed else ("--noconftest", "-p", "python_312")),
+            ),
+            env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "300"},  # of DeepSpeed's own harness: ranks, seconds a test
+            timeout=1800,
+            imports=zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
+        )
+    except subprocess.TimeoutExpired:
+        if "--exitfirst" not in options:  # without the patch a rank that fails can leave another one waiting for ever
+            raise
+        return {name: {"FAILED"} for name in names}
     assert "not enough GPUs" not in found, found
     found = re.sub(r"\x1b\[[\d;]*m", "", found)  # DeepSpeed's own harness colors it, whatever the options
     by_fix: dict[str, set[str]] = {name: set() for name in names}

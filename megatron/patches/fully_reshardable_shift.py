@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NoBug, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -22,6 +22,12 @@ fix = Fix(
 )
 
 
+# Of upstream's own repair, on its main branch since 2026-08-21.
+REPAIR = (
+    "adjusted_start = param_world_start - padding_adjustment",
+    "adjusted_end = param_world_end - padding_adjustment",
+    "bucket_padding = bucket.grad_data.numel() - bucket.numel_unpadded",
+)
 ENDS = ("param_world_start", "param_world_end")
 BUCKET = "bucket_id"
 PADDING = f"end_padding[{BUCKET}]"
@@ -51,6 +57,8 @@ def cut_without_end_padding(source: Source) -> None:
     if not source.has_function(name):
         raise NotConcerned  # no such format up to 0.14
     save = source.function(name)
+    if all(source.has(part, within=save) for part in REPAIR):
+        raise AlreadyThere
     if not source.has(
         "state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save
     ):
