@@ -393,6 +393,18 @@ def test_a_name_that_leaves_the_output_folder_is_refused(name: str) -> None:
         plan(Checkpoint(**evil), Traits())
 
 
+def test_further_states_of_the_optimizer_are_named() -> None:
+    """AMSGrad's maximum of the squares, and whatever else a file has there, cut to a length."""
+    checkpoint, _, _ = flattened([(5, 5)], 2)
+    assert plan(checkpoint, Traits()).warnings == ()
+    own = replace(checkpoint.ranks[0].partitions[0], others=("max_exp_avg_sq", "x" * 10**6))
+    ranks = (replace(checkpoint.ranks[0], partitions=(own,)), *checkpoint.ranks[1:])
+    (warning,) = plan(replace(checkpoint, ranks=ranks), Traits()).warnings
+    assert warning.startswith("not converted: 'max_exp_avg_sq', 'xxx")
+    assert warning.endswith("of the optimizer's states only exp_avg and exp_avg_sq are")
+    assert len(warning) < 400
+
+
 def test_a_pattern_without_a_parameter_is_refused() -> None:
     checkpoint, _, _ = flattened([(5, 5)], 3)
     mistyped = Checkpoint(**{**vars(checkpoint), "info": {"parameter_to_average_patterns": ["layernom"]}})

@@ -28,14 +28,16 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.paths import is_within
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
-from ckpt_patches.formats.zero import STATES, ElementType, Partition, Shape, Shares, Step, shares
+from ckpt_patches.formats.zero import MOMENTS, STATES, ElementType, Partition, Shape, Shares, Step, shares
 from ckpt_patches.formats.zero_checkpoint import Checkpoint, Rank
 from ckpt_patches.formats.zero_experts import KEY, Experts, LocalExpert
+from ckpt_patches.runtime.shown import shown
 
 BY_NUMBERS = (
     "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed since 0.14.1 "
     "loads with the fix universal_experts, and at which it stops without"
 )
+MOST_NAMED = 5
 
 
 def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:
@@ -50,6 +52,9 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     found.append(_common_state(checkpoint))
     if any(len(expert.ranks) > 1 for expert in checkpoint.local_experts.values()):
         warnings = [*warnings, BY_NUMBERS]
+    if left_out := sorted({name for rank in checkpoint.ranks for own in rank.partitions for name in own.others}):
+        named = ", ".join(map(shown, left_out[:MOST_NAMED]))
+        warnings = [*warnings, f"not converted: {named}; of the optimizer's states only {' and '.join(MOMENTS)} are"]
     for output in found:
         _check_name(output.name)
     links = tuple(output for output in found if isinstance(output, Link))

@@ -118,6 +118,7 @@ class Partition:
     states: dict[str, Flat]  # by STATES; the moments that are there
     step: Step | None
     fragments: dict[str, tuple[int, int]]  # stage 1 and 2: by parameter, where in the partition: start, elements
+    others: tuple[str, ...] = ()  # what else the optimizer has of the group, such as max_exp_avg_sq
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def _partition(
     tensors = {MASTER: master, **{key: state[key] for key in MOMENTS if key in state}}
     flats = {key: _flat(path, file, key, tensor) for key, tensor in tensors.items()}
     fragments = {name: _fragment(path, name, address) for name, address in mapping.items()}
-    return Partition(flats, _step(path, file, group, state), fragments)
+    others = tuple(str(key) for key in state if key not in (*MOMENTS, "step"))
+    return Partition(flats, _step(path, file, group, state), fragments, others)
 
 
 def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
