@@ -23,31 +23,40 @@ fix = Fix(
 )
 
 LATEST = "os.path.join(..., 'latest')"
-OPEN, OPEN_TEMPORARY = f"open({LATEST}, 'w')", "open(latest + '.tmp', 'w')"
-SYNC = ("fd.flush()", "os.fsync(fd.fileno())")
-RENAME = "os.replace(latest + '.tmp', latest)"
+OPEN, OPEN_TEMPORARY = f"open({LATEST}, 'w')", f"open({LATEST} + '.tmp', 'w')"
+LONG = 40  # characters of a path, of which the statement has two
+SYNC = "fd.flush()\nos.fsync(fd.fileno())"
 
 
 @fix.edit(ENGINE)
 def write_a_temporary_file_and_rename_it(source: Source) -> None:
     """Upstream truncates the file and writes it anew; since 0.17.1 at a second place, for background writers."""
-    calls = [*source.all(OPEN), *source.all(OPEN_TEMPORARY)]
-    writes = [found for found in source.all_of(ast.With) if found.items[0].context_expr in calls]
-    source.check_parts(parts_there(source, writes) or {"a place that writes `latest`": False})
-    for statement in writes:
-        path = source.one(LATEST, within=statement)
-        source.insert_before(statement, f"latest = {source.text(path)}")
-        source.replace(path, "latest + '.tmp'")
-        source.insert_after(source.one("fd.write(...)", within=statement), "\n".join(SYNC))
-        source.insert_after(statement, RENAME)
+    writes = [found for found in source.all_of(ast.With) if source.has(LATEST, found)]
+    source.check_parts(
+        {
+            f"{number}: {part}": there
+            for number, statement in enumerate(writes)
+            for part, there in parts_there(source, statement).items()
+        }
+        or {"a place that writes `latest`": False}
+    )
+    for call in source.some(OPEN):
+        statement = next(found for found in writes if found.items[0].context_expr is call)
+        source.insert_at(call.args[0], " + '.tmp'", end=True)
+        source.insert_after(source.one("fd.write(...)", within=statement), SYNC)
+        source.insert_after(statement, renaming(source, call.args[0]))
 
 
-def parts_there(source: Source, writes: list[ast.With]) -> dict[str, bool]:
-    """Of each place what it has of this fix."""
-    parts = {
-        f"{number}: {part}": source.has(part, within=statement)
-        for number, statement in enumerate(writes)
-        for part in (OPEN_TEMPORARY, *SYNC)
+def parts_there(source: Source, statement: ast.With) -> dict[str, bool]:
+    renamed = renaming(source, source.all(LATEST, statement)[0])
+    return {
+        "a temporary name": source.has(OPEN_TEMPORARY, statement),
+        "fsync": source.has("fd.flush()", statement) and source.has("os.fsync(fd.fileno())", statement),
+        renamed: source.has(renamed),
     }
-    renames = len(source.all(RENAME))
-    return parts | {f"{number}: {RENAME}": number < renames for number in range(len(writes))}
+
+
+def renaming(source: Source, path: ast.expr) -> str:
+    """The statement that renames the temporary file, on two lines where one would be too long."""
+    gap = "" if len(source.text(path)) < LONG else "\n    "
+    return f"os.replace({gap}{source.text(path)} + '.tmp', {source.text(path)})"

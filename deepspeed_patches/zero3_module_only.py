@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import NotConcerned, Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -22,7 +22,8 @@ fix = Fix(
 )
 
 WITHOUT_STATES = "not load_optimizer_states"
-WEIGHTS_ALONE = "weights_alone = load_module_only or not load_optimizer_states"
+NAME = "weights_alone"
+WEIGHTS_ALONE = f"{NAME} = load_module_only or not load_optimizer_states"
 
 
 @fix.edit(ENGINE)
@@ -31,8 +32,7 @@ def put_the_weights_together(source: Source) -> None:
     if b"and not load_module_only" not in source.data:
         raise NotConcerned  # up to 0.12.6 all states are loaded then
     load = source.function("DeepSpeedEngine._load_checkpoint")
-    if source.has(WEIGHTS_ALONE, within=load):
-        raise AlreadyThere
     branch = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load)
+    source.check_parts({WEIGHTS_ALONE: source.has(WEIGHTS_ALONE, load), NAME: source.has(NAME, branch.test)})
     source.insert_before(branch, WEIGHTS_ALONE)
-    source.replace(source.one(WITHOUT_STATES, within=branch.test), "weights_alone")
+    source.replace(source.one(WITHOUT_STATES, within=branch.test), NAME)

@@ -22,7 +22,7 @@ fix = Fix(
 )
 
 
-# Of upstream's own repair, on its main branch since 2026-08-21.
+# Of upstream's own repair (#5077), in no release up to 0.19.2.
 REPAIR = (
     "adjusted_start = param_world_start - padding_adjustment",
     "adjusted_end = param_world_end - padding_adjustment",
