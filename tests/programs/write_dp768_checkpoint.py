@@ -111,6 +111,7 @@ def write_stage1(out: Path, shapes_of_groups: list[Shapes], ranks: int) -> list[
 
 def write_stage3(out: Path) -> None:
     truth = values(STAGE3_GROUP)
+    placeholders = {name: torch.empty(0, dtype=torch.bfloat16) for name in truth}
     parts: dict[str, list[torch.Tensor]] = {key: [] for key in KEYS}
     for key in KEYS:
         rows = []
@@ -126,7 +127,8 @@ def write_stage3(out: Path) -> None:
             "fp32_flat_groups": [master],
         }
         save({"optimizer_state_dict": optimizer}, out / TAG, f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        save(model_states([STAGE3_GROUP], DP), out / TAG, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        save({**model_states([STAGE3_GROUP], DP), "module": placeholders}, out / TAG, name)
     save(truth, out, "truth.pt")
 
 
