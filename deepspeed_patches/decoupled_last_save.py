@@ -36,5 +36,5 @@ def commit_and_name_what_is_pending(source: Source) -> None:
     destroy = source.function("DeepSpeedEngine.destroy")
     if source.has(COMMIT, within=destroy):
         raise AlreadyThere
-    text = next((found for found in CLEANUPS if source.has(found, within=destroy)), CLEANUPS[0])
-    source.replace(source.one(text, within=destroy), COMMIT_FIRST.format(commit=COMMIT, cleanup=text))
+    cleanup = source.first_there(*CLEANUPS, within=destroy)
+    source.replace(source.one(cleanup, within=destroy), COMMIT_FIRST.format(commit=COMMIT, cleanup=cleanup))

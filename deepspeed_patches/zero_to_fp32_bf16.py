@@ -58,7 +58,7 @@ def take_files_without_a_stage(source: Source) -> None:
     """Files of both have the masters under the same name, cut up in the same way."""
     parse = source.function("parse_optim_states")
     source.check_parts({part: source.has(part, within=parse) for part in (STATES, NOT_OF_ZERO, STAGE_OR_1)})
-    branch = source.branch(next((t for t in NOT_NAMED if source.has(t, within=parse)), NOT_NAMED[0]), within=parse)
+    branch = source.branch(source.first_there(*NOT_NAMED, within=parse), within=parse)
     source.insert_before(branch, STATES)
     source.replace(branch.test, NOT_OF_ZERO)
     source.replace(source.one(STAGE, within=parse), f"{WHY}\n{STAGE_OR_1}")

@@ -117,9 +117,7 @@ def _structure(path: Path) -> _Structure:
         if reader is not None:
             with without_garbage_collection():  # there can be millions of chunks
                 found = reader(path)
-                found.findings += copied_states.findings(found)
-                found.shards += coverage.others(found)
-                return _Structure(found, all_shards(found))
+                return _Structure(found, complete(found))
     except Exception as error:
         return _Structure(found, [], _unreadable(path, error))
     raise UserError(f"{path}: not a checkpoint in a format that is known")
@@ -216,6 +214,13 @@ def judged(
     found.findings += judge.of_parameters(found, empty)
     found.findings[:], shift = shifted.explained(found, found.findings)
     return shift
+
+
+def complete(found: Checkpoint) -> list[Shard]:
+    """Add to what a reader has found all that can be told before an element is read; everything that is to be read."""
+    found.findings += copied_states.findings(found)
+    found.shards += coverage.others(found)
+    return all_shards(found)
 
 
 def all_shards(found: Checkpoint) -> list[Shard]:

@@ -80,7 +80,7 @@ def _read_plugins(*, silent: bool) -> None:
     if silent or not plugins.errors:
         return
     switches = Switches(os.environ)
-    messages = [message for message, name in plugins.errors.items() if name not in switches.skip]
+    messages = plugins.complaints(switches.skip)
     if messages and switches.mode == "strict":
         raise UserError(messages[0])
     for message in messages:

@@ -133,7 +133,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     if tree is None:
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
     errors = _errors(roots, tree, required)
-    errors += (message for message, name in plugins.errors.items() if name not in switches.skip)
+    errors += plugins.complaints(switches.skip)
     return Status(
         __version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings), tuple(errors)
     )

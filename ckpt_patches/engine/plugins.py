@@ -7,7 +7,7 @@ a plug-in is any code. One that is of no use stops nobody; it is kept in `errors
 import re
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from importlib import metadata
 
 from ckpt_patches import ROOTS
@@ -47,6 +47,11 @@ def read() -> bool:
         _thread.is_reading = False
     registry.has_plugins = True
     return True
+
+
+def complaints(skip: Container[str]) -> list[str]:
+    """What is wrong with plug-ins whose fix is not skipped."""
+    return [message for message, name in errors.items() if name not in skip]
 
 
 def _entry_points() -> list[metadata.EntryPoint]:

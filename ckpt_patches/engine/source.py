@@ -256,6 +256,10 @@ class Source:
         """Whether a node equal to the pattern is there at all."""
         return bool(self.all(pattern, within))
 
+    def first_there(self, *patterns: str, within: ast.AST | None = None) -> str:
+        """The pattern that is there, of the forms in several releases; the first where none is, for `one` to say so."""
+        return next((pattern for pattern in patterns if self.has(pattern, within)), patterns[0])
+
     def functions_there(self, prefix: str, *functions: Callable[..., Any]) -> dict[str, bool]:
         """For `check_parts`: which of these functions of a fix's file the source has (`prefix`: "" or "Class.").
 

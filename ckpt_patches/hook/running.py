@@ -97,7 +97,7 @@ def read_plugins(switches: "Switches", *, at_exit: bool = False) -> None:
 
     if plugins.read():
         _plans.clear()
-    messages = [message for message, name in plugins.errors.items() if name not in switches.skip]
+    messages = plugins.complaints(switches.skip)
     if messages:
         from ckpt_patches.hook import log_lines
 

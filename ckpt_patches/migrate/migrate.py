@@ -15,9 +15,8 @@ from ckpt_patches import __version__
 from ckpt_patches.audit import audit, repair_list
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SHIFTED_STATE, Finding
-from ckpt_patches.audit.judging import coverage, recorded_states, scan
+from ckpt_patches.audit.judging import recorded_states, scan
 from ckpt_patches.audit.judging.record_checksums import PartRead
-from ckpt_patches.audit.readers import copied_states
 from ckpt_patches.audit.readers.checkpoint import Checkpoint
 from ckpt_patches.audit.readers.megatron_arrays import CONFIG
 from ckpt_patches.errors import UserError
@@ -90,9 +89,7 @@ def prepare(path: Path, step: int | None, *, trust: bool = False, damaged_as_is:
         if needs_nothing(found):
             raise _nothing_to_do(found)
         checkpoint = found.found
-        checkpoint.findings += copied_states.findings(checkpoint)
-        checkpoint.shards += coverage.others(checkpoint)
-        planned = plan(found, audit.all_shards(checkpoint), step)
+        planned = plan(found, audit.complete(checkpoint), step)
         if not damaged_as_is:
             _check_inventory(checkpoint)
         return found, planned

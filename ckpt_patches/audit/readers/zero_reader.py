@@ -262,12 +262,12 @@ def _add_frozen_parts(found: Checkpoint, path: Path, rank: int, info: Mapping[st
     shapes, fragments = info.get("frozen_param_shapes"), info.get("frozen_param_fragments")
     if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not found.data_parallel:
         return
-    for name, part in fragments.items():
-        numel = math.prod(shapes.get(name, ()))
+    for name, share in zero.shares(shapes, found.data_parallel):
+        part = fragments.get(name)
         # MiCS shares a parameter among fewer ranks: then all elements are looked at, as of an unknown tensor.
-        if not isinstance(part, TensorHeader) or part.numel != -(-numel // found.data_parallel):
+        if not isinstance(part, TensorHeader) or part.numel != share.each:
             continue
-        own = min(max(numel - rank * part.numel, 0), part.numel)
+        own = share.of(rank)
         array = f"frozen_param_fragments.{name}"
         stream = tensor_streams.stream(found, path, array, part)
         if stream is None:

@@ -6,7 +6,6 @@ schedule does not change, and the weights, which a run moves less than two initi
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,7 +33,7 @@ def check(own: Checkpoint, source: Checkpoint, *, trust: bool) -> None:
         UserError: it is the checkpoint itself or a later one; or, unless `trust`, of another run as far as that can be
             told.
     """
-    if _is_same_folder(own.path, source.path):
+    if own.path.samefile(source.path):
         raise UserError(f"--from {source.path}: expected an older checkpoint, found the damaged one itself")
     if own.step is not None and source.step is not None and source.step > own.step:
         expected = f"expected step {own.step} at the latest, that of {own.path}"
@@ -44,10 +43,6 @@ def check(own: Checkpoint, source: Checkpoint, *, trust: bool) -> None:
             f"--from {source.path}: expected an earlier checkpoint of the run that saved {own.path}, but {why}; "
             "--trust-source takes it nevertheless"
         )
-
-
-def _is_same_folder(one: Path, other: Path) -> bool:
-    return one.samefile(other)
 
 
 def _why_not(own: Checkpoint, source: Checkpoint) -> str:
