@@ -91,6 +91,19 @@ def test_a_whole_one_with_frozen_parameters_is_whole() -> None:
     assert audit(saved(WRITER, "stage3_frozen", RANKS) / "global_step2").verdict == WHOLE
 
 
+@pytest.mark.parametrize(("rank", "verdict", "found"), [(2, DAMAGED, {"not_finite"}), (3, WHOLE, set())])
+def test_padding_of_frozen_parameters_can_be_anything(rank: int, verdict: str, found: set[str], tmp_path: Path) -> None:
+    """The norm has 3 elements, one a rank: DeepSpeed leaves the fourth as the allocator gave it."""
+    folder = copied(saved(WRITER, "stage3_frozen", RANKS) / "global_step2", tmp_path / "global_step2")
+    change(folder / FILES[rank], lambda content: [part.fill_(np.nan) for part in fragments(content)])
+    report = audit(folder)
+    assert (report.verdict, names(report)) == (verdict, found)
+
+
+def fragments(content: dict[str, Any]) -> list[torch.Tensor]:
+    return list(content["frozen_param_fragments"].values())
+
+
 # What else can be missing, and what else one file can be
 
 
