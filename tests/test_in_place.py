@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_patches.engine import installed
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
 from ckpt_patches.inplace import rewrite
@@ -44,7 +45,7 @@ def test_apply_and_revert_leave_every_byte_and_mode_as_it_was(tree: Path) -> Non
     assert (tree / ZARR).stat().st_mode & 0o777 == 0o640
     assert sorted(revert(tree)) == sorted([PRODUCT, ZARR_FIX])
     assert snapshot(tree) == before
-    assert not (tree / rewrite.STATE_FOLDER).exists()
+    assert not (tree / installed.STATE_FOLDER).exists()
 
 
 def test_both_are_idempotent(tree: Path) -> None:
@@ -136,7 +137,7 @@ def test_what_root_applies_stays_the_property_of_its_owner(tree: Path) -> None:
     (tree / ZARR).chmod(0o600)
     before = everything(tree)
     apply(tree)
-    for path in (tree / ZARR, rewrite.state_folder(tree, CORE) / "originals" / ZARR):
+    for path in (tree / ZARR, installed.state_folder(tree, CORE) / "originals" / ZARR):
         assert (path.stat().st_uid, path.stat().st_gid, path.stat().st_mode & 0o777) == (65534, 65534, 0o600)
     revert(tree)
     assert everything(tree) == before
@@ -169,7 +170,7 @@ def test_record_stays_true(tree: Path) -> None:
     apply(tree)
     assert wrong() == []
     listed = (tree / DIST_INFO / "RECORD").read_text()
-    ours = [path for path in snapshot(tree) if path.startswith(rewrite.STATE_FOLDER)]
+    ours = [path for path in snapshot(tree) if path.startswith(installed.STATE_FOLDER)]
     assert ours
     assert all(path in listed for path in ours)  # an uninstall of megatron-core takes them along
 
@@ -198,7 +199,7 @@ def test_an_original_that_is_not_what_it_was_is_refused_and_nothing_changes(
 ) -> None:
     """Both start from the originals: what is written back would be garbage."""
     apply(tree)
-    backup = rewrite.state_folder(tree, CORE) / "originals" / ZARR
+    backup = installed.state_folder(tree, CORE) / "originals" / ZARR
     break_(backup)
     broken = snapshot(tree)
     with pytest.raises(UserError) as refused:
@@ -224,14 +225,14 @@ def test_unreadable_text_is_refused_and_nothing_changes(tree: Path) -> None:
 
 def test_a_damaged_state_is_refused(tree: Path) -> None:
     apply(tree)
-    state = rewrite.state_folder(tree, CORE) / "state.json"
+    state = installed.state_folder(tree, CORE) / "state.json"
     state.write_text('{"version": 99}')
     with pytest.raises(UserError, match="expected version 1 of our state"):
         revert(tree)
 
 
 def edit_state(tree: Path, edit: Callable[[Any], object]) -> None:
-    path = rewrite.state_folder(tree, CORE) / "state.json"
+    path = installed.state_folder(tree, CORE) / "state.json"
     state = json.loads(path.read_text())
     edit(state)
     path.write_text(json.dumps(state))

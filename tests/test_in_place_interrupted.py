@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from ckpt_patches.engine import installed
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
-from ckpt_patches.inplace import rewrite, transaction, tree_lock
+from ckpt_patches.inplace import transaction, tree_lock
 from file_changes import Act, before_each_change, in_child
 from installed_tree import ZARR, apply, everything, make_installed, revert, snapshot
 from upstream import all_releases
@@ -387,7 +388,7 @@ def test_the_disk_has_what_a_step_stands_on_before_the_step(
     """A loss of power keeps only what was waited for."""
     root = copied(templates[name], tmp_path / "tree")
     events = watched(BOTH[name], root)
-    folder = rewrite.state_folder(root, CORE)
+    folder = installed.state_folder(root, CORE)
     points = [index for index, event in enumerate(events) if decides(event, str(folder / "state.json"))]
     assert len(points) == 1
     switches = [index for index, event in enumerate(events) if is_switch(event)]
@@ -414,9 +415,9 @@ def watched(change: Callable[[Path], object], root: Path) -> list[list[str]]:
 def test_a_folder_that_a_killed_run_made_is_waited_for(templates: dict[str, Path], tmp_path: Path) -> None:
     """It may have been killed before it waited itself."""
     root = copied(templates["apply"], tmp_path / "tree")
-    rewrite.state_folder(root, CORE).mkdir(parents=True)
+    installed.state_folder(root, CORE).mkdir(parents=True)
     events = watched(apply, root)
-    for folder in (root, root / rewrite.STATE_FOLDER):
+    for folder in (root, root / installed.STATE_FOLDER):
         assert ["os.fsync", str(folder)] in events[: next(i for i, event in enumerate(events) if is_switch(event))]
 
 
@@ -466,7 +467,7 @@ JOURNALS = {
 def test_a_journal_that_cannot_be_followed_is_refused(text: str, templates: dict[str, Path], tmp_path: Path) -> None:
     root, other = copied(templates["apply"], tmp_path / "tree"), tmp_path / "other"
     other.write_text("of somebody else")
-    folder = rewrite.state_folder(root, CORE)
+    folder = installed.state_folder(root, CORE)
     folder.mkdir(parents=True)
     digest = hashlib.sha256(other.read_bytes()).hexdigest()
     decisive = f', {{"path": "{folder}/state.json", "before": null, "after": "1"}}]'.replace(

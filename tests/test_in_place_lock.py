@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_patches.engine import installed
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
 from ckpt_patches.inplace import rewrite, tree_lock
@@ -42,7 +43,7 @@ def on_host(host: str, at: float, *arguments: str) -> subprocess.Popen[str]:
 
 
 def lock(tree: Path, holder: tree_lock.Holder) -> Path:
-    path = tree / rewrite.STATE_FOLDER / tree_lock.NAME
+    path = tree / installed.STATE_FOLDER / tree_lock.NAME
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(asdict(holder)))
     return path
@@ -134,8 +135,8 @@ def test_a_file_system_without_links_has_a_lock_as_well(tree: Path, monkeypatch:
 
     monkeypatch.setattr("os.link", no_links)
     before = snapshot(tree)
-    with tree_lock.held(tree, tree / rewrite.STATE_FOLDER):
-        assert tree_lock._holder(tree / rewrite.STATE_FOLDER / tree_lock.NAME) == tree_lock._this_process()
+    with tree_lock.held(tree, tree / installed.STATE_FOLDER):
+        assert tree_lock._holder(tree / installed.STATE_FOLDER / tree_lock.NAME) == tree_lock._this_process()
     apply(tree)
     revert(tree)
     assert snapshot(tree) == before

@@ -13,7 +13,7 @@ import pytest
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.registry import CORE, FIXES
 from small_tree import MODULE, SECOND, make, make_two, python
-from upstream import newest_affected, run, run_json, tree
+from upstream import in_place, newest_affected, run, run_json, tree
 
 DISTRIB_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 STRICT = {"CKPT_PATCHES": "strict"}
@@ -34,10 +34,13 @@ def releases() -> list[Any]:
     return [pytest.param(package, *release, id="-".join(release)) for package, *release in found]
 
 
+@pytest.mark.parametrize("applied", [False, pytest.param(True, id="in place")])
 @pytest.mark.parametrize(("package", "distribution", "version"), releases())
-def test_no_replaced_function_goes_unnoticed(package: str, distribution: str, version: str) -> None:
-    """Each function that a fix edits is replaced and wrapped in turn."""
-    found = run_json("replaced_functions", package, tree=tree(distribution, version), delivery="hook")
+def test_no_replaced_function_goes_unnoticed(package: str, distribution: str, version: str, applied: bool) -> None:
+    """Each function that a fix edits is replaced and wrapped in turn; edited by the hook, or in place."""
+    root = tree(distribution, version)
+    root = in_place(root) if applied else root
+    found = run_json("replaced_functions", package, tree=root, delivery="hook")
     assert found["unnoticed"] == []
     assert found["count"]
     # Up to 0.18.2 this fix edits a constant alone.
@@ -106,7 +109,10 @@ def test_what_is_in_its_place(change: str, reported: str, tmp_path: Path) -> Non
         ("deepspeed", "from deepspeed.runtime.engine import DeepSpeedEngine as E; E.save_checkpoint(None, 'nowhere')"),
     ],
 )
-def test_the_first_save_that_would_use_it_raises_in_strict_mode(package: str, entrance: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("applied", [False, pytest.param(True, id="in place")])
+def test_the_first_save_that_would_use_it_raises_in_strict_mode(
+    package: str, entrance: str, applied: bool, tmp_path: Path
+) -> None:
     edited = {CORE: "megatron.core.optimizer.distrib_optimizer", "deepspeed": "deepspeed.runtime.zero.stage3"}[package]
     owner = {CORE: "DistributedOptimizer", "deepspeed": "DeepSpeedZeroOptimizer_Stage3"}[package]
     fix = {CORE: "dp_zero_lean_gather", "deepspeed": "zero3_universal_groups"}[package]
@@ -118,6 +124,7 @@ def test_the_first_save_that_would_use_it_raises_in_strict_mode(package: str, en
         f"{entrance}\n"
     )
     root = tree(*newest_affected(fix))
+    root = in_place(root) if applied else root
     done = run(program, tree=root, delivery="hook", check=False)
     assert done.returncode == 1
     assert "StrictModeError: the fix " in done.stderr

@@ -12,11 +12,17 @@ from ckpt_patches import ROOTS
 from ckpt_patches.engine.registry import DEEPSPEED
 
 DISTRIBUTIONS = ROOTS
+STATE_FOLDER = ".ckpt-patches"
 
 
 def contains(root: str | Path, package: str) -> bool:
     """Whether a tree holds an upstream package."""
     return Path(root, *package.split(".")).is_dir()
+
+
+def state_folder(root: str | Path, package: str) -> Path:
+    """Where the originals and the state of a package that is edited in place are kept."""
+    return Path(root, STATE_FOLDER, package)
 
 
 def version_in(root: str | Path, package: str) -> str:

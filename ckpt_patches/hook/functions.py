@@ -1,22 +1,24 @@
 """Whether the functions that fixes have edited are still those that run: other packages replace methods at run time.
 
-What our loader has put into a module or class is compared with what is there now. A wrapper that holds ours, by
-`__wrapped__`, in a `functools.partial` or in its closure, may call it: it is told, and no override. Nothing of others'
-code is called here but attributes of what they have put in.
+What was in a module or class when our loader had run it, edited by the hook or in place, is compared with what is there
+now. A wrapper that holds ours, by `__wrapped__`, in a `functools.partial` or in its closure, may call it: it is told,
+and no override. Nothing of others' code is called here but attributes of what they have put in.
 """
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from ckpt_patches.engine.plan import FilePlan
 from ckpt_patches.hook import running
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from ckpt_patches import Switches
 
 # A save or a load begins here. In strict mode these look first whether a function was replaced.
@@ -53,15 +55,32 @@ class Change:
         return f"{self.module}.{self.function} {verb} by {self.by}"
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A module that our loader has run."""
+
+    module: ModuleType
+    spec: Any
+    fixes: "Mapping[str, Sequence[str]]"  # by function, those that edit it
+
+
 # By module, the functions as our loader has left them.
 _ours: dict[str, dict[str, Any]] = {}
+_loaded: dict[str, _Loaded] = {}
 
 
-def record(module: ModuleType, file: FilePlan) -> None:
-    """Note the edited functions of a module whose code has just run; from now on they are looked at."""
+def record(module: ModuleType, name: str, fixes: "Mapping[str, Sequence[str]]") -> None:
+    """Note the edited functions of a module whose code has just run; from now on they are looked at.
+
+    Args:
+        module: the module.
+        name: what it is imported by.
+        fixes: by function, those that edit it.
+    """
     if tell_replaced not in running.looks:
         running.looks.append(tell_replaced)
-    _ours[file.module] = {function: _found(module, function) for function in file.functions}
+    _loaded[name] = _Loaded(module, module.__spec__, fixes)
+    _ours[name] = {function: _found(module, function) for function in fixes}
 
 
 def guard(module: ModuleType, name: str, switches: "Switches") -> None:
@@ -88,15 +107,15 @@ def _looking_first(entrance: FunctionType, switches: "Switches") -> FunctionType
 def changes() -> list[Change]:
     """The edited functions in whose place there are others now."""
     found = []
-    for name, functions in _ours.items():
-        file, module = running.file_in(name)
-        if file is None:
+    for name, loaded in _loaded.items():
+        module = loaded.module
+        if sys.modules.get(name) is not module or module.__spec__ is not loaded.spec:
             continue
-        for function, ours in functions.items():
+        for function, ours in _ours[name].items():
             now = _found(module, function)
             if now is not ours:
-                wraps = _holds(now, ours)
-                found.append(Change(name, function, _who(module, function, now), wraps, file.functions[function]))
+                fixes = tuple(loaded.fixes[function])
+                found.append(Change(name, function, _who(module, function, now), _holds(now, ours), fixes))
     return found
 
 

@@ -4,10 +4,11 @@ import sys
 from _frozen_importlib_external import SourceFileLoader
 
 from ckpt_patches.engine.registry import TARGETS
-from ckpt_patches.hook import running
+from ckpt_patches.hook import in_place, running
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
     from typing import Any
@@ -28,13 +29,14 @@ class PatchedLoader(running.RunsEditedCode):
         self.ordinary = ordinary
         self.switches = switches
         self.file: FilePlan | None = None  # once its code was handed out
+        self.in_place: Mapping[str, Sequence[str]] = {}  # by function, the fixes that its file has already
 
     def __reduce__(self) -> "tuple[Any, ...]":
         return SourceFileLoader, (self.name, self.path)
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         """Hand a module without an edit back: it then fails, and caches its bytecode, as it would without us."""
-        if spec.loader is self and self._plan(tell_edited=False) is None and not self._is_guarded():
+        if spec.loader is self and self._plan(tell_edited=False) is None and not self._is_looked_at():
             self._hand_back(spec)
         return None
 
@@ -57,8 +59,9 @@ class PatchedLoader(running.RunsEditedCode):
             running.record(module, self.file)
             exec(self._code(self.file), module.__dict__)
         functions.guard(module, self.name, self.switches)
-        if self.file is not None:
-            functions.record(module, self.file)
+        edited = self.file.functions if self.file is not None else {}
+        if edited or self.in_place:
+            functions.record(module, self.name, {**self.in_place, **edited})
 
     def get_code(self, fullname: str) -> "CodeType | None":
         """The edited code for `python -m`, which makes it `__main__`; upstream's for a hook that runs it itself.
@@ -81,13 +84,17 @@ class PatchedLoader(running.RunsEditedCode):
         """What this module gets. Says what there is to say, at the latest when an edited module is run."""
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
+        self.in_place = in_place.functions(plan.root, plan.package, self.name) if plan is not None else {}
         if plan is not None and (file is None or tell_edited):
             from ckpt_patches.hook import log_lines
 
             log_lines.tell(plan, self.switches)
         return file
 
-    def _is_guarded(self) -> bool:
+    def _is_looked_at(self) -> bool:
+        """Whether something is to be noted when the module has run."""
+        if self.in_place:
+            return True
         if self.switches.mode != "strict" or self.name not in TARGETS:
             return False
         from ckpt_patches.hook.functions import ENTRANCES

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_patches.engine.plan import FixResult, Outcome
-from ckpt_patches.hook import functions, log_lines, running
+from ckpt_patches.hook import functions, in_place, log_lines, running
 
 if TYPE_CHECKING:
     from ckpt_patches import Switches
+
+SHOWN = (Outcome.APPLIES, Outcome.NO_MATCH, Outcome.NOT_NEEDED)
 
 
 def lines(switches: "Switches") -> Iterator[str]:
@@ -16,8 +18,9 @@ def lines(switches: "Switches") -> Iterator[str]:
     plans = list(running.plans(switches))
     for plan in plans:
         yield log_lines.upstream(plan)
+        applied = in_place.fixes(plan.root, plan.package)
         for result in plan.results:
-            if result.outcome in (Outcome.APPLIES, Outcome.NO_MATCH, Outcome.NOT_NEEDED):
+            if result.outcome in SHOWN or (result.outcome is Outcome.ALREADY_THERE and result.name in applied):
                 mine = [change for change in changes if result.name in change.fixes]
                 yield f"  {result.name}: {_state(result, mine)}"
     if not plans:
@@ -32,4 +35,5 @@ def _state(result: FixResult, changes: list[functions.Change]) -> str:
     replaced = [str(change) for change in changes if not change.wraps]
     if replaced:
         return f"NOT active any more: {'; '.join(replaced)}"
-    return "; ".join(["active", *(str(change) for change in changes)])
+    active = "active" if result.outcome is Outcome.APPLIES else "active in place"
+    return "; ".join([active, *(str(change) for change in changes)])

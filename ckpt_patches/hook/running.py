@@ -301,11 +301,6 @@ def _file_in(module: str) -> "FilePlan | None":
     return file if loaded is not None and sys.modules.get(module) is loaded and _spec_of(module) is spec else None
 
 
-def file_in(module: str) -> "tuple[FilePlan | None, ModuleType | None]":
-    """That file, and the module."""
-    return _file_in(module), sys.modules.get(module)
-
-
 def _is_loaded(module: str) -> bool:
     return issubclass(type(sys.modules.get(module)), type(sys))
 

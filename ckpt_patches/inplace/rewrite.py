@@ -11,17 +11,16 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.installed import DISTRIBUTIONS, STATE_FOLDER, state_folder
 from ckpt_patches.engine.plan import Outcome, TreePlan, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.errors import UserError
 from ckpt_patches.inplace import tree_lock, wheel_record
 from ckpt_patches.inplace.transaction import Change, Failed, Standing, commit, in_tree, is_interrupted, recover
 
-STATE_FOLDER = ".ckpt-patches"
 STATE_VERSION = 1
 
 
@@ -42,11 +41,9 @@ class State:
 
     fixes: tuple[str, ...] = ()
     files: tuple[AppliedFile, ...] = ()
-
-
-def state_folder(root: str | Path, package: str) -> Path:
-    """Where the originals and the state of a package in a tree are kept."""
-    return Path(root, STATE_FOLDER, package)
+    functions: dict[str, dict[str, list[str]]] = field(
+        default_factory=dict
+    )  # by module and name: the fixes that edit it
 
 
 def read_state(root: str | Path, package: str) -> State:
@@ -63,7 +60,7 @@ def read_state(root: str | Path, package: str) -> State:
         files = [AppliedFile(**file) for file in data["files"]]
         for file in files:
             in_tree(file.path)
-        return State(tuple(data["fixes"]), tuple(files))
+        return State(tuple(data["fixes"]), tuple(files), data.get("functions", {}))
     except FileNotFoundError:
         return State()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -217,7 +214,10 @@ def _state_after(rewrites: Sequence[_Rewrite], plan: TreePlan) -> State:
     files = [
         AppliedFile(r.relative, _sha256(r.original), _sha256(r.after), r.row, r.link) for r in rewrites if r.is_edited
     ]
-    return State(tuple(plan.named(Outcome.APPLIES)), tuple(files))
+    functions = {
+        module: {name: list(fixes) for name, fixes in file.functions.items()} for module, file in plan.files.items()
+    }
+    return State(tuple(plan.named(Outcome.APPLIES)), tuple(files), functions)
 
 
 def _changes(
@@ -372,8 +372,8 @@ def _remove_empty_folders(top: Path) -> None:
 
 
 def _state_bytes(state: State) -> bytes:
-    files = [vars(file) for file in state.files]
-    return json.dumps({"version": STATE_VERSION, "fixes": state.fixes, "files": files}, indent=1).encode()
+    kept = {"fixes": state.fixes, "files": [vars(file) for file in state.files], "functions": state.functions}
+    return json.dumps({"version": STATE_VERSION, **kept}, indent=1).encode()
 
 
 def _sha256(data: bytes) -> str:

@@ -12,8 +12,11 @@ import sys
 from typing import Any
 
 import ckpt_patches
+from ckpt_patches.engine.installed import locate
+from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.hook import functions, running
+from ckpt_patches.inplace import rewrite
 from ckpt_patches.startup import report, verify
 
 
@@ -49,12 +52,18 @@ def is_loud(*words: str) -> bool:
 
 def main(package: str) -> None:
     switches = ckpt_patches.Switches({"CKPT_PATCHES": "strict"})
-    from ckpt_patches.engine.installed import locate
-
-    plan, _ = running.make_plan(str(locate(package)), package, switches)
+    root = str(locate(package))
+    state = rewrite.read_state(root, package)
+    edited, active = state.functions, list(state.fixes)
+    if not active:
+        plan, _ = running.make_plan(root, package, switches)
+        edited = {
+            module: {name: list(fixes) for name, fixes in of.functions.items()} for module, of in plan.files.items()
+        }
+        active = plan.named(Outcome.APPLIES)
     unnoticed: list[str] = []
     count: dict[str, int] = {}
-    for module, file in plan.files.items():
+    for module, names in edited.items():
         try:
             loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -62,7 +71,7 @@ def main(package: str) -> None:
                 raise
             continue
         verify()
-        for function, fixes in file.functions.items():
+        for function, fixes in names.items():
             *owners, name = function.split(".")
             owner = functools.reduce(getattr, owners, loaded)
             ours = vars(owner)[name]
@@ -79,7 +88,6 @@ def main(package: str) -> None:
             assert not functions.changes()
             for fix in fixes:
                 count[fix] = count.get(fix, 0) + 1
-    active = plan.named(type(plan.results[0].outcome).APPLIES)
     print(json.dumps({"unnoticed": unnoticed, "count": count, "active": active}))
 
 
