@@ -12,10 +12,10 @@ from ckpt_patches.demo.prove import prove, variables
 from ckpt_patches.demo.run import Demonstration
 from upstream import TIMEOUT, environment_for, newest, tree
 
-# Takes the import hook out of the processes that run demonstrations, and of no other.
+# Takes the import hook out of the processes that run demonstrations, and of those that they start.
 WITHOUT = """
 import sys
-if "ckpt_patches.demo.prove" in sys.orig_argv:
+if "status" not in sys.orig_argv:
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "PatchFinder"]
 """
 SKIP = "hybrid_offload_reload,hybrid_offload_resume,resume_param_groups,reshardable_padding_save,async_save_staging"
@@ -26,6 +26,15 @@ def status(package: str, *arguments: str, path: list[Path] | None = None, **env:
     command = [sys.executable, "-m", "ckpt_patches", "status", *arguments]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
     return done.returncode, json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["megatron-core", "deepspeed"])
+def test_in_its_short_form_each_demonstration_shows_its_bug_without_the_fix(package: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    _, found = status(package, "--prove", "--json", path=[tmp_path])
+    assert {proof["name"] for proof in found["proofs"]} == {f["name"] for f in found["fixes"] if f["state"] == "active"}
+    assert [proof for proof in found["proofs"] if proof["result"] != "does not work"] == []
 
 
 @pytest.mark.parametrize("package", ["megatron-core", "deepspeed"])

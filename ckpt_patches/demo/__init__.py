@@ -6,11 +6,22 @@ whether the import hook is active.
 """
 
 import json
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt_patches.demo.ranks import RankError
+
+T = TypeVar("T")
+# The argument of a demonstration that is to show its bug in a few seconds, as `status --prove` asks for.
+SHORT = "--short"
+
+
+def cases(every: Sequence[T], short: int = 1) -> Sequence[T]:
+    """The cases in which a demonstration looks for its bug: all, or with `--short` the first so many."""
+    return every[:short] if SHORT in sys.argv else every
 
 
 def show(run: Callable[[Path], str], right: str, *, raises: str | tuple[str, ...] = ()) -> None:

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from ckpt_patches.demo import show
+from ckpt_patches import demo
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.ranks import results as run_ranks
 
@@ -406,7 +406,7 @@ def show_resume(
     def run(folder: Path) -> str:
         return str(results(resume, ranks, folder, case, ranks, universal, settings, node=node)[0])
 
-    show(run, "saved; resumes bit for bit", raises=raises)
+    demo.show(run, "saved; resumes bit for bit", raises=raises)
 
 
 def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, settings: dict[str, Any]) -> str:
@@ -439,12 +439,12 @@ def show_weights_alone(*cases: str, **options: bool) -> None:
     def run(folder: Path) -> str:
         found = {
             case: results(load_weights, ranks, folder / case / str(ranks), case, ranks, options)[0]
-            for ranks in (2, 3)
+            for ranks in demo.cases((2, 3))
             for case in cases
         }
         return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
 
-    show(run, "weights and masters are those of the checkpoint")
+    demo.show(run, "weights and masters are those of the checkpoint")
 
 
 def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[str, bool]) -> str:
@@ -518,7 +518,7 @@ def show_conversion(case: str, *, ranks: int, raises: str | tuple[str, ...] = ()
         results(train_and_keep, ranks, folder, case, ranks)
         return converted(folder)
 
-    show(run, "converted bit for bit", raises=raises)
+    demo.show(run, "converted bit for bit", raises=raises)
 
 
 def train_and_keep(rank: int, folder: Path, case: str, ranks: int) -> None:

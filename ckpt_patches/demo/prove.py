@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ckpt_patches.demo import SHORT
 from ckpt_patches.demo.run import TIMEOUT, Demonstration, environment, outcome_in
 
 # What a demonstration imports of ours, and with it torch and the upstream package; else it gets torch alone.
@@ -105,7 +106,7 @@ def _fork(path: Path, folder: Path) -> int:
         for number, name in ((1, f"{path.stem}"), (2, f"{path.stem}.error")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
         signal.alarm(int(TIMEOUT) // 2)
-        sys.argv = [str(path)]
+        sys.argv = [str(path), SHORT]
         runpy.run_path(str(path), run_name="__main__")
     raise AssertionError
 

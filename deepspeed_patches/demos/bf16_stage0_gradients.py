@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+from ckpt_patches.demo import cases, show
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 RANKS = (2, 3)
 
 
 def run(folder: Path) -> str:
-    left = max(dt.results(train_and_count, ranks, ranks)[0] for ranks in RANKS)
+    left = max(dt.results(train_and_count, ranks, ranks)[0] for ranks in cases(RANKS))
     return f"{left} parameters keep their gradients, to which the next step adds its own" if left else ""
 
 

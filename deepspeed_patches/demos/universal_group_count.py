@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+from ckpt_patches.demo import cases, show
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 RANKS = (2, 3)
 SAVED, OTHERS = "stage1-2", ("stage1-1", "stage2-3")
 
 
 def run(folder: Path) -> str:
-    found = [line for ranks in RANKS for line in dt.results(load_into_others, ranks, folder / str(ranks), ranks)[0]]
+    found = [
+        line for ranks in cases(RANKS) for line in dt.results(load_into_others, ranks, folder / str(ranks), ranks)[0]
+    ]
     return "; ".join(dict.fromkeys(found))
 
 

@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+from ckpt_patches.demo import cases, show
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 RANKS, CASES = (2, 3), ("stage1-2", "stage2-2")
 OPTIONS = ({"load_optimizer_states": False}, {"load_module_only": True})
 
 
 def run(folder: Path) -> str:
-    found = [dt.results(load, ranks, folder / case / str(ranks), case, ranks)[0] for ranks in RANKS for case in CASES]
+    found = [
+        dt.results(load, ranks, folder / case / str(ranks), case, ranks)[0]
+        for ranks in cases(RANKS)
+        for case in cases(CASES)
+    ]
     return next(filter(None, found), "")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from ckpt_patches.demo import cases, show
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 RANKS = (2, 3)
 CASE = "bf16_optimizer-2"
@@ -22,7 +22,7 @@ torch.save(script["get_fp32_state_dict_from_zero_checkpoint"](sys.argv[2]), sys.
 
 
 def run(folder: Path) -> str:
-    for ranks in RANKS:
+    for ranks in cases(RANKS):
         checkpoint = folder / str(ranks)
         dt.results(dt.train_and_keep, ranks, checkpoint, CASE, ranks)
         masters = {name: states["fp32"] for name, states in torch.load(checkpoint / dt.TRUTH).items()}
