@@ -6,7 +6,7 @@ CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest quick test-all lint check bench demo compatibility pictures clean
+.PHONY: test rest quick test-all lint check bench stacks demo compatibility pictures clean
 
 # Formatting, lint, types, and on the newest releases what holds for each fix and each format.
 test: lint check
@@ -36,6 +36,10 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s
 
+# What people run DeepSpeed with, each in an environment of its own that pip makes: minutes, and gigabytes in .stacks/.
+stacks: $(VENV)/ready
+	$(PY) -m pytest tests/stacks
+
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready
 	$(PY) tests/demo.py $(if $(ALL),--all)
@@ -57,4 +61,4 @@ $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	touch $@
 
 clean:
-	rm -rf $(VENV) .editable .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .editable .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -203,20 +203,29 @@ def test_neither_torch_nor_deepspeed_is_imported(source: Path, tmp_path: Path) -
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_missing_universal_info_is_injected_on_demand(tmp_path: Path) -> None:
-    """As upstream does: for the conversion alone, the copied files stay as they are."""
+def test_a_universal_info_may_be_missing_where_no_parameter_is_parallel(tmp_path: Path) -> None:
+    """As of Transformers and Accelerate. What upstream writes when it is told to go on; the copied files stay."""
     folder = without_info(trained(NEWEST, *FLAT, *ZERO3)["bf16_optimizer"], tmp_path)
+    outputs = {option: tmp_path / f"universal{option}" for option in ("", "--inject_missing_state")}
+    for option, output in outputs.items():
+        ours(folder, output, *filter(None, [option]))
+    assert files(outputs[""]) == files(outputs["--inject_missing_state"])
+    name = "mp_rank_00_model_states.pt"
+    assert (outputs[""] / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_of_several_tensor_parallel_ranks_it_is_injected_on_demand(tmp_path: Path) -> None:
+    folder = without_info(parallel("fused")["fused"], tmp_path)
     refused = ours(folder, tmp_path / "universal", check=False)
     assert refused.returncode == 2
     assert "--inject-missing-state" in refused.stderr
     ours(folder, tmp_path / "universal", "--inject_missing_state")
-    name = "mp_rank_00_model_states.pt"
-    assert (tmp_path / "universal" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def without_info(source: Path, tmp_path: Path) -> Path:
     folder = shutil.copytree(source, tmp_path / "without" / source.name)
-    changed(folder / "mp_rank_00_model_states.pt", lambda state: state.pop("universal_checkpoint_info"))
+    for path in folder.glob("mp_rank_*_model_states.pt"):
+        changed(path, lambda state: state.pop("universal_checkpoint_info"))
     return folder
 
 

@@ -86,7 +86,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "as the run has recorded them",
     )
     parser.add_argument(
-        "--inject-missing-state", action="store_true", help="convert a checkpoint without universal_checkpoint_info"
+        "--inject-missing-state",
+        action="store_true",
+        help="convert a checkpoint of several tensor-parallel ranks that has no universal_checkpoint_info",
     )
     add_trust(parser)
     parser.add_argument(

@@ -282,7 +282,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         ranks=ranks,
         models=tuple(reader.model(*one) for one in read),
         copied=(*(index for index, _ in read if not layers), *others, *(index for index, _ in of_experts)),
-        info=_info(models[0][0], read[0][1], inject_missing_state),
+        info=_info(models[0][0], read[0][1], inject_missing_state or tp_degree == 1),
         optimizer_state=_common(first, dp_degree),
         experts=known,
         local_experts=local,
@@ -395,9 +395,10 @@ def _common(optimizer: Mapping[str, Any], dp_degree: int) -> dict[str, Any]:
     return common
 
 
-def _info(path: Path, model: dict[str, Any], inject_missing_state: bool) -> dict[str, Any]:
+def _info(path: Path, model: dict[str, Any], may_lack: bool) -> dict[str, Any]:
+    """How parameters are parallel in their tensors: with one tensor-parallel rank there is nothing to say."""
     info = model.get(INFO)
-    if info is None and inject_missing_state:
+    if info is None and may_lack:
         return {}
     if not isinstance(info, dict):
         raise UserError(
