@@ -143,34 +143,28 @@ def _flats(optimizer: Any, names: Mapping[int, str]) -> Iterator[Flat]:
 
 
 def _of_stage_1_and_2(optimizer: Any) -> Iterator[Flat]:
-    """A group is one buffer, of which each rank has an equal part, in the order in which it was flattened.
+    """With `round_robin_gradients` the order is not that of DeepSpeed's links."""
+    offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # since 0.19.3, with padding between parameters
+    yield from _of_shares(
+        optimizer, optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups, offsets
+    )
 
-    With `round_robin_gradients` that is not the order of DeepSpeed's links.
-    """
-    groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
-    for number, (params, partition) in enumerate(groups):
+
+def _of_bf16(optimizer: Any) -> Iterator[Flat]:
+    yield from _of_shares(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+
+
+def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None) -> Iterator[Flat]:
+    """A group is one buffer, of which each rank has an equal part, in the order in which it was flattened."""
+    for number, (params, partition) in enumerate(zip(groups, partitions, strict=True)):
         size = partition.numel()
         begin = _rank(optimizer.real_dp_process_group[number]) * size
-        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # since 0.19.3, with padding between parameters
         places = offsets[number] if offsets else [own.at for own in _in_a_row(params)]
         slices = []
         for param, at in zip(params, places, strict=True):
             low, high = max(at, begin), min(at + param.numel(), begin + size)
             if low < high:
                 slices.append(Slice(param, tuple(param.shape), low - at, high - low, low - begin))
-        yield _flat(optimizer.optimizer, number, partition, slices, is_partition=True)
-
-
-def _of_bf16(optimizer: Any) -> Iterator[Flat]:
-    """A parameter's address in this rank's partition says which elements of it are there."""
-    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
-    for number, (params, partition) in enumerate(groups):
-        slices = []
-        for param in params:
-            fragment = getattr(param, "_hp_mapping", None)
-            if fragment is not None:
-                of_param, of_flat = fragment.lp_fragment_address, fragment.hp_fragment_address
-                slices.append(Slice(param, tuple(param.shape), of_param.start, of_flat.numel, of_flat.start))
         yield _flat(optimizer.optimizer, number, partition, slices, is_partition=True)
 
 
