@@ -4,6 +4,8 @@ By nobody but the record of the save. The bugs that die are their own fixes' tes
 """
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NamedTuple
@@ -13,9 +15,11 @@ import torch
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.convert.zero_fingerprints import fingerprints
+from ckpt_patches.demo import SHORT
+from ckpt_patches.demo.run import demonstrations
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.fingerprint.record import KEY, Record, State
-from upstream import newest, newest_affected, run, tree
+from upstream import TIMEOUT, environment_for, newest, newest_affected, run, tree
 from zero_checkpoints import convert, of_ranks
 from zero_resumes import PROGRAM
 
@@ -141,3 +145,18 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
     wrong = program("--ep", "2", "--universal", universal, skip="universal_experts")
     assert CAUGHT in wrong
     assert "12 another's" in wrong
+
+
+def test_frozen_parameters_and_buffers_are_proven_and_missed() -> None:
+    """Of stages 1 and 3, loaded on another number of ranks; upstream loads neither."""
+    demonstration = demonstrations()["universal_frozen_and_buffers"]
+    program = [sys.executable, str(demonstration.path), SHORT]
+    environ = {**environment_for(tree("deepspeed", newest("deepspeed")), "hook"), "CKPT_PATCHES_FINGERPRINT": "1"}
+    proven = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+    what = "resume proven: 7 parameters, 17 states, 1 buffer, settings, counters, loss scale, "
+    assert (proven.stdout + proven.stderr).count(what) == 2
+    environ["CKPT_PATCHES_SKIP"] = demonstration.fix
+    missed = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+    assert missed.returncode == 1
+    for line in ("  w1.weight frozen: other values", "  w1.bias frozen: other values", "  buffer seen: value "):
+        assert line in missed.stderr

@@ -54,7 +54,7 @@ def test_a_state_that_is_what_was_saved_is_proven(caplog: pytest.LogCaptureFixtu
     assert len(found.proven) == 9
     size = 3 * 4 * sum(math.prod(shape) for shape in SHAPES.values())
     assert found.nbytes == size
-    assert caplog.messages == [f"resume proven: 3 parameters, 9 states, {in_bytes(size)}"]
+    assert caplog.messages == [f"resume proven: 3 parameters, 9 states, settings, {in_bytes(size)}"]
 
 
 def test_a_record_stands_in_a_checkpoint_as_plain_numbers() -> None:

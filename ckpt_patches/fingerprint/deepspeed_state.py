@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from ckpt_patches.fingerprint import deepspeed_others
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
-from ckpt_patches.fingerprint.states import state_named
+from ckpt_patches.fingerprint.states import FROZEN, state_named
 from ckpt_patches.fingerprint.verdict import Key
 
 NOT_WHOLE = "of tensor parallelism DeepSpeed does not say which part of a parameter a rank has"
@@ -40,16 +41,23 @@ class Flat(NamedTuple):
     states: Mapping[str, Any]
     group: Mapping[str, Any]
     slices: list[Slice]
+    among: list[Slice]  # with those of which this rank has no element
     is_partition: bool  # whether other data-parallel ranks have other elements, and not the same
 
 
-def live(engine: Any) -> Live:
-    """What an engine's optimizer holds on this rank."""
+def live(engine: Any, *, scheduler: bool = True) -> Live:
+    """What an engine holds on this rank: its optimizer's states, what that does not step, and what is no parameter.
+
+    Args:
+        engine: DeepSpeed's.
+        scheduler: whether the learning-rate scheduler is to be what was saved.
+    """
     settings: dict[str, Settings] = {}
     left_out = dict(_left_out(engine))
     tensors: list[tuple[Key, torch.Tensor]] = []
     names = _names(engine.module)
     flats = [] if left_out else list(_flats(engine.optimizer, names))
+    frozen = [] if left_out else _frozen(engine, flats, names, left_out)
     for flat in flats:
         for own in flat.slices:
             if _is_unknown_expert(own.param, names):
@@ -65,8 +73,44 @@ def live(engine: Any) -> Live:
             for own in flat.slices:
                 if not _is_unknown_expert(own.param, names):
                     yield from _parts(flat, own, names[id(own.param)], engine)
+        yield from _frozen_parts(engine, names, frozen)
 
-    return Live(parts, settings, left_out, in_one_memory(tensors))
+    others = deepspeed_others.others(engine, scheduler=scheduler)
+    return Live(parts, settings, left_out, in_one_memory(tensors), others=others)
+
+
+def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_out: dict[str, str]) -> list[Any]:
+    """The parameters that no optimizer steps; says of those that cannot be looked at why."""
+    stepped = {id(own.param) for flat in flats for own in flat.among}
+    found = []
+    for param in engine.module.parameters():
+        if id(param) in stepped:
+            continue
+        values = getattr(param, "ds_tensor", param)
+        if _is_unknown_expert(param, names):
+            left_out[names[id(param)]] = EXPERT
+        elif not values.is_floating_point() or values.dtype == torch.float64:
+            left_out[names[id(param)]] = f"frozen, in {values.dtype}"
+        elif "NOT_AVAILABLE" in str(getattr(values, "status", "")):
+            left_out[names[id(param)]] = "frozen, on a disk"
+        else:
+            found.append(param)
+    return found
+
+
+def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) -> Iterator[Part]:
+    is_first = _rank(getattr(engine, "data_parallel_group", None)) == 0
+    for param in params:
+        values, shape, first, is_main = param.detach(), tuple(param.shape), 0, is_first
+        if hasattr(param, "ds_tensor"):  # stage 3: each rank has a part, and the last ones' end with padding
+            numel = param.partition_numel()
+            shape, is_main = tuple(param.ds_shape), True
+            first = _rank(getattr(param, "ds_process_group", engine.optimizer.dp_process_group)) * numel
+            values = param.ds_tensor.detach()[: max(min(numel, param.ds_numel - first), 0)]
+        box = Box((0,) * len(shape), shape, shape)
+        main = is_main and not getattr(param, "ds_pipe_replicated", False)
+        if values.numel():
+            yield Part(names[id(param)], FROZEN, box, first, values.reshape(-1), main)
 
 
 def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
@@ -163,8 +207,7 @@ def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None
         slices = []
         for param, at in zip(params, places, strict=True):
             low, high = max(at, begin), min(at + param.numel(), begin + size)
-            if low < high:
-                slices.append(Slice(param, tuple(param.shape), low - at, high - low, low - begin))
+            slices.append(Slice(param, tuple(param.shape), low - at, max(high - low, 0), low - begin))
         yield _flat(optimizer.optimizer, number, partition, slices, is_partition=True)
 
 
@@ -213,7 +256,7 @@ def _in_a_row(params: Iterable[Any]) -> list[Slice]:
 
 def _flat(inner: Any, number: int, values: Any, slices: list[Slice], *, is_partition: bool) -> Flat:
     own = [one for one in slices if one.numel]
-    return Flat(values, inner.state.get(values, {}), inner.param_groups[number], own, is_partition)
+    return Flat(values, inner.state.get(values, {}), inner.param_groups[number], own, slices, is_partition)
 
 
 # By an attribute that such an optimizer alone has, in the order in which they are looked for.

@@ -39,6 +39,7 @@ class Live:
     left_out: Mapping[str, str] = field(default_factory=dict)  # what has no fingerprint, and why
     shared: Mapping[Key, Key] = field(default_factory=dict)  # states in the memory of another one
     buckets: Mapping[str, Any] = field(default_factory=dict)  # see Record
+    others: Mapping[str, Settings] = field(default_factory=dict)  # see Record
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """In a state dict that is copied or written by others than `dist_checkpointing.save`: nothing."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ckpt_patches.fingerprint import buckets
 from ckpt_patches.fingerprint.element_hash import zeros
 from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from_plain
-from ckpt_patches.fingerprint.states import Difference, Fingerprint
+from ckpt_patches.fingerprint.states import FROZEN, Difference, Fingerprint
 from ckpt_patches.formats import megatron_torch, torch_file
 
 CHAINED = re.compile(r"^chained_\d+\.")  # of several optimizers, in front of their tensors' names
@@ -112,8 +112,9 @@ def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Ch
     # Where a state in the files has a name that the run has not recorded, it can be one that has another name here.
     all_are_named = bool(of_optimizer) and of_optimizer <= record.states.keys()
     for key, state in record.states.items():
-        its = found.get(key) or _model_as_master(key, state, found)
-        if its is None and (key[0] in known or all_are_named):
+        of_model = found.get((key[0], "model")) if key[1] == FROZEN else _model_as_master(key, state, found)
+        its = found.get(key) or of_model
+        if its is None and key[1] != FROZEN and (key[0] in known or all_are_named):
             differences.append(Difference(*key, "not in the files"))
         elif its is None:
             unchecked[" ".join(key)] = "it is in no tensor of its own in the files"

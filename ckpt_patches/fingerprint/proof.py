@@ -41,7 +41,7 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
         group: of ranks whose parts come together; None for all.
     """
     own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
-    parts = _to_first(Record(own, live.settings, live.left_out, live.buckets), group)
+    parts = _to_first(Record(own, live.settings, live.left_out, live.buckets, live.others), group)
     whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
     return whole
 
@@ -90,7 +90,10 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     settings = sorted({_hashable(one): one for of_rank in odd for one in of_rank.settings}.values(), key=_hashable)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
     shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
-    return judge(record, totals, hints=by_key, settings=settings, left_out=left_out, shared=shared)
+    for what in record.others.keys() - live.others.keys():
+        left_out.setdefault(what, "this run has nothing of it")
+    others = sorted(record.others.keys() & live.others.keys())
+    return judge(record, totals, hints=by_key, settings=settings, left_out=left_out, shared=shared, others=others)
 
 
 class Odd(NamedTuple):
@@ -108,6 +111,7 @@ def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
     kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
     besides = {key: one.as_total() for key, one in found.items() if key not in record.states}
     settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE))
+    settings += records.other_differences(record.others, live.others)
     return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared))
 
 

@@ -32,6 +32,9 @@ class Record:
     settings: Mapping[str, Settings] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     buckets: Mapping[str, Any] = field(default_factory=dict)  # where parameters begin in Megatron's, as `Layout` says
+    others: Mapping[str, Settings] = field(
+        default_factory=dict
+    )  # of what is no parameter, all of which must be the same
 
     def as_plain(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -41,7 +44,8 @@ class Record:
             states.setdefault(parameter, {})[name] = row
         settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
-        return {"format": FORMAT, "states": states, **of_all}
+        others = {what: dict(its) for what, its in sorted(self.others.items())}
+        return {"format": FORMAT, "states": states, **of_all, "others": others}
 
 
 def of_step(plain: Any, step: Any) -> Any:
@@ -73,7 +77,8 @@ def from_plain(value: Any) -> Record:
             for parameter, of_one in value["states"].items()
             for name, (numel, number, dtype, sample) in of_one.items()
         }
-        return Record(states, dict(value["settings"]), dict(value["left_out"]), dict(value["buckets"]))
+        others = dict(value.get("others", {}))
+        return Record(states, dict(value["settings"]), dict(value["left_out"]), dict(value["buckets"]), others)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 
@@ -89,6 +94,7 @@ def merged(records: Iterable[Record]) -> Record:
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     buckets: dict[str, Any] = {}
+    others: dict[str, Settings] = {}
     for record in records:
         for key, part in record.states.items():
             one = states.get(key, State(0, 0, part.dtype))
@@ -96,9 +102,14 @@ def merged(records: Iterable[Record]) -> Record:
             states[key] = State(one.numel + part.numel, value, part.dtype, {**one.sample, **part.sample})
         for parameter, its in record.settings.items():
             add_settings(settings, left_out, parameter, its)
+        for what, its in record.others.items():
+            if others.setdefault(what, its) != its:
+                left_out[what] = "not the same on all ranks that saved"
         left_out.update(record.left_out)
         buckets.update(record.buckets)
-    return Record(states, settings, left_out, buckets)
+    return Record(
+        states, settings, left_out, buckets, {key: value for key, value in others.items() if key not in left_out}
+    )
 
 
 def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
@@ -138,6 +149,16 @@ def setting_differences(
         for name in names
         if parameter in found and name in its and (name in found[parameter] or name == "step")
         if _plain(its[name]) != _plain(found[parameter].get(name))
+    ]
+
+
+def other_differences(saved: Mapping[str, Settings], found: Mapping[str, Settings]) -> list[SettingDifference]:
+    """Of what is no parameter, where both have it."""
+    return [
+        SettingDifference(what, name, saved[what].get(name), found[what].get(name))
+        for what in sorted(saved.keys() & found.keys())
+        for name in sorted(saved[what].keys() | found[what].keys())
+        if saved[what].get(name) != found[what].get(name)
     ]
 
 

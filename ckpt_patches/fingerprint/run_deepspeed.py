@@ -44,7 +44,8 @@ def loading(load: Method) -> Method:
         if bound.arguments["load_module_only"] or not bound.arguments["load_optimizer_states"]:
             proof.say_nothing_is_proven("it was not loaded")
         else:
-            proof.prove(deepspeed_state.live(self), of_step(record, self.global_steps))
+            live = deepspeed_state.live(self, scheduler=bound.arguments["load_lr_scheduler_states"])
+            proof.prove(live, of_step(record, self.global_steps))
         return path, client_state
 
     return with_proof

@@ -11,6 +11,7 @@ from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # of a parameter, and of its state
 LINES = 12  # of differences that are said one by one
+BUFFER = "buffer "  # begins what a buffer is called among what is no parameter
 NARROW = ("bfloat16", "float16")
 
 ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
@@ -56,6 +57,7 @@ class Verdict:
     settings: Sequence[SettingDifference] = ()
     unproven: Mapping[str, str] = field(default_factory=dict)  # what, and why not
     rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
+    besides: Sequence[str] = ()  # what else is as it was, in words: "2 buffers", "settings"
 
     @property
     def is_wrong(self) -> bool:
@@ -79,6 +81,7 @@ def judge(
     settings: Sequence[SettingDifference] = (),
     left_out: Mapping[str, str] | None = None,
     shared: Mapping[Key, Key] | None = None,
+    others: Sequence[str] = (),
 ) -> Verdict:
     """What to say.
 
@@ -89,6 +92,7 @@ def judge(
         settings: those that differ, rates among them.
         left_out: what of the live state has no fingerprint, and why.
         shared: states that lie in the memory of another one.
+        others: what is no parameter and was compared.
     """
     proven, differences, nbytes = [], [], 0
     unproven = {**record.left_out, **(left_out or {})}
@@ -114,7 +118,14 @@ def judge(
     for key, other in (shared or {}).items():
         differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))
     rates = [one for one in settings if one.setting == RATE]
-    return Verdict(proven, nbytes, differences, [one for one in settings if one.setting != RATE], unproven, rates)
+    wrong = [one for one in settings if one.setting != RATE]
+    return Verdict(proven, nbytes, differences, wrong, unproven, rates, _besides(record, others))
+
+
+def _besides(record: Record, others: Sequence[str]) -> list[str]:
+    buffers = sum(what.startswith(BUFFER) for what in others)
+    found = [f"{buffers} buffer{'s' * (buffers > 1)}"] * bool(buffers) + ["settings"] * bool(record.settings)
+    return found + [what for what in others if not what.startswith(BUFFER)]
 
 
 def _is(state: State, total: Total) -> bool:
@@ -150,7 +161,7 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
     repeated = [count for (_, size), count in Counter((h.slice, h.numel) for h in hints).items() if count > 1 and size]
     if repeated and total.numel == state.numel:
         return SAME_SLICES, f"another rank's slice: {max(repeated)} of {len(hints)} ranks hold the same elements"
-    if hints and all(hint.narrow for hint in hints) and not none:
+    if hints and all(hint.narrow for hint in hints) and not none and state.dtype not in NARROW:
         return ROUNDED, "all are 16-bit floats: rounded"
     if none and state.value != zeros(state.numel):
         return OTHER, f"other values, {none:,} of {numel:,} zeros"
@@ -168,7 +179,8 @@ def sentences(verdict: Verdict) -> list[str]:
         headline = "fingerprint: nothing is proven of this resume"
     else:
         size = in_bytes(verdict.nbytes)
-        headline = f"resume proven: {parameters} parameters, {len(verdict.proven)} states, {size}{rest}"
+        what = ", ".join([f"{parameters} parameters", f"{len(verdict.proven)} states", *verdict.besides, size])
+        headline = f"resume proven: {what}{rest}"
     unproven = _shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])
     return [headline, *unproven, *_of_rates(verdict.rates)]
 

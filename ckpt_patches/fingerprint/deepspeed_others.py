@@ -1,0 +1,56 @@
+"""What a DeepSpeed engine keeps beside parameters and their states: buffers, scheduler, loss scale and counters."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ckpt_patches.fingerprint.record import Settings
+from ckpt_patches.fingerprint.verdict import BUFFER
+
+SCHEDULER = "learning-rate scheduler"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def others(engine: Any, *, scheduler: bool) -> dict[str, Settings]:
+    """By what it is called in messages, its values; of buffers a digest of shape, dtype and bytes."""
+    found: dict[str, Settings] = {f"{BUFFER}{name}": {"value": _digest(one)} for name, one in _buffers(engine.module)}
+    if scheduler and engine.lr_scheduler is not None:
+        found[SCHEDULER] = _plain(engine.lr_scheduler.state_dict())
+    if hasattr(engine.optimizer, "optimizer"):  # without ZERO or 16 bits there is no scale
+        found["loss scale"] = _loss_scale(engine.optimizer)
+    found["counters"] = {name: getattr(engine, name) for name in COUNTERS}
+    return {what: its for what, its in found.items() if its}
+
+
+def _buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a checkpoint keeps."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _digest(buffer: torch.Tensor) -> str:
+    digest = hashlib.blake2b(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), digest_size=8)
+    if buffer.numel():
+        digest.update(memoryview(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _loss_scale(optimizer: Any) -> Settings:
+    scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
+    values = {"scale": getattr(optimizer, "loss_scale", None), "steps": getattr(scaler, "cur_iter", None)}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _plain(state: dict[str, Any]) -> Settings:
+    """What of a scheduler's state is numbers, words or lists of these; the rest is code."""
+    return {str(name): value for name, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
