@@ -64,6 +64,17 @@ def other_step(state: dict[str, Any]) -> None:
     state["base_optimizer_state"]["state"][0]["step"] = torch.tensor(8.0)
 
 
+def in_codes(folder: Path) -> None:
+    """As 8-bit optimizers have it on every rank: codes and scales."""
+
+    def change(state: dict[str, Any]) -> None:
+        for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            own["state1"], own["absmax1"] = own["exp_avg"].to(torch.uint8), torch.ones(2)
+
+    for path in folder.glob("*_optim_states.pt"):
+        changed(path, change)
+
+
 def no_moments(state: dict[str, Any]) -> None:
     del state["base_optimizer_state"]["state"][0]["exp_avg"]
 
@@ -140,7 +151,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other steps": (optimizer(other_step), "step 7, others are at 8"),
     "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL}: iteration is 8, and 7 in"),
-    "no moments": (optimizer(no_moments), f"{RANK_1}: expected 'exp_avg' in it"),
+    "no moments": (optimizer(no_moments), f"absent state: {RANK_1}: group 0 has no 'exp_avg'"),
+    "codes of 8 bits": (in_codes, "the optimizer's states 'absmax1', 'state1' cannot be converted"),
     "a shorter moment": (optimizer(shorter), f"absent state: {RANK_1}: group 0: 'exp_avg' has"),
     "another type": (optimizer(in_bfloat16), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),

@@ -393,16 +393,41 @@ def test_a_name_that_leaves_the_output_folder_is_refused(name: str) -> None:
         plan(Checkpoint(**evil), Traits())
 
 
-def test_further_states_of_the_optimizer_are_named() -> None:
-    """AMSGrad's maximum of the squares, and whatever else a file has there, cut to a length."""
+def with_states(checkpoint: Checkpoint, **of_first: Any) -> Checkpoint:
+    """The first rank's partition changed."""
+    own = replace(checkpoint.ranks[0].partitions[0], **of_first)
+    return replace(checkpoint, ranks=(replace(checkpoint.ranks[0], partitions=(own,)), *checkpoint.ranks[1:]))
+
+
+def test_states_that_are_no_tensors_are_named() -> None:
+    """NAdam's product of its rates, and whatever else a file has there, cut to a length."""
     checkpoint, _, _ = flattened([(5, 5)], 2)
     assert plan(checkpoint, Traits()).warnings == ()
-    own = replace(checkpoint.ranks[0].partitions[0], others=("max_exp_avg_sq", "x" * 10**6))
-    ranks = (replace(checkpoint.ranks[0], partitions=(own,)), *checkpoint.ranks[1:])
-    (warning,) = plan(replace(checkpoint, ranks=ranks), Traits()).warnings
-    assert warning.startswith("not converted: 'max_exp_avg_sq', 'xxx")
-    assert warning.endswith("of the optimizer's states only exp_avg and exp_avg_sq are")
+    (warning,) = plan(with_states(checkpoint, scalars=("mu_product", "x" * 10**6)), Traits()).warnings
+    assert warning.startswith("not converted: 'mu_product', 'xxx")
+    assert warning.endswith("of the optimizer's states that are no tensors only step is")
     assert len(warning) < 400
+
+
+def test_tensors_of_other_elements_are_refused() -> None:
+    """The codes and scales of 8-bit optimizers; without `strict` they are named in a warning."""
+    checkpoint, _, _ = flattened([(5, 5)], 2)
+    eight_bits = with_states(checkpoint, others=("state1", "absmax1"))
+    with pytest.raises(UserError, match=r"rank_0\.pt: the optimizer's states 'absmax1', 'state1' cannot be converted"):
+        plan(eight_bits, Traits())
+    assert plan(eight_bits, Traits(), strict=False).warnings == (
+        "not converted: 'absmax1', 'state1'; the optimizer begins anew with them",
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_that_one_rank_lacks_is_refused(stage: int) -> None:
+    checkpoint, _, _ = flattened([(5, 4)], 2)
+    states = checkpoint.ranks[0].partitions[0].states
+    more = {**states, "momentum_buffer": states["fp32"]}
+    wrong = replace(with_states(checkpoint, states=more), stage=stage)
+    with pytest.raises(UserError, match=r"rank_1\.pt: expected 'momentum_buffer' of .*, as other ranks have it"):
+        plan(wrong, Traits())
 
 
 def test_a_pattern_without_a_parameter_is_refused() -> None:

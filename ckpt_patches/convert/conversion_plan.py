@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_patches.convert import layout, rules
-from ckpt_patches.convert.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces
+from ckpt_patches.convert.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces, states_of
 from ckpt_patches.convert.merge import Merge, expert_outputs
 from ckpt_patches.convert.output_files import (
     CopiedOutput,
@@ -28,7 +28,7 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.paths import is_within
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
-from ckpt_patches.formats.zero import MOMENTS, STATES, ElementType, Partition, Shape, Shares, Step, shares
+from ckpt_patches.formats.zero import ElementType, Partition, Shape, Shares, Step, shares
 from ckpt_patches.formats.zero_checkpoint import Checkpoint, Rank
 from ckpt_patches.formats.zero_experts import KEY, Experts, LocalExpert
 from ckpt_patches.runtime.shown import shown
@@ -37,7 +37,12 @@ BY_NUMBERS = (
     "the experts are in folders by their numbers among all (deepspeed_experts.global_N), which DeepSpeed since 0.14.1 "
     "loads with the fix universal_experts, and at which it stops without"
 )
+OF_MUON = (
+    "Muon's momentum of ZeRO 1 and 2 was converted by whole matrices, which DeepSpeed loads with the fix "
+    "universal_optimizer_states, and at whose first step it fails without"
+)
 MOST_NAMED = 5
+Parted = tuple[int, ElementType, Slice]  # a state at stage 3: elements, their type, where they lie
 
 
 def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:
@@ -52,9 +57,9 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
     found.append(_common_state(checkpoint))
     if any(len(expert.ranks) > 1 for expert in checkpoint.local_experts.values()):
         warnings = [*warnings, BY_NUMBERS]
-    if left_out := sorted({name for rank in checkpoint.ranks for own in rank.partitions for name in own.others}):
-        named = ", ".join(map(shown, left_out[:MOST_NAMED]))
-        warnings = [*warnings, f"not converted: {named}; of the optimizer's states only {' and '.join(MOMENTS)} are"]
+    warnings = [*warnings, *_left_out(checkpoint, strict=strict)]
+    if any(own.momentum for rank in checkpoint.ranks for own in rank.partitions):
+        warnings = [*warnings, OF_MUON]
     for output in found:
         _check_name(output.name)
     links = tuple(output for output in found if isinstance(output, Link))
@@ -64,6 +69,27 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
         file = checkpoint.files[index]
         outputs.append(CopiedOutput(file.path.name, index, file.size))
     return Plan(checkpoint.files, tuple(outputs), links, tuple(warnings))
+
+
+def _left_out(checkpoint: Checkpoint, *, strict: bool) -> Iterator[str]:
+    """Warnings: the optimizer's states that a universal checkpoint has no place for.
+
+    Raises:
+        UserError: one is a tensor, and `strict`.
+    """
+    others = {name: rank.file for rank in checkpoint.ranks for own in rank.partitions for name in own.others}
+    named = ", ".join(map(shown, sorted(others)[:MOST_NAMED]))
+    if others and strict:
+        path = checkpoint.files[next(iter(others.values()))].path
+        raise UserError(
+            f"{path}: the optimizer's states {named} cannot be converted: expected flat tensors of numbers, each of "
+            "all elements of the main parameters; resume on the same ranks, or leave them out with --no-strict"
+        )
+    if others:
+        yield f"not converted: {named}; the optimizer begins anew with them"
+    if scalars := sorted({name for rank in checkpoint.ranks for own in rank.partitions for name in own.scalars}):
+        named = ", ".join(map(shown, scalars[:MOST_NAMED]))
+        yield f"not converted: {named}; of the optimizer's states that are no tensors only step is"
 
 
 def _check_loadable(checkpoint: Checkpoint, traits: Traits) -> None:
@@ -99,8 +125,7 @@ class _Stage3:
         if self.checkpoint.tp_degree == 1:
             outputs: list[Output | Link] = list(self._experts())
             for name in names:
-                for key in STATES:
-                    numel, kind, slice_ = groups[0][name](key)
+                for key, (numel, kind, slice_) in groups[0][name].items():
                     outputs.append(bare(state_file(name, key), kind, layout.whole((numel,)), slice_))
             return outputs, []
         return self._merged(names, groups)
@@ -121,27 +146,28 @@ class _Stage3:
             if like is None:
                 raise UserError(f"{name}: expected its shape, as a parameter of experts, found none")
             shapes_of = [shape or (0, *like[1:]) for _, shape in held]
+            parts = [part for part, _ in held if part]
             states = {}
-            for key in STATES:
-                slices = [part(key) if part else None for part, _ in held]
-                kinds = [slice_[1] for slice_ in slices if slice_]
-                states[key] = (_common_kind(name, kinds), [slice_[2] if slice_ else Pieces.of([]) for slice_ in slices])
+            for key in _common_keys(name, parts):
+                kind = _common_kind(name, [part[key][1] for part in parts])
+                states[key] = (kind, [part[key][2] if part else Pieces.of([]) for part, _ in held])
             yield from expert_outputs(name, experts, shapes_of, states)
 
-    def _groups(self, tp: int) -> dict[str, Any]:
-        """By parameter that is not of experts: a function from a state's key to its elements, type and slice."""
+    def _groups(self, tp: int) -> dict[str, dict[str, Parted]]:
+        """By parameter that is not of experts its states."""
         known = self.checkpoint.experts
         groups = [{} if known.keys() & shapes.keys() else shapes for shapes in self.checkpoint.models[tp].shapes]
         return self._parts(groups, [rank for rank in self.checkpoint.ranks if rank.tp == tp])
 
-    def _parts(self, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> dict[str, Any]:
+    def _parts(self, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> dict[str, dict[str, Parted]]:
         """By parameter of these groups, which these ranks share; an empty group is left out."""
-        found: dict[str, Any] = {}
+        found: dict[str, dict[str, Parted]] = {}
         for group, shapes in enumerate(groups):
             if not shapes:
                 continue
             partitions = [_group_of(self.checkpoint, rank.file, rank.partitions, group) for rank in ranks]
-            bases = {key: self._bases(partitions, key) for key in STATES}
+            keys = states_of(self.checkpoint, f"parameter group {group}", partitions)
+            bases = {key: self._bases(partitions, key) for key in keys}
             end = 0
             for name, share in shares(shapes, len(ranks)):
                 found[name] = _equal_pieces(share, bases)
@@ -169,7 +195,8 @@ class _Stage3:
         outputs: list[Output | Link] = []
         shapes = _shapes(self.checkpoint, self.traits)
         for name in names:
-            slices = {key: [groups[tp][name](key) for tp in range(self.checkpoint.tp_degree)] for key in STATES}
+            by_tp = [groups[tp][name] for tp in range(self.checkpoint.tp_degree)]
+            slices = {key: [own[key] for own in by_tp] for key in _common_keys(name, by_tp)}
             outputs += merge.outputs(
                 name, shapes[name], {key: (s[0][1], [part for *_, part in s]) for key, s in slices.items()}
             )
@@ -208,7 +235,7 @@ class _Stage1And2:
             where = f"{name}, tensor-parallel rank {tp}" if self.checkpoint.tp_degree > 1 else name
             check_fragments(self.checkpoint, where, shapes[tp], fragments, self.strict)
         yield from self._steps_of(name, by_tp)
-        yield from self.merge.outputs(name, shapes, self._states(by_tp))
+        yield from self.merge.outputs(name, shapes, self._states(name, by_tp))
 
     def _experts(self, name: str, shape: Shape, experts: Experts) -> Iterator[Output | Link]:
         """A parameter that AutoEP has spread: of each expert-parallel rank its experts, `shape` those of the first."""
@@ -218,7 +245,7 @@ class _Stage1And2:
         for ep, (own, ranks) in enumerate(zip(by_ep, experts.ranks, strict=True)):
             check_fragments(self.checkpoint, f"{name}, expert-parallel rank {ep}", shapes[ep], own, self.strict, ranks)
         yield from self._steps_of(name, by_ep)
-        yield from expert_outputs(name, experts, shapes, self._states(by_ep))
+        yield from expert_outputs(name, experts, shapes, self._states(name, by_ep))
 
     def _local_experts(self, name: str, shape: Shape, expert: LocalExpert) -> Iterator[Output | Link]:
         """What is another expert's on each expert-parallel rank: a folder each, by the experts' numbers."""
@@ -227,18 +254,21 @@ class _Stage1And2:
             own = [fragment for fragment in fragments if fragment.dp in ranks]
             check_fragments(self.checkpoint, own_name, shape, own, self.strict, ranks)
             yield from self._steps_of(own_name, [own])
-            yield from self.merge.outputs(own_name, [shape], self._states([own]))
+            yield from self.merge.outputs(own_name, [shape], self._states(own_name, [own]))
 
     def _steps_of(self, name: str, by_slice: Sequence[Sequence[Fragment]]) -> Iterator[Output | Link]:
         step = next((f.partition.step for fragments in by_slice for f in fragments if f.partition.step), None)
         if step and self.traits.steps:
             yield self._step_file(state_file(name, "step"), step)
 
-    def _states(self, by_slice: Sequence[Sequence[Fragment]]) -> dict[str, tuple[ElementType, Sequence[Slice]]]:
+    def _states(
+        self, name: str, by_slice: Sequence[Sequence[Fragment]]
+    ) -> dict[str, tuple[ElementType, Sequence[Slice]]]:
         """By state its type and its slices."""
         states: dict[str, tuple[ElementType, Sequence[Slice]]] = {}
-        for key in STATES:
-            flats = [fragment.partition.states[key] for fragments in by_slice for fragment in fragments]
+        held = [fragment for fragments in by_slice for fragment in fragments if fragment.numel]
+        for key in states_of(self.checkpoint, name, [fragment.partition for fragment in held]):
+            flats = [fragment.place(key)[0] for fragment in held]
             kind = one_kind(self.checkpoint, flats) if flats else ElementType("float32")
             states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_slice])
         return states
@@ -286,13 +316,22 @@ def _common_kind(name: str, kinds: Sequence[ElementType]) -> ElementType:
     return ElementType(kinds[0].dtype, any(kind.requires_grad for kind in kinds))
 
 
-def _equal_pieces(share: Shares, bases: Mapping[str, Any]) -> Any:
-    def of(key: str) -> tuple[int, ElementType, Slice]:
-        kind, where = bases[key]
-        size = ITEM_SIZE[kind.dtype]
-        return share.numel, kind, EqualPieces(where, share.start * size, share.each * size)
+def _common_keys(name: str, parts: Sequence[Mapping[str, Parted]]) -> list[str]:
+    """The states that all slices of a parameter have."""
+    if any(part.keys() != parts[0].keys() for part in parts):
+        found = [", ".join(map(shown, part)) for part in parts]
+        raise UserError(f"{name}: expected the same states on all model-parallel ranks, found {found}")
+    return list(parts[0])
 
-    return of
+
+def _equal_pieces(
+    share: Shares, bases: Mapping[str, tuple[ElementType, tuple[tuple[int, int], ...]]]
+) -> dict[str, Parted]:
+    found: dict[str, Parted] = {}
+    for key, (kind, where) in bases.items():
+        size = ITEM_SIZE[kind.dtype]
+        found[key] = (share.numel, kind, EqualPieces(where, share.start * size, share.each * size))
+    return found
 
 
 def _group_of(checkpoint: Checkpoint, file: int, partitions: Sequence[Partition], group: int) -> Partition:

@@ -10,8 +10,9 @@ from ckpt_patches.convert.output_files import Pieces, Run
 from ckpt_patches.convert.rules import Rules
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.zero import ElementType, Flat, Partition, Shape
+from ckpt_patches.formats.zero import MASTER, ElementType, Flat, Partition, Shape
 from ckpt_patches.formats.zero_checkpoint import Checkpoint
+from ckpt_patches.runtime.shown import shown
 
 
 class Fragment(NamedTuple):
@@ -19,8 +20,13 @@ class Fragment(NamedTuple):
 
     dp: int
     partition: Partition
+    name: str  # in the rank's file
     start: int  # elements
     numel: int
+
+    def place(self, key: str) -> tuple[Flat, int]:
+        """The tensor with a state, and the element at which the fragment begins there."""
+        return self.partition.place(self.name, key)
 
 
 def fragments_of(checkpoint: Checkpoint, known: Rules) -> dict[tuple[str, int], list[Fragment]]:
@@ -38,7 +44,7 @@ def fragments_of(checkpoint: Checkpoint, known: Rules) -> dict[tuple[str, int], 
                         f"{name} is in pipeline stages {stage_of[key]} and {rank.pp}, and no pattern of "
                         f"{rules.PIPELINE_REPLICATED} says that it is the same in both"
                     )
-                found.setdefault(key, []).append(Fragment(rank.dp, partition, start, numel))
+                found.setdefault(key, []).append(Fragment(rank.dp, partition, name, start, numel))
     return found
 
 
@@ -55,11 +61,12 @@ def check_fragments(
     The parameter is shared by `ranks`, or else by all.
     """
     for fragment in fragments:
-        for key, flat in fragment.partition.states.items():
-            if fragment.start + fragment.numel > flat.numel:
+        for key in fragment.partition.held() if fragment.numel else ():
+            flat, start = fragment.place(key)
+            if start + fragment.numel > flat.numel:
                 raise UserError(
                     f"{checkpoint.files[flat.file].path}: the fragment of {where} ends at element "
-                    f"{fragment.start + fragment.numel} of {key}, which has {flat.numel}"
+                    f"{start + fragment.numel} of {key}, which has {flat.numel}"
                 )
     numel = sum(fragment.numel for fragment in fragments)
     if numel != math.prod(shape):
@@ -70,7 +77,7 @@ def check_fragments(
         )
     held = [fragment for fragment in fragments if fragment.numel]
     for one, other in itertools.pairwise(held):
-        ends = one.start + one.numel == one.partition.states["fp32"].numel
+        ends = one.start + one.numel == one.partition.states[MASTER].numel
         gap = other.start or not ends or other.dp != _next(one.dp, ranks)
         if gap and strict:
             raise UserError(
@@ -86,10 +93,25 @@ def _next(dp: int, ranks: Sequence[int] | None) -> int:
 
 def pieces(fragments: Sequence[Fragment], key: str, kind: ElementType) -> Pieces:
     size = ITEM_SIZE[kind.dtype]
-    flats = [(fragment.partition.states[key], fragment.start, fragment.numel) for fragment in fragments]
-    return Pieces.of(
-        [Run(flat.file, flat.offset + start * size, numel * size) for flat, start, numel in flats if numel]
-    )
+    places = [(*fragment.place(key), fragment.numel) for fragment in fragments if fragment.numel]
+    return Pieces.of([Run(flat.file, flat.offset + start * size, numel * size) for flat, start, numel in places])
+
+
+def states_of(checkpoint: Checkpoint, name: str, partitions: Sequence[Partition]) -> list[str]:
+    """The states that all partitions with a part of a parameter have, the main parameter's first.
+
+    Raises:
+        UserError: one lacks a state that another has.
+    """
+    if not partitions:  # it has no elements, and the states that every parameter has
+        every = [partition.held() for rank in checkpoint.ranks for partition in rank.partitions]
+        return [key for key in next(iter(every), [MASTER]) if all(key in own for own in every)]
+    keys = list(dict.fromkeys(key for partition in partitions for key in partition.held()))
+    for partition in partitions:
+        if absent := [key for key in keys if key not in partition.held()]:
+            path = checkpoint.files[partition.states[MASTER].file].path
+            raise UserError(f"{path}: expected {shown(absent[0])} of {name}, as other ranks have it, found none")
+    return keys
 
 
 def one_kind(checkpoint: Checkpoint, flats: Sequence[Flat]) -> ElementType:

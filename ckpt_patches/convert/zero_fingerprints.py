@@ -10,7 +10,6 @@ from ckpt_patches.convert.sources import Sources, opened
 from ckpt_patches.convert.write import made_by
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
-from ckpt_patches.formats.zero import STATES
 
 
 def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
@@ -26,7 +25,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
         for name in sorted(outputs):
             folder, _, file = name.rpartition("/")
             state = file.removesuffix(".pt")
-            if folder.startswith(f"{universal.FOLDER}/") and state in STATES:
+            if folder.startswith(f"{universal.FOLDER}/") and state != "step":
                 tensor = universal.tensor_of(outputs[name].value)
                 assert tensor is not None, name  # it is what the plan is made of
                 content = outputs[name].contents[tensor.storage.key]

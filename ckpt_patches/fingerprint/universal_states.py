@@ -1,6 +1,5 @@
 """The fingerprints of a universal checkpoint: of every state's file."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.states import Fingerprint, blocks, of_blocks, state_named
 from ckpt_patches.formats import torch_file, universal
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.zero import STATES
+from ckpt_patches.formats.universal import parameters, states
 
 
 def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
@@ -18,10 +17,8 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
         UserError: a file is no state's, or cannot be read.
     """
     with RangedFiles() as files:
-        for parameter, state in itertools.product(universal.parameters(path), STATES):
+        for parameter, state in ((name, state) for name in parameters(path) for state in states(path, name)):
             file = path / universal.state_file(parameter, state)
-            if not file.exists():
-                continue
             tensor = universal.tensor_of(torch_file.read(file, trust=trust).value)
             if tensor is None or not tensor.is_contiguous:
                 raise UserError(f"{file}: expected one contiguous tensor, found none")

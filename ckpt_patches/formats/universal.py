@@ -1,5 +1,7 @@
 """DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, each the whole array.
 
+Other optimizers than Adam have other states than `exp_avg` and `exp_avg_sq`.
+
 Beside `zero/` lie the model-states files of the ZeRO checkpoint. A file holds a tensor, as stage 3's do, or a dict with
 it under "param" and what is to be done with it at another tensor-parallel size.
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
@@ -9,26 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats.torch_file import TensorHeader
-from ckpt_patches.formats.zero import STATES
+from ckpt_patches.formats.zero import MASTER, NAME
 
 FOLDER = "zero"
 VOCABULARY = "vocab_tensor"  # in a file's dict: the array's rows are tokens, without padding
 
 
 def state_file(parameter: str, state: str) -> str:
-    """The name of a state's file in the checkpoint's folder; `state` is one of zero.STATES, or "step"."""
+    """The name of a state's file in the checkpoint's folder."""
     return f"{FOLDER}/{parameter}/{state}.pt"
 
 
 def is_universal(path: Path) -> bool:
     zero = path / FOLDER
     folders = list(zero.iterdir()) if zero.is_dir() else []
-    return any((path / state_file(folder.name, key)).exists() for folder in folders for key in STATES)
+    return any(states(path, folder.name) for folder in folders)
 
 
 def parameters(path: Path) -> list[str]:
     """Those that have a folder."""
     return sorted(folder.name for folder in (path / FOLDER).iterdir() if folder.is_dir())
+
+
+def states(path: Path, parameter: str) -> list[str]:
+    """The states that a parameter has a file of, the main parameter's first; the step is none of them."""
+    folder = path / FOLDER / parameter
+    names = sorted(file.stem for file in folder.iterdir() if file.suffix == ".pt") if folder.is_dir() else []
+    return sorted((name for name in names if NAME.fullmatch(name) and name != "step"), key=lambda name: name != MASTER)
 
 
 def tensor_of(value: Any) -> TensorHeader | None:

@@ -18,9 +18,15 @@ from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHe
 from ckpt_patches.runtime.shown import shown
 
 MASTER = "fp32"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATES = (MASTER, *MOMENTS)
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; other optimizers have others
 Shape = tuple[int, ...]
+
+# Of a state that is carried over: it becomes a file's name.
+NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
+RESERVED = (MASTER, "step")
+NUMBERS = ("float32", "bfloat16", "float16", "float64")  # the others are no numbers by themselves
+# Muon's state at stage 1 and 2: of each parameter of which a part is in the partition, all elements.
+MOMENTUM = "momentum_buffer"
 
 # Of 16-bit training with ZeRO, of older releases (fp16_), of bf16 (BF16_Optimizer).
 OPTIMIZER = re.compile(r"((?:fp16_|bf16_)?zero_pp_rank_)(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
@@ -115,10 +121,23 @@ class Step:
 class Partition:
     """One rank's share of one group of parameters."""
 
-    states: dict[str, Flat]  # by STATES; the moments that are there
+    states: dict[str, Flat]  # the main parameter, by MASTER, and what the optimizer has of the same elements
     step: Step | None
     fragments: dict[str, tuple[int, int]]  # stage 1 and 2: by parameter, where in the partition: start, elements
-    others: tuple[str, ...] = ()  # what else the optimizer has of the group, such as max_exp_avg_sq
+    scalars: tuple[str, ...] = ()  # what else the optimizer has of the group, such as mu_product
+    others: tuple[str, ...] = ()  # tensors that are neither of these elements nor single numbers
+    momentum: Flat | None = None  # Muon's at stage 1 and 2, which can be of whole parameters
+    in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, where its fragment is in there
+
+    def held(self) -> list[str]:
+        """The states of each fragment, the main parameter's first."""
+        return [*self.states, *([MOMENTUM] if self.momentum else [])]
+
+    def place(self, name: str, key: str) -> tuple[Flat, int]:
+        """The tensor with a state of a parameter, and the element at which the parameter's fragment begins there."""
+        if key == MOMENTUM and self.momentum:
+            return self.momentum, self.in_momentum[name]
+        return self.states[key], self.fragments[name][0]
 
 
 @dataclass(frozen=True)
@@ -169,20 +188,25 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
     stage = stage_of(optimizer)
     base = required(optimizer, "optimizer_state_dict" if stage > 2 else "base_optimizer_state", path)
     states = required(base, "state", path)
+    if not isinstance(states, dict):
+        raise BadFileError(f"{path}: expected 'state' as a dict, found {type(states).__name__}")
     masters = required(optimizer, "fp32_flat_groups" if stage > 2 else "single_partition_of_fp32_groups", path)
     mappings = [{}] * len(masters) if stage > 2 else required(optimizer, "param_slice_mappings", path)
     if len(mappings) < len(masters) and len(mappings) == len(required(base, "param_groups", path)):
         # DeepSpeed makes one group of all where it sets up torch's Adagrad anew.
         raise NotReadError(f"{path}: the optimizer has {len(mappings)} group, and {len(masters)} main parameters")
-    if not len(states) <= len(masters) == len(mappings):
+    if not len(states) <= len(masters) == len(mappings) or not states.keys() <= {*range(len(masters))}:
         raise BadFileError(
             f"{path}: expected as many groups in each part of it, found the state of {len(states)}, master parameters "
             f"of {len(masters)} and fragments of {len(mappings)}"
         )
-    partitions = [
-        _partition(path, file, group, required(states, group, path) if group < len(states) else {}, master, mapping)
-        for group, (master, mapping) in enumerate(zip(masters, mappings, strict=True))
-    ]
+    paddings = optimizer.get("group_paddings") or ()
+    partitions = []
+    for group, (master, mapping) in enumerate(zip(masters, mappings, strict=True)):
+        padding = paddings[group] if group < len(paddings) and type(paddings[group]) is int else 0
+        of_muon = stage < 3 and _is_of_muon(base, group)
+        state = states.get(group) or {}
+        partitions.append(_partition(path, file, group, state, master, mapping, padding, is_of_muon=of_muon))
     counts = optimizer.get("partition_count") or ()
     return RankState(
         stage,
@@ -195,14 +219,49 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
     )
 
 
+def _is_of_muon(base: Mapping[str, Any], group: int) -> bool:
+    """Whether a group is of the matrices that Muon orthogonalizes."""
+    groups = base.get("param_groups") or ()
+    return group < len(groups) and isinstance(groups[group], dict) and groups[group].get("use_muon") is True
+
+
 def _partition(
-    path: Path, file: int, group: int, state: dict[str, Any], master: Any, mapping: Mapping[str, Any]
+    path: Path,
+    file: int,
+    group: int,
+    state: dict[str, Any],
+    master: Any,
+    mapping: Mapping[str, Any],
+    padding: int,
+    *,
+    is_of_muon: bool,
 ) -> Partition:
-    tensors = {MASTER: master, **{key: state[key] for key in MOMENTS if key in state}}
-    flats = {key: _flat(path, file, key, tensor) for key, tensor in tensors.items()}
+    states = {MASTER: _flat(path, file, MASTER, master)}
     fragments = {name: _fragment(path, name, address) for name, address in mapping.items()}
-    others = tuple(str(key) for key in state if key not in (*MOMENTS, "step"))
-    return Partition(flats, _step(path, file, group, state), fragments, others)
+    numel = states[MASTER].numel
+    sizes = range(numel, max(states[MASTER].room, numel + padding) + 1)  # the master can be without its padding
+    scalars, others, momentum = [], [], None
+    for key, value in state.items():
+        if key in MOMENTS:
+            states[key] = _flat(path, file, key, value)
+        elif key == "step" or value is None:
+            continue
+        elif not isinstance(value, TensorHeader) or not value.shape or value.shape == (1,) != (numel,):
+            scalars.append(str(key))
+        elif not _is_flat(value) or not NAME.fullmatch(str(key)) or key in RESERVED:
+            others.append(str(key))
+        elif is_of_muon and key == MOMENTUM:
+            momentum = _flat(path, file, key, value)
+        elif value.numel in sizes:
+            states[key] = _flat(path, file, key, value)
+        else:
+            others.append(str(key))
+    step = _step(path, file, group, state)
+    return Partition(states, step, fragments, tuple(scalars), tuple(others), momentum)
+
+
+def _is_flat(tensor: TensorHeader) -> bool:
+    return tensor.is_contiguous and len(tensor.shape) == 1 and tensor.dtype in NUMBERS
 
 
 def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_patches.formats.torch_file import BadFileError
-from ckpt_patches.formats.zero import Partition, Shape
+from ckpt_patches.formats.zero import MASTER, MOMENTUM, Partition, Shape
 
 Fragments = dict[str, tuple[int, int]]  # by parameter: start in the partition, elements
 ALIGNMENT = "param_alignment_paddings"  # by group, for each parameter; where one is not 0 the addresses are right
@@ -75,4 +75,48 @@ def _fragments(sizes: Mapping[str, int], first: int, size: int) -> Fragments:
         if low < high:
             found[name] = (low - first, high - low)
         begin += numel
+    return found
+
+
+def with_momentum(
+    ranks: Sequence[Sequence[Partition]], shapes: Mapping[str, Shape], *, all_share: bool = True
+) -> list[tuple[Partition, ...]]:
+    """The partitions of all data-parallel ranks with the addresses in the momentum of Muon.
+
+    A rank has it of all elements of each parameter of which a part is in its partition, or with an optimizer on the CPU
+    of its partition. It is among the other states where neither is so, or the ranks do not all share the parameters.
+    """
+    groups = [_with_momentum(group, shapes, all_share=all_share) for group in zip(*ranks, strict=True)]
+    return list(zip(*groups, strict=True)) if groups else [() for _ in ranks]
+
+
+def _with_momentum(parts: Sequence[Partition], shapes: Mapping[str, Shape], *, all_share: bool) -> list[Partition]:
+    held = [part.momentum.numel for part in parts if part.momentum]
+    if not held:
+        return list(parts)
+    own = [[name for name, (_, numel) in sorted(part.fragments.items(), key=lambda f: f[1]) if numel] for part in parts]
+    wholes = [[math.prod(shapes.get(name, ())) for name in names] for names in own]
+    if all_share and held == [sum(sizes) for part, sizes in zip(parts, wholes, strict=True) if part.momentum]:
+        return _of_wholes(parts, own, wholes)
+    size = max(part.states[MASTER].numel for part in parts)
+    if all(part.momentum is None or part.states[MASTER].numel <= part.momentum.numel <= size for part in parts):
+        return [
+            replace(part, states={**part.states, MOMENTUM: part.momentum}, momentum=None) if part.momentum else part
+            for part in parts
+        ]
+    return [replace(part, others=(*part.others, MOMENTUM), momentum=None) if part.momentum else part for part in parts]
+
+
+def _of_wholes(
+    parts: Sequence[Partition], own: Sequence[Sequence[str]], wholes: Sequence[Sequence[int]]
+) -> list[Partition]:
+    """A rank's part of each parameter in the momentum that the rank itself has of all of it."""
+    before: dict[str, int] = {}  # elements on the ranks before, by parameter
+    found = []
+    for part, names, sizes in zip(parts, own, wholes, strict=True):
+        starts = itertools.accumulate(sizes, initial=0)
+        places = {name: start + before.get(name, 0) for name, start in zip(names, starts, strict=False)}
+        for name in names:
+            before[name] = before.get(name, 0) + part.fragments[name][1]
+        found.append(replace(part, in_momentum=places))
     return found

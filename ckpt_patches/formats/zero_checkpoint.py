@@ -15,7 +15,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_facts, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
-from ckpt_patches.formats.zero import STATES, Folder, ModelFile, Partition, RankState, optimizer_of, required, stage_of
+from ckpt_patches.formats.zero import Folder, ModelFile, Partition, RankState, optimizer_of, required, stage_of
 from ckpt_patches.formats.zero_experts import INFO, Experts, LocalExpert
 from ckpt_patches.formats.zero_facts import Unlike
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
@@ -228,14 +228,6 @@ def _check_complete(folder: Folder, files: Mapping[tuple[int, int], str], dp_deg
         )
 
 
-def _with_moments(path: Path, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
-    """The partitions, if all states are there."""
-    for partition in partitions:
-        for key in STATES:
-            required(partition.states, key, path)
-    return partitions
-
-
 def _check_no_tensor_parallel_experts(path: Path, tp_degree: int) -> None:
     if tp_degree > 1:
         raise UserError(f"{path} has AutoEP's experts on {tp_degree} tensor-parallel ranks, which no converter takes")
@@ -270,6 +262,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
     ranks = reader.ranks(partial(_partitions, {**known, **local}, dp_degree), pp_degree, tp_degree)
     if zero_addresses.is_round_robin(read[0][1].get("ds_config")) and not _is_aligned(first):
         ranks = _in_written_order(reader, ranks, [reader.model(*one) for one in read])
+    ranks = _with_momentum(ranks, dp_degree, [reader.model(*one) for one in read], all_share=not known and not local)
     others = [reader.read(name)[0] for name in folder.starting_with("mp") if name not in names]
     kept = experts.shortened(layers)
     return Checkpoint(
@@ -297,14 +290,39 @@ def _is_aligned(optimizer: Mapping[str, Any]) -> bool:
 
 
 def _in_written_order(reader: _Reader, ranks: Sequence[Rank], models: Sequence[ModelFile]) -> tuple[Rank, ...]:
-    """With the addresses of a `round_robin_gradients` run; models and ranks are in the order pp, tp."""
-    dp_degree = reader.folder.dp_degree
+    """With the addresses of a `round_robin_gradients` run."""
+    where = str(reader.folder.path)
+    return _readdressed(
+        ranks,
+        reader.folder.dp_degree,
+        models,
+        lambda own, model: zero_addresses.in_written_order(own, model.shapes, where),
+    )
+
+
+def _with_momentum(
+    ranks: Sequence[Rank], dp_degree: int, models: Sequence[ModelFile], *, all_share: bool
+) -> tuple[Rank, ...]:
+    """With the addresses in the momentum of Muon."""
+
+    def addressed(own: Sequence[Sequence[Partition]], model: ModelFile) -> list[tuple[Partition, ...]]:
+        shapes = {name: shape for group in model.shapes for name, shape in group.items()}
+        return zero_addresses.with_momentum(own, shapes, all_share=all_share)
+
+    return _readdressed(ranks, dp_degree, models, addressed)
+
+
+def _readdressed(
+    ranks: Sequence[Rank],
+    dp_degree: int,
+    models: Sequence[ModelFile],
+    change: Callable[[Sequence[Sequence[Partition]], ModelFile], list[tuple[Partition, ...]]],
+) -> tuple[Rank, ...]:
+    """With other partitions, of each model; models and ranks are in the order pp, tp."""
     found: list[Rank] = []
     for number, model in enumerate(models):
         own = ranks[number * dp_degree : (number + 1) * dp_degree]
-        partitions = zero_addresses.in_written_order(
-            [rank.partitions for rank in own], model.shapes, str(reader.folder.path)
-        )
+        partitions = change([rank.partitions for rank in own], model)
         found += [replace(rank, partitions=new) for rank, new in zip(own, partitions, strict=True)]
     return tuple(found)
 
@@ -380,7 +398,7 @@ def _partitions(
         for expected in sharing or ({dp_degree} if not known else ()):
             if count != expected:
                 raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {expected}")
-    return _with_moments(path, found.partitions[: found.states])
+    return found.partitions
 
 
 def _common(optimizer: Mapping[str, Any], dp_degree: int) -> dict[str, Any]:
@@ -528,7 +546,7 @@ def _partitions_3(
         said = (group.get("partition_count", dp_degree), group.get("partition_rank", dp))
         if said != expected.get(index, (dp_degree, dp)):
             raise UserError(f"{path} has groups that are partitioned over a part of the ranks only; {UPSTREAM}")
-    return _with_moments(path, state.partitions)
+    return state.partitions
 
 
 def _sharing(known: Mapping[str, Experts], of_experts: Sequence[ModelFile], dp: int) -> dict[int, tuple[int, int]]:

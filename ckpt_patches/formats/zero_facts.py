@@ -54,7 +54,9 @@ def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> 
         step: Any = partition.step.number if partition.step else None
         step = shown(partition.step.value) if partition.step and step is None else step
         groups.append(zero_inventory.group_facts(sizes, own, step, needed))
-        checksums.append(tuple(crcs[f.offset] for key, f in flats.items() if key != zero.MASTER and f.offset in crcs))
+        # AMSGrad's maxima are the squares themselves as long as these grow.
+        moments = [flat.offset for key, flat in flats.items() if key != zero.MASTER and not key.startswith("max_")]
+        checksums.append(tuple(crcs[offset] for offset in moments if offset in crcs))
     scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
     scale = scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale
     params = tuple(group for group in state.settings if isinstance(group, dict))

@@ -265,6 +265,12 @@ def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[tuple[int, dict[
 def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
     """Every rank has the states that any rank has of this optimizer, and of each element that it owns."""
     promised = _promised(ranks)
+    every = [group for facts in ranks.values() for group in facts.groups]
+    # Of an optimizer that is not known a state can be of blocks, as the scales of codes are.
+    of_elements = {
+        name for group in every for name, numel in group.sizes.items() if numel >= group.needed >= LEAST_TELLING
+    }
+    of_elements |= {"fp32", "exp_avg", "exp_avg_sq"}
     steps = max((taken_steps(model.value) for model in models.values()), default=0)
     for facts in ranks.values():
         for number, group in enumerate(facts.groups):
@@ -274,7 +280,7 @@ def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, i
             for name in sorted(names - group.sizes.keys() - group.scalars):
                 yield Problem(ABSENT_STATE, facts.name, f"group {number} has no {shown(name)}")
             for name, numel in group.sizes.items():
-                if numel < group.needed:
+                if numel < group.needed and name in of_elements:
                     detail = f"group {number}: {shown(name)} has {numel} elements, its parameters {group.needed}"
                     yield Problem(ABSENT_STATE, facts.name, detail)
 
@@ -293,12 +299,24 @@ def _optimizer_of(facts: RankFacts, group: int) -> frozenset[str]:
 
 
 def _by_settings(facts: RankFacts, group: int, steps: int, promised: Mapping[frozenset[str], set[str]]) -> set[str]:
-    """What Adam keeps after a step; it is known by its settings. Lion has no eps, Adamax another second moment."""
     optimizer = _optimizer_of(facts, group)
-    moments = promised.get(optimizer, set()) - {"fp32", "step"}
-    if not {"betas", "eps"} <= optimizer or moments - {"exp_avg", "exp_avg_sq"}:
+    known = facts.settings[group] if group < len(facts.settings) else {}
+    return states_by_settings(optimizer, known, promised.get(optimizer, set()), steps)
+
+
+def states_by_settings(
+    optimizer: Collection[str], known: Mapping[str, Any], has: Collection[str], steps: int
+) -> set[str]:
+    """What Adam and SGD keep after a step; they are known by their settings.
+
+    Lion has no eps, Adamax another second moment.
+    """
+    has = {*has} - {"fp32", "step"}
+    if {"momentum", "dampening", "nesterov"} <= {*optimizer} and known.get("momentum") and steps:
+        return {"momentum_buffer"}
+    if not {"betas", "eps"} <= {*optimizer} or has - {"exp_avg", "exp_avg_sq"}:
         return set()
-    return {"exp_avg", "exp_avg_sq"} if moments or steps else set()
+    return {"exp_avg", "exp_avg_sq"} if has or steps else set()
 
 
 def taken_steps(model: Mapping[str, Any]) -> int:

@@ -14,22 +14,22 @@ from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
-    MOMENTS,
     WEIGHT,
     Checkpoint,
     Shard,
     Stream,
     last_step,
 )
-from ckpt_patches.formats import universal
+from ckpt_patches.formats import universal, zero_inventory
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
 
 # The experts of `deepspeed.moe`: a rank counts its own from 0, the converter's folders all.
 LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
+GLOBAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(?:global_)?\d+(\..+)")
 COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second at stage 3
-STATES = {MASTER: "fp32", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+ROLES = {"fp32": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}  # other states are finite, no more is known
 
 
 def read(path: Path) -> Checkpoint:
@@ -46,24 +46,31 @@ def read(path: Path) -> Checkpoint:
         shapes = _of_every_expert(shapes, models)
     for name in sorted(shapes.keys() - set(parameters)):
         found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
-    frozen = {name for name in parameters if shapes and _is_frozen(found, name, shapes)}
+    states = {name: universal.states(path, name) for name in parameters}
+    frozen = {name for name in parameters if shapes and name not in shapes and not {*states[name]} - {"fp32"}}
+    groups = _groups(models, [name for name in parameters if name not in frozen])
+    promised = _promised(found, models, groups, states)
     for name in parameters:
-        _read_parameter(found, name, shapes.get(name, []), models, is_trained=name not in frozen)
+        is_empty = name in shapes and not any(map(math.prod, shapes[name]))
+        for key in sorted(({"fp32"} if is_empty else promised.get(name, {"fp32"})) - {*states[name]}):
+            found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{key}.pt"))
+        _read_parameter(found, name, states[name], shapes.get(name, []), models)
     if frozen:
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
     steps = {name: _step(found, name) for name in parameters if name not in frozen}
-    _read_others(found, parameters)
+    _read_others(found, states)
     found.step = last_step(steps.values())
-    _check_steps(found, steps)
-    if not any((path / place).exists() for place in COMMON):
+    _check_steps(found, steps, groups)
+    if _common(found) is None:
         found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
     return found
 
 
-def _check_steps(found: Checkpoint, steps: Mapping[str, float | None]) -> None:
-    """Every trained parameter has the step, and all have the same."""
+def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: Mapping[str, int | None]) -> None:
+    """Every trained parameter of a group has the step if one has, and all have the same."""
+    counting = {groups[name] for name, step in steps.items() if step is not None}
     for name, step in steps.items():
-        if step is None and found.step is not None:
+        if step is None and groups[name] in counting:
             found.findings.append(Finding(damages.MISSING_STATE, f"{name}/step.pt", detail="there is no number in it"))
         elif step is not None and step != found.step:
             detail = f"step {step:g}, others are at {found.step}"
@@ -100,10 +107,46 @@ def _of_every_expert(
     return found
 
 
-def _is_frozen(found: Checkpoint, name: str, shapes: dict[str, list[Shape]]) -> bool:
-    """Whether it is none of those that are trained, and has no moments."""
-    moments = (found.path / universal.state_file(name, STATES[role]) for role in MOMENTS)
-    return name not in shapes and not any(path.exists() for path in moments)
+def _groups(models: list[tuple[Path, dict[str, Any]]], names: list[str]) -> dict[str, int | None]:
+    """The param groups of parameters; None where no file tells it."""
+    known = {
+        LOCAL_EXPERT.sub(r"\1*\3", name): number
+        for _, value in models
+        for number, group in enumerate(value.get("param_shapes") or [])
+        for name in group
+    }
+    return {name: known.get(GLOBAL_EXPERT.sub(r"\1*\2", name)) for name in names}
+
+
+def _promised(
+    found: Checkpoint,
+    models: list[tuple[Path, dict[str, Any]]],
+    groups: Mapping[str, int | None],
+    states: Mapping[str, list[str]],
+) -> dict[str, set[str]]:
+    """The states of each trained parameter: those that any of its param group has, and those that its settings tell."""
+    settings = _settings(found)
+    steps = max((zero_inventory.taken_steps(value) for _, value in models), default=0)
+    by_group: dict[int | None, set[str]] = {}
+    for name, group in groups.items():
+        by_group.setdefault(group, {"fp32"}).update(states[name])
+    for group, has in by_group.items():
+        known = settings[group] if group is not None and group < len(settings) else {}
+        has |= zero_inventory.states_by_settings(known.keys(), known, has, steps)
+    return {name: by_group[group] for name, group in groups.items()}
+
+
+def _common(found: Checkpoint) -> Path | None:
+    """The file of what is no parameter's."""
+    return next((found.path / place for place in COMMON if (found.path / place).exists()), None)
+
+
+def _settings(found: Checkpoint) -> list[Mapping[str, Any]]:
+    """Of the param groups."""
+    path = _common(found)
+    value = tensor_streams.read(path, found) if path else None
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    return [group if isinstance(group, dict) else {} for group in groups] if isinstance(groups, (list, tuple)) else []
 
 
 def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
@@ -115,12 +158,13 @@ def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, value) for path, value in values if isinstance(value, dict)]
 
 
-def _read_others(found: Checkpoint, parameters: list[str]) -> None:
+def _read_others(found: Checkpoint, states: Mapping[str, list[str]]) -> None:
     """What is no model's and no parameter's state: at stage 3 the optimizer's, and whatever else was saved."""
-    known = {universal.state_file(name, key) for name in parameters for key in (*STATES.values(), "step")}
+    known = {universal.state_file(name, key) for name, own in states.items() for key in (*own, "step")}
+    common = _common(found)
     for path in sorted(found.path.rglob("*.pt")):
         name = str(path.relative_to(found.path))
-        if name not in known and not MODEL.fullmatch(name) and not name.startswith("tmp/"):
+        if path != common and name not in known and not MODEL.fullmatch(name) and not name.startswith("tmp/"):
             tensor_streams.read(path, found)
 
 
@@ -130,21 +174,12 @@ def _step(found: Checkpoint, name: str) -> float | None:
 
 
 def _read_parameter(
-    found: Checkpoint,
-    name: str,
-    shapes: list[Shape],
-    models: list[tuple[Path, dict[str, Any]]],
-    *,
-    is_trained: bool,
+    found: Checkpoint, name: str, states: list[str], shapes: list[Shape], models: list[tuple[Path, dict[str, Any]]]
 ) -> None:
     """The arrays of a parameter; `shapes` are what is known of them, on each rank."""
     streams: dict[str, Stream] = {}
-    for role, key in STATES.items():
+    for key in states:
         path, file = found.path / universal.state_file(name, key), f"{key}.pt"
-        if not path.exists():
-            if is_trained or role == MASTER:
-                found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{file}"))
-            continue
         value = tensor_streams.read(path, found)
         if (tensor := universal.tensor_of(value)) is None:
             if value is not None:
@@ -154,8 +189,12 @@ def _read_parameter(
         if shapes and not _fits(tensor, shapes, value, has_maps=any(map(_has_maps, models))):
             detail = f"{tensor.numel} elements, {_in_words(shapes)}"
             found.findings.append(Finding(damages.ELEMENT_COUNT, f"{name}/{file}", detail=detail))
-        elif (stream := tensor_streams.stream(found, path, f"{name}/{file}", tensor)) is not None:
-            streams[role] = stream
+        elif (stream := tensor_streams.stream(found, path, f"{name}/{file}", tensor)) is None:
+            continue
+        elif key in ROLES:
+            streams[ROLES[key]] = stream
+        else:
+            found.shards.append(Shard(name, "", (stream.numel,), {EXP_AVG: stream}))
     found.shards += _shards(found, name, streams, shapes, models)
 
 

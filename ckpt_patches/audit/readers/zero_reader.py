@@ -152,6 +152,7 @@ def _read_model_rank(
                 own = tensor_streams.weight(found, folder.path / model.name, name, weight, parameter.shape)
                 streams |= {WEIGHT: own} if own else {}
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
+        found.shards += _further(name, label, parameter)
     return files
 
 
@@ -390,6 +391,18 @@ def _streams(name: str, parameter: Parameter) -> dict[str, Stream]:
         for role, key in STATES.items()
         if parts and all(_reaches(part, key) for part in parts)
     }
+
+
+def _further(name: str, label: str, parameter: Parameter) -> Iterator[Shard]:
+    """What other optimizers than Adam have of a parameter, of which no more is known than that it is finite."""
+    parts: dict[tuple[str, str], list[OnRank]] = {}
+    for part in (part for part in parameter.ranks if part.numel):
+        for key in part.partition.states.keys() - STATES.values():
+            if _reaches(part, key):
+                parts.setdefault((key, part.partition.states[key].type.dtype), []).append(part)
+    for (key, dtype), own in sorted(parts.items(), key=lambda one: one[0]):
+        stream = Stream(f"{name}.{key}", dtype, tuple(_extents(own, key)))
+        yield Shard(name, label, (stream.numel,), {EXP_AVG: stream})
 
 
 def _owners(parameter: Parameter) -> tuple[Owner, ...]:
