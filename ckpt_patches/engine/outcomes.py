@@ -37,6 +37,7 @@ OUTCOMES: dict[str, str] = {
     "universal_frozen_and_buffers": "0.12.0 m",
     "universal_group_count": "0.12.0 - 0.14.1 m",
     "universal_group_settings": "0.12.0 mmm 0.14.1 ttt",
+    "universal_optimizer_states": "0.12.0 ----- 0.14.1 m-m1-- 0.14.5 mmm-m 0.17.6 mmmmm",
     "universal_step": "0.12.0 m 0.12.3 t 0.14.1 -",
     "universal_tensor_paddings": "0.12.0 mmmm 0.14.1 mtmm 0.17.3 mttm",
     "universal_weights_alone": "0.12.0 ---- 0.14.1 mmmm 0.19.3 mmmt",

@@ -1,0 +1,229 @@
+"""Convert and load universal checkpoints of any optimizer: the states are those that the optimizer has.
+
+https://github.com/deepspeedai/DeepSpeed/issues/8608
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import glob
+    import os
+    from typing import Any
+
+    import torch
+
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+STAGE3 = "deepspeed.runtime.zero.stage3"
+
+
+def loads_any_state(source: Source) -> bool:
+    """Since 0.14.1 the load at stage 1 and 2 takes the states from the files, and the step is among these."""
+    return b'flat_state["step"]' in source.data or b"def _flat_states(" in source.data
+
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/issues/8608",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8609",
+    ),
+    symptom="`ds_to_universal` fails with `KeyError: 'exp_avg'`, or drops states",
+    releases=(("0.14.1", newest("deepspeed")),),
+    stacks="Lion, SGD, Muon, Adagrad, AMSGrad, and any other optimizer than Adam",
+    silent=True,
+    stages=("extract", "merge", "universal load"),
+    concerns=CONVERTER,
+    where=loads_any_state,
+    test="tests/unit/checkpoint/test_universal_optimizer_states.py",
+)
+
+OF_ADAM = '("fp32", "exp_avg", "exp_avg_sq")'
+GROUPS = "param_groups_cnt = len(state_groups)"
+ALL_GROUPS = "param_groups_cnt = len(fp32_groups)"
+FLAT_STATE = """param_group = optim_sd[BASE_OPTIMIZER_STATE]["param_groups"][param_group_id]
+flat_state = _flat_states(state_groups.get(param_group_id, {}),
+                          fp32_groups[param_group_id],
+                          is_muon=param_group.get("use_muon", False))"""
+FLAT_STATE_3 = """flat_state = _flat_states({states}.get({group}, {{}}),
+                          {master})"""
+FRAGMENTS = "_states_of_fragments(slice_base_path)"
+
+
+# At stage 3: of those names that parameters of a sub-group have.
+KEYS, KEYS_BEFORE_0_18 = '["fp32", "exp_avg", "exp_avg_sq"]', "key_list"
+SAVED = "_saved_states(checkpoint_dir, [self.param_names[group[0]] for group in self.fp16_groups])"
+SAVED_BEFORE_0_18 = "_saved_states(checkpoint_dir, param_shapes[0])"
+OF_SUB_GROUP = """states = _saved_states(checkpoint_dir, [self.param_names[fp16_group[0]]])
+if key not in states:
+    continue"""
+STEP = "state_step = optim_sd[OPTIMIZER_STATE_DICT]['state'][0]['step']"
+FIRST_STEP = """saved = optim_sd[OPTIMIZER_STATE_DICT]['state']
+state_step = next((state['step'] for state in saved.values() if 'step' in state), None)"""
+NO_STEP = """if not _have_step(states, saved):
+    self.optimizer.state[fp32_param].pop('step', None)"""
+LOAD = "load_hp_checkpoint_state_from_checkpoint_dir"
+MOMENTUM = "self._load_muon_momentum(checkpoint_folder)"
+
+
+def _flat_states(state: "dict[str, object]", fp32_flat: "torch.Tensor", is_muon: bool = False) -> "dict[str, object]":
+    """What is cut up with a flattened param group: the optimizer's states that have an element for each of its own."""
+    flat_state: dict[str, object] = {"fp32": fp32_flat}
+    for key, value in state.items():
+        if key == "step":
+            flat_state[key] = value
+        elif isinstance(value, torch.Tensor) and value.dim() > 0:
+            # ZeRO 1 and 2 hold Muon's momentum of all of each matrix of which a part is in the partition.
+            is_cut = value.dim() == 1 and value.is_floating_point() and value.numel() >= fp32_flat.numel()
+            if not is_cut or (is_muon and key == "momentum_buffer"):
+                raise ValueError(f"expected {fp32_flat.numel()} flat elements of {key}, found {tuple(value.shape)}")
+            flat_state[key] = value
+    return flat_state
+
+
+def _states_of_fragments(slice_base_path: str) -> "list[str]":
+    """The states that a parameter has fragments of, fp32 first; the step is merged on its own."""
+    paths = glob.glob(os.path.join(glob.escape(slice_base_path), "*", "*"))
+    names = [os.path.basename(path).rpartition(".")[0] for path in paths]
+    states = ["fp32", *sorted({*names} - {"fp32", "step"})]
+    counts = {state: names.count(state) for state in states}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"{slice_base_path}: expected as many fragments of each optimizer state, found {counts}")
+    return states
+
+
+def _saved_states(checkpoint_dir: str, param_names: "list[str]") -> "list[str]":
+    """The states that parameters have in a universal checkpoint, fp32 first; the step is loaded on its own."""
+    files = {file for name in param_names for file in os.listdir(os.path.join(checkpoint_dir, name))}
+    states = {name for name, extension in map(os.path.splitext, files) if extension == ".pt"}
+    return ["fp32", *sorted(states - {"fp32", "step"})]
+
+
+def _have_step(states: "list[str]", saved: "dict[int, dict[str, object]]") -> bool:
+    """Whether the optimizer counted steps for flat tensors with these states when it was saved."""
+    return any("step" in state for state in saved.values() if {*states} - {"fp32"} <= state.keys())
+
+
+class DeepSpeedZeroOptimizer:
+    """What its class gets, and what that uses of it."""
+
+    optimizer: "Any"
+    cpu_offload: bool
+    params_in_partition: "Any"
+    param_names: "Any"
+
+    def _load_muon_momentum(self, checkpoint_folder: str) -> None:
+        """Load the momentum of all of each matrix of which a part is in this rank's partition, as Muon updates it."""
+        for group_index, param_group in enumerate(self.optimizer.param_groups):
+            if not param_group.get("use_muon", False) or self.cpu_offload:
+                continue
+            momenta = []
+            for lp in self.params_in_partition[group_index]:
+                path = f"{checkpoint_folder}/zero/{self.param_names[lp]}/momentum_buffer.pt"
+                momentum = torch.load(path, map_location=lp.device, weights_only=False)["param"]
+                if momentum.numel() != lp.numel():
+                    raise ValueError(f"expected {lp.numel()} elements in {path}, found {momentum.numel()}")
+                momenta.append(momentum.flatten())
+                if lp._hp_mapping is not None:
+                    lp._hp_mapping.optim_fragment.pop("momentum_buffer", None)
+            state = self.optimizer.state[param_group["params"][0]]
+            state.pop("momentum_buffer", None)
+            if momenta:
+                state["momentum_buffer"] = torch.cat(momenta)
+
+
+@fix.edit(CONVERTER)
+def extract_the_states_of_the_optimizer(source: Source) -> None:
+    """Upstream extracts Adam's, by their names."""
+    extract = source.function("extract_zero_shards")
+    source.check_parts(
+        {
+            **source.functions_there("", _flat_states),
+            "_flat_states": source.has("_flat_states(...)", within=extract),
+            ALL_GROUPS: source.has(ALL_GROUPS, within=extract),
+        }
+    )
+    flat_state = source.one("flat_state = dict(...)", within=extract)
+    step = source.branch('"step" in state_groups[param_group_id]', within=extract)
+    source.replace_from_to(flat_state, step, FLAT_STATE)
+    source.replace(source.one(GROUPS, within=extract), ALL_GROUPS)
+    source.insert_function_before(extract, _flat_states)
+
+
+@fix.edit(CONVERTER)
+def extract_them_at_stage_3(source: Source) -> None:
+    if not source.has_function("extract_zero_shards_stage3"):
+        raise NotConcerned
+    extract = source.function("extract_zero_shards_stage3")
+    if source.has("_flat_states(...)", within=extract):
+        raise AlreadyThere
+    flat_state = source.one("flat_state = dict(...)", within=extract)
+    values = {keyword.arg: keyword.value for keyword in flat_state.value.keywords}
+    moment = values.get("exp_avg")
+    if values.keys() != {"fp32", "exp_avg", "exp_avg_sq"} or not isinstance(moment, ast.Subscript):
+        raise NoMatch("expected fp32, exp_avg and exp_avg_sq in flat_state")
+    state = moment.value
+    if not isinstance(state, ast.Subscript):
+        raise NoMatch("expected exp_avg of a group's state")
+    parts = (source.text(part) for part in (state.value, state.slice, values["fp32"]))
+    states, group, master = parts
+    source.replace(flat_state, FLAT_STATE_3.format(states=states, group=group, master=master))
+
+
+@fix.edit(CONVERTER)
+def merge_what_was_extracted(source: Source) -> None:
+    merges = [name for name in ("merge_tp_slices", "merge_zero3_slices") if source.has_function(name)]
+    functions = [source.function(name) for name in merges]
+    source.check_parts(
+        {
+            **source.functions_there("", _states_of_fragments),
+            **{name: source.has(FRAGMENTS, within=function) for name, function in zip(merges, functions, strict=True)},
+        }
+    )
+    for function in functions:
+        loop = source.loop("state", within=function)
+        source.replace(source.one(OF_ADAM, within=loop), FRAGMENTS)
+    source.insert_function_before(functions[0], _states_of_fragments)
+
+
+@fix.edit(STAGE_1_AND_2)
+def load_the_momentum_of_muon(source: Source) -> None:
+    """The load cuts it like the partition, and the next step asks for more elements than there are."""
+    if b"use_muon" not in source.data:
+        raise NotConcerned
+    load = source.function("DeepSpeedZeroOptimizer._load_universal_checkpoint")
+    method = DeepSpeedZeroOptimizer._load_muon_momentum
+    source.check_parts(
+        {**source.functions_there("DeepSpeedZeroOptimizer.", method), MOMENTUM: source.has(MOMENTUM, within=load)}
+    )
+    source.insert_after(source.one(f"self.{LOAD}(..., checkpoint_folder)", within=load), MOMENTUM)
+    source.insert_method_before(load, method)
+
+
+@fix.edit(STAGE3)
+def load_the_saved_states_at_stage_3(source: Source) -> None:
+    """Upstream loads those of Adam, and a step."""
+    if f"def {LOAD}_stage3(".encode() not in source.data:
+        raise NotConcerned
+    owner = source.class_named("DeepSpeedZeroOptimizer_Stage3")
+    load = source.function(f"{owner.name}.{LOAD}_stage3")
+    by_list = bool(source.all(f"{KEYS_BEFORE_0_18} = ...", within=load))
+    saved = SAVED_BEFORE_0_18 if by_list else SAVED
+    functions = (_saved_states,) if by_list else (_saved_states, _have_step)
+    parts = [saved] if by_list else [saved, FIRST_STEP.splitlines()[0], OF_SUB_GROUP.splitlines()[0], NO_STEP]
+    source.check_parts(
+        {**source.functions_there("", *functions), **{part: source.has(part, within=load) for part in parts}}
+    )
+    source.replace(source.one(KEYS, within=load), saved)
+    for function in functions:
+        source.insert_function_before(owner, function)
+    if not by_list:
+        loop = source.loop("sub_group_id, fp16_group", within=source.loop("key", within=load))
+        source.replace(source.one(STEP, within=load), FIRST_STEP)
+        source.insert_before(loop.body[0], OF_SUB_GROUP)
+        source.insert_after(source.branch("key == 'fp32'", within=loop), NO_STEP)

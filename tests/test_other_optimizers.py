@@ -1,0 +1,102 @@
+"""Lion, SGD, AMSGrad and Muon: conversion, universal loads, audit and fingerprint carry whatever states they have."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shared
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.convert import zero_fingerprints
+from ckpt_patches.fingerprint import universal_states
+from ckpt_patches.formats import torch_file
+from universal import load, save
+from upstream import newest, run_json, tree
+
+NEWEST = newest("deepspeed")
+FLAT = ["Lion-1", "SGD-2", "momentum-2", "AMSGrad-1", "Muon-1", "Muon-2"]  # stage 1 and 2
+CASES = [*FLAT, "Lion-3", "SGD-3", "momentum-3", "AMSGrad-3", "Muon-3"]
+STATES = {"Lion": {"exp_avg"}, "SGD": set(), "momentum": {"momentum_buffer"}, "AMSGrad": {"max_exp_avg_sq"}}
+
+
+@functools.cache
+def trained() -> tuple[Path, dict[str, Any]]:
+    """The folder of a session's trainings, and what came of them by case."""
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        found = run_json("other_optimizers", out, *CASES, tree=tree("deepspeed", NEWEST), delivery="hook")
+        (out / "results.json").write_text(json.dumps(found))
+
+    folder = shared.once("other-optimizers", write)
+    return folder, json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_resumes_converts_and_loads_bit_for_bit(case: str) -> None:
+    """Compared with the optimizers' memory; on the ranks that saved, and on another number."""
+    folder, found = trained()
+    assert found[case] == {"not live": [], "loads": [[], []], "resumed": []}
+    names = {path.stem for path in (folder / case / "universal/zero").glob("*/*.pt")}
+    assert STATES.get(case.partition("-")[0], {"momentum_buffer", "exp_avg"}) <= names
+
+
+@pytest.mark.parametrize("kind", ["global_step2", "universal"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_healthy_one_is_whole(case: str, kind: str) -> None:
+    report = audit(trained()[0] / case / kind)
+    assert report.verdict == WHOLE, report.findings
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fingerprints_of_both_formats_are_the_same(case: str) -> None:
+    folder = trained()[0] / case
+    of_zero = {one[:2]: one for one in zero_fingerprints.fingerprints(folder / "global_step2", trust=True)}
+    of_universal = {one[:2]: one for one in universal_states.fingerprints(folder / "universal", trust=True)}
+    assert of_zero == of_universal
+    assert STATES.get(case.partition("-")[0], set()) <= {state for _, state in of_zero}
+
+
+@pytest.mark.parametrize("case", ["momentum-2", "AMSGrad-1", "Muon-1", "momentum-3", "Muon-3"])
+def test_a_state_that_is_not_finite_is_damage(case: str, tmp_path: Path) -> None:
+    """In the ranks' files, and in the universal checkpoint."""
+    state = "max_exp_avg_sq" if case == "AMSGrad-1" else "momentum_buffer"
+    folder = shutil.copytree(trained()[0] / case, tmp_path / case)
+
+    path = next((folder / "global_step2").glob("*pp_rank_0*optim_states.pt"))
+    optimizer = torch_file.read(path, trust=True).value["optimizer_state_dict"]
+    base = optimizer["optimizer_state_dict" if case.endswith("3") else "base_optimizer_state"]
+    tensor = base["state"][0][state]
+    with path.open("r+b") as written:
+        written.seek(tensor.offset)
+        written.write(b"\xff" * 4)  # NaN in any type of floating-point numbers
+    file = folder / "universal/zero/w1.weight" / f"{state}.pt"
+    value = load(file)
+    (value["param"] if isinstance(value, dict) else value).view(-1)[0] = float("nan")
+    save(value, file)
+    for kind in ("global_step2", "universal"):
+        report = audit(folder / kind)
+        assert report.verdict == DAMAGED
+        assert "not_finite" in {finding.kind.name for finding in report.findings}
+
+
+@pytest.mark.parametrize(
+    ("case", "file"),
+    [
+        ("Lion-1", "w1.weight/exp_avg.pt"),
+        ("momentum-2", "*/momentum_buffer.pt"),  # which its settings tell
+        ("Muon-1", "w1.weight/momentum_buffer.pt"),
+        ("Muon-1", "*/exp_avg_sq.pt"),
+        ("AMSGrad-1", "w1.weight/step.pt"),
+    ],
+)
+def test_a_state_that_is_not_there_is_damage(case: str, file: str, tmp_path: Path) -> None:
+    path = shutil.copytree(trained()[0] / case / "universal", tmp_path / "universal")
+    for one in path.glob(f"zero/{file}"):
+        one.unlink()
+    report = audit(path)
+    assert report.verdict == DAMAGED
+    assert {finding.kind.name for finding in report.findings} <= {"missing_array", "missing_state"}
