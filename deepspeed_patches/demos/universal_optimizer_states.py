@@ -4,8 +4,8 @@ from pathlib import Path
 
 import deepspeed
 
+from ckpt_patches.demo import cases, optimizers, show
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import optimizers, show
 
 SAVED, LOADED = 2, (2, 3)  # ranks
 FIRST_OF_ZERO3, FIRST_OF_MUON_AT_ZERO3 = (0, 14, 5), (0, 18, 9)
@@ -13,12 +13,12 @@ FIRST_OF_ZERO3, FIRST_OF_MUON_AT_ZERO3 = (0, 14, 5), (0, 18, 9)
 
 def run(folder: Path) -> str:
     dt.allow_pickles()
-    cases = [f"{name}-{stage}" for stage in stages() for name in optimizers.OPTIMIZERS]
-    cases += [f"Muon-{stage}" for stage in stages_of_muon()]
-    dt.results(optimizers.train_and_keep, SAVED, folder, cases, SAVED)
-    found = dt.results(convert, 1, folder, cases)[0]
-    converted = [case for case in cases if case not in found]
-    for ranks in LOADED:
+    every = [f"{name}-{stage}" for stage in stages() for name in optimizers.OPTIMIZERS]
+    chosen = list(cases([*every, *(f"Muon-{stage}" for stage in stages_of_muon())]))
+    dt.results(optimizers.train_and_keep, SAVED, folder, chosen, SAVED)
+    found = dt.results(convert, 1, folder, chosen)[0]
+    converted = [case for case in chosen if case not in found]
+    for ranks in cases(LOADED):
         for case, wrong in dt.results(optimizers.load, ranks, folder, converted, ranks, dt.UNIVERSAL)[0].items():
             if wrong:
                 found.setdefault(case, f"on {ranks} ranks {len(wrong)} are not as saved: {wrong[0]}")
@@ -35,13 +35,13 @@ def stages_of_muon() -> tuple[int, ...]:
     return (1, 3) if dt.numbers(deepspeed.__version__) >= FIRST_OF_MUON_AT_ZERO3 else (1,)
 
 
-def convert(rank: int, folder: Path, cases: list[str]) -> dict[str, str]:
+def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
     """The errors of DeepSpeed's converter, by case.
 
     Muon at ZeRO 1 is for this project's, which knows where the momentum lies.
     """
     found = {}
-    for case in cases:
+    for case in chosen:
         if case == "Muon-1":
             dt.convert(folder / case)
             continue
