@@ -14,7 +14,7 @@ from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.fingerprint import universal_states
 from ckpt_patches.formats import torch_file
 from universal import load, save
-from upstream import newest, run_json, tree
+from upstream import newest, run, run_json, tree
 
 NEWEST = newest("deepspeed")
 FLAT = ["Lion-1", "SGD-2", "momentum-2", "AMSGrad-1", "Muon-1", "Muon-2"]  # stage 1 and 2
@@ -100,3 +100,14 @@ def test_a_state_that_is_not_there_is_damage(case: str, file: str, tmp_path: Pat
     report = audit(path)
     assert report.verdict == DAMAGED
     assert {finding.kind.name for finding in report.findings} <= {"missing_array", "missing_state"}
+
+
+def test_a_resume_is_proven_with_the_states_that_the_optimizer_has(tmp_path: Path) -> None:
+    """And what is not proven is named: Muon's momentum at ZeRO 1 and 2 is of whole matrices."""
+    on = {"CKPT_PATCHES_FINGERPRINT": "1"}
+    done = run(
+        "other_optimizers", tmp_path, "Lion-1", "Muon-1", tree=tree("deepspeed", NEWEST), delivery="hook", env=on
+    )
+    log = done.stdout + done.stderr
+    assert log.count("resume proven: 7 parameters, 14 states, settings, ") == 3
+    assert log.count("momentum_buffer: it has no element for each of the parameter's") == 3

@@ -67,6 +67,8 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
         if flat.slices:
             first = names[id(flat.slices[0].param)]
             tensors += [((first, name), value) for name, value in _tensors(flat).items()]
+            unlike = (name for name, its in _tensors(flat).items() if name != "step" and not _is_alike(name, its, flat))
+            left_out.update({f"{first} {name}": "it has no element for each of the parameter's" for name in unlike})
 
     def parts() -> Iterator[Part]:
         for flat in flats:
@@ -118,9 +120,14 @@ def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
     is_first = flat.is_partition or _rank(getattr(engine, "data_parallel_group", None)) == 0
     main = is_first and not getattr(own.param, "ds_pipe_replicated", False)
     for state, tensor in _tensors(flat).items():
-        if state != "step" and tensor.numel() == flat.values.numel() and tensor.is_floating_point():
+        if _is_alike(state, tensor, flat):
             values = tensor.detach().reshape(-1)[own.at : own.at + own.numel]
             yield Part(name, state, box, own.first, values, main)
+
+
+def _is_alike(state: str, tensor: torch.Tensor, flat: Flat) -> bool:
+    """Whether a state has an element for each of the flat tensor."""
+    return state != "step" and tensor.numel() == flat.values.numel() and tensor.is_floating_point()
 
 
 def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
