@@ -21,7 +21,8 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
     last_step,
 )
-from ckpt_patches.formats import universal
+from ckpt_patches.formats import settings, universal, zero_inventory
+from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
 
@@ -52,12 +53,53 @@ def read(path: Path) -> Checkpoint:
     if frozen:
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
     steps = {name: _step(found, name) for name in parameters if name not in frozen}
-    _read_others(found, parameters)
+    optimizer = _read_others(found, parameters)
     found.step = last_step(steps.values())
     _check_steps(found, steps)
-    if not any((path / place).exists() for place in COMMON):
-        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
+    _check_models(found, models)
+    _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models])
     return found
+
+
+def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
+    """Each file has what a load needs, and the weights that it states; there is one of each model-parallel rank."""
+    facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
+    has_layers = len(models) > 1  # a pipeline has them in files that the conversion leaves out
+    ranks = {int(match[2]) for path, _ in models if (match := MODEL.fullmatch(path.name))}
+    count = max((n for own in facts if (n := zero_inventory.count_of(own.value.get("mp_world_size")))), default=1)
+    problems = [
+        *zero_inventory.other_step(found.path.name, facts),
+        *zero_inventory.absent_ranks(ranks, count, "the file of its model states", "model-parallel "),
+    ]
+    for own in facts:
+        problems += [*zero_inventory.absent_keys(own), *zero_inventory.absent_weights(own, has_layers=has_layers)]
+    found.findings += tensor_streams.findings(problems if facts else [])
+
+
+def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int]) -> None:
+    """The param groups, as many as the models say they have; without, no load begins."""
+    value = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
+    listed = value.get("param_groups") if isinstance(value, dict) else None
+    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    if not groups:
+        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
+        return
+    wrong = [*settings.not_groups(groups), *settings.not_numbers({f"group {n}": own for n, own in enumerate(groups)})]
+    keys = set(value) if isinstance(value, dict) else set()
+    is_flat = "partition_count" in keys  # as at stages 1 and 2; the models of stage 3 name shapes by sub-group
+    if is_flat and (count := max(counts, default=0)) > len(groups):
+        wrong.append(f"{len(groups)} param groups, and the model has {count}")
+    if is_flat and "ds_version" not in keys:
+        wrong.append("no ds_version beside them, without which no load begins")
+    has_moments = any(shard.streams.keys() & {EXP_AVG_SQ} for shard in found.shards)
+    wrong += [
+        f"group {n} has no betas, and moments of Adam"
+        for n, own in enumerate(groups)
+        if "betas" not in own and has_moments
+    ]
+    found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
+    unlike = settings.unlike_groups([{key: own[key] for key in own.keys() & SHARED} for own in groups])
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
 
 
 def _check_steps(found: Checkpoint, steps: Mapping[str, float | None]) -> None:
@@ -115,13 +157,16 @@ def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, value) for path, value in values if isinstance(value, dict)]
 
 
-def _read_others(found: Checkpoint, parameters: list[str]) -> None:
-    """What is no model's and no parameter's state: at stage 3 the optimizer's, and whatever else was saved."""
+def _read_others(found: Checkpoint, parameters: list[str]) -> Any:
+    """What is no model's and no parameter's state, and whatever else was saved; what the optimizer's file holds."""
+    optimizer = None
     known = {universal.state_file(name, key) for name in parameters for key in (*STATES.values(), "step")}
     for path in sorted(found.path.rglob("*.pt")):
         name = str(path.relative_to(found.path))
         if name not in known and not MODEL.fullmatch(name) and not name.startswith("tmp/"):
-            tensor_streams.read(path, found)
+            value = tensor_streams.read(path, found)
+            optimizer = value if name in COMMON and optimizer is None else optimizer
+    return optimizer
 
 
 def _step(found: Checkpoint, name: str) -> float | None:
