@@ -25,22 +25,24 @@ class Configuration:
     format: str = "fully_sharded_model_space"
     backend: str = "zarr"
     reload: str = "no"
+    pp: int = 1
+    recorded: bool = False  # with fingerprints
 
     def __str__(self) -> str:
         parts = (
             self.version,
             self.format,
             f"dp{self.ranks // self.tp}",
-            f"tp{self.tp}",
+            f"tp{self.tp}" + (f"-pp{self.pp}" if self.pp > 1 else ""),
             self.dtype,
             self.backend,
-            self.reload,
+            self.reload + ("-recorded" if self.recorded else ""),
         )
         return "-".join((*parts, f"seed{self.seed}"))
 
     def options(self) -> list[str]:
         """The program's."""
-        return [f"--{name}={value}" for name, value in vars(self).items() if name != "version"]
+        return [f"--{name}={value}" for name, value in vars(self).items() if name not in ("version", "recorded")]
 
 
 # Those of the default tests; two data-parallel ranks, four with two tensor-parallel ones, and fp16 with skipped steps.
@@ -63,7 +65,8 @@ def written(configuration: Configuration) -> Written:
 
     def write(out: Path) -> None:
         release = tree("megatron-core", configuration.version)
-        lost = run_json("megatron_saving", out, *configuration.options(), tree=release)
+        delivery, env = ("hook", {"CKPT_PATCHES_FINGERPRINT": "1"}) if configuration.recorded else ("none", {})
+        lost = run_json("megatron_saving", out, *configuration.options(), tree=release, delivery=delivery, env=env)
         (out / "lost.json").write_text(json.dumps(lost))
 
     name = f"megatron-{configuration}-{configuration.iterations}-{configuration.races}"

@@ -76,7 +76,8 @@ class Old:
 
 def settings(*steps: int, kind: str = "fully_sharded_model_space") -> dict[str, Any]:
     """What is not sharded: a parameter group for each step."""
-    groups = [{"wd_mult": 1.0, "lr_mult": 1.0, "betas": (0.9, 0.999), "step": step} for step in steps or (3, 3)]
+    decays = [(step, float(number == 0)) for number, step in enumerate(steps or (3, 3))]
+    groups = [{"wd_mult": decay, "lr_mult": 1.0, "betas": (0.9, 0.999), "step": step} for step, decay in decays]
     return {"optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind}}
 
 

@@ -5,6 +5,7 @@ Each file, key and tensor is deleted, or replaced by what lies beside it or by w
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ Key = tuple[Any, ...]
 # What is not looked into: the run's configuration, which no load reads.
 AS_ONE = ("ds_config",)
 TENSOR, CHUNK = "tensor", "chunk"  # in an index
+OBJECT = "taken out.pt"  # what an index calls an object, as a file
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Change:
     """One of them."""
 
     how: str
-    file: str  # in the checkpoint's folder
+    file: str  # in the checkpoint's folder, or an object of the index
     key: Key = ()  # in the file's value; empty: the whole file
     source: Key | str = ()  # of a neighbor: its key or file
 
@@ -42,17 +44,20 @@ def changes(folder: Path, later: Path) -> Iterator[Change]:
     """All of a checkpoint; `later` is the next one of the run."""
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     arrays = sorted(str(path.parent.relative_to(folder)) for path in folder.rglob(".zarray"))
-    for file in (*files, *arrays):
+    ranks = sorted(path.name for path in folder.glob("mp_rank_*") if path.is_dir())
+    for file in (*files, *arrays, *ranks):
         yield Change(DELETED, file)
+        if file in ranks:
+            continue  # their files are among those above
         other = _like(file, files) if file in files else _alike(folder, file, arrays)
         if other and _content(folder / other) != _content(folder / file):
             yield Change(NEIGHBOR, file, source=other)
         if (later / file).exists() and _content(later / file) != _content(folder / file):
             yield Change(NEXT_STEP, file)
         if file.endswith(".pt"):
-            yield from _in_file(folder, later, file)
+            yield from _in_file(folder / file, later / file, file)
     if (folder / INDEX).exists():
-        yield from _in_index(folder)
+        yield from _in_index(folder, later)
 
 
 def _like(file: str, files: list[str]) -> str:
@@ -77,12 +82,15 @@ def _content(path: Path) -> Any:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
 
 
-def _in_index(folder: Path) -> Iterator[Change]:
-    """Each tensor and chunk that the index of torch.distributed.checkpoint has."""
+def _in_index(folder: Path, later: Path) -> Iterator[Change]:
+    """Each tensor, chunk and object that the index of torch.distributed.checkpoint has."""
     with changed_index(folder) as index:
-        tensors, places = list(index.state_dict_metadata), list(index.storage_data.values())
-    content = [_bytes(folder, place) for place in places]
-    for name in tensors:
+        names, places = list(index.state_dict_metadata), index.storage_data
+        objects = [key.fqn for key in places if key.offset is None]
+    with changed_index(later) as index:
+        places_then = index.storage_data
+    keys, content = list(places), [_bytes(folder, place) for place in places.values()]
+    for name in names:
         yield Change(DELETED, INDEX, (TENSOR, name))
     for number, own in enumerate(content):
         yield Change(DELETED, INDEX, (CHUNK, number))
@@ -90,6 +98,36 @@ def _in_index(folder: Path) -> Iterator[Change]:
         other = next((n for n in others if len(content[n]) == len(own) and content[n] != own), None)
         if other is not None:
             yield Change(NEIGHBOR, INDEX, (CHUNK, number), (CHUNK, other))
+        if keys[number] in places_then and _bytes(later, places_then[keys[number]]) != own:
+            yield Change(NEXT_STEP, INDEX, (CHUNK, number))
+    for name in objects:
+        with tempfile.TemporaryDirectory() as scratch:
+            yield from _in_file(
+                _taken_out(folder, name, scratch, "own"), _taken_out(later, name, scratch, "then"), name
+            )
+
+
+def _taken_out(folder: Path, name: str, scratch: str, called: str) -> Path:
+    """A file of what an object's bytes are."""
+    with changed_index(folder) as index:
+        (place,) = [place for key, place in index.storage_data.items() if key.fqn == name]
+    path = Path(scratch, called, OBJECT)
+    path.parent.mkdir()
+    path.write_bytes(_bytes(folder, place))
+    return path
+
+
+def _put_back(folder: Path, name: str, path: Path) -> None:
+    with changed_index(folder) as index:
+        (key,) = [key for key in index.storage_data if key.fqn == name]
+        _append(folder, index, key, path.read_bytes())
+
+
+def _append(folder: Path, index: Any, key: Any, data: bytes) -> None:
+    """Write what an entry has to the end of its file."""
+    place = index.storage_data[key]
+    with open(folder / place.relative_path, "ab") as file:
+        place.offset, place.length = file.tell(), file.write(data)
 
 
 def _bytes(folder: Path, place: Any) -> bytes:
@@ -97,7 +135,7 @@ def _bytes(folder: Path, place: Any) -> bytes:
         return os.pread(file.fileno(), place.length, place.offset)
 
 
-def _change_index(change: Change, folder: Path) -> None:
+def _change_index(change: Change, folder: Path, later: Path) -> None:
     kind, which = change.key
     with changed_index(folder) as index:
         places = index.storage_data
@@ -108,23 +146,25 @@ def _change_index(change: Change, folder: Path) -> None:
                 del places[key]
         elif change.how == DELETED:
             del places[keys[which]]
-        else:
+        elif change.how == NEIGHBOR:
             places[keys[which]] = places[keys[int(change.source[1])]]
+        else:
+            with changed_index(later) as then:
+                data = _bytes(later, then.storage_data[keys[which]])
+            _append(folder, index, keys[which], data)
 
 
-def _in_file(folder: Path, later: Path, file: str) -> Iterator[Change]:
-    value = torch_file.read(folder / file, trust=True).value
-    after = torch_file.read(later / file, trust=True).value if (later / file).exists() else None
+def _in_file(path: Path, later: Path, file: str) -> Iterator[Change]:
+    value = torch_file.read(path, trust=True).value
+    after = torch_file.read(later, trust=True).value if later.exists() else None
     for key, found in _items(value):
         yield Change(DELETED, file, key)
         if _is_container(found):
             continue
-        if (source := _neighbor(value, key, found)) is not None and not _same(
-            folder / file, found, folder / file, _at(value, source)
-        ):
+        if (source := _neighbor(value, key, found)) is not None and not _same(path, found, path, _at(value, source)):
             yield Change(NEIGHBOR, file, key, source)
         there = _at(after, key)
-        if there is not None and type(there) is type(found) and not _same(folder / file, found, later / file, there):
+        if there is not None and type(there) is type(found) and not _same(path, found, later, there):
             yield Change(NEXT_STEP, file, key)
 
 
@@ -183,20 +223,28 @@ def _same(path: Path, one: Any, other_path: Path, other: Any) -> bool:
 
 def make(change: Change, folder: Path, later: Path) -> None:
     """Change a copy of the checkpoint."""
-    path = folder / change.file
+    path, then = folder / change.file, later / change.file
     if change.file == INDEX and change.key:
-        _change_index(change, folder)
-        return
-    if not change.key:
+        _change_index(change, folder, later)
+    elif not change.key:
         remove(path)
         if change.how != DELETED:
-            other = folder / str(change.source) if change.how == NEIGHBOR else later / change.file
+            other = folder / str(change.source) if change.how == NEIGHBOR else then
             (shutil.copytree if other.is_dir() else shutil.copy)(other, path)
-        return
+    elif path.exists():
+        _change_file(change, path, then)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            own = _taken_out(folder, change.file, scratch, "own")
+            _change_file(change, own, _taken_out(later, change.file, scratch, "then"))
+            _put_back(folder, change.file, own)
+
+
+def _change_file(change: Change, path: Path, then: Path) -> None:
     if change.how == DELETED:
         with_other_value(path, lambda value: _delete(value, change.key))
         return
-    source_path, source = (path, change.source) if change.how == NEIGHBOR else (later / change.file, change.key)
+    source_path, source = (path, change.source) if change.how == NEIGHBOR else (then, change.key)
     other = _at(torch_file.read(source_path, trust=True).value, tuple(source))
     own = _at(torch_file.read(path, trust=True).value, change.key)
     if isinstance(own, TensorHeader):

@@ -491,7 +491,7 @@ def lose_a_slice_of_the_bucket(path: Path) -> None:
     ("change", "expected"),
     [
         (flip_in_the_buckets, {"bad_file"}),
-        (remove_the_buckets, {"bad_file"}),
+        (remove_the_buckets, {"bad_file", "unusual"}),
         (lose_a_slice_of_the_bucket, {"lost_moment"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

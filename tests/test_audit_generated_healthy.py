@@ -1,4 +1,4 @@
-"""Whole checkpoints of runs with generated options, by the real DeepSpeed: none is called damaged."""
+"""Whole checkpoints of runs with generated options, by the real DeepSpeed and megatron-core: none is called damaged."""
 
 import json
 from collections import Counter
@@ -18,6 +18,8 @@ TABLE = Path(__file__).parent.parent / "docs/audit.md"
 # Why one can be UNKNOWN: docs/audit.md, "Detection coverage".
 REASONS = {"parameter_without_moments", "unusual", "mask_or_damage", "moment_gap", "not_read", "no_optimizer_state"}
 COUNT = 108
+# Of Megatron: a release, and the runs. What the first writes the second does not, and the other way round.
+MEGATRON = ((newest("megatron-core"), 60), ("0.14.0", 44))
 
 
 # By optimizer, its states that a universal checkpoint has no place for.
@@ -33,10 +35,20 @@ def written(ranks: int, count: int) -> Path:
     return shared.once(f"healthy-{ranks}-{count}", write)
 
 
-def verdicts(ranks: int, count: int) -> Counter[str]:
+def written_by_megatron(version: str, count: int) -> Path:
+    def write(out: Path) -> None:
+        refused = run_json("megatron_healthy", out, "--count", str(count), tree=tree("megatron-core", version))[
+            "refused"
+        ]
+        assert refused == []
+
+    return shared.once(f"healthy-megatron-{version}-{count}", write)
+
+
+def verdicts(runs: Path) -> Counter[str]:
     found: Counter[str] = Counter()
-    for options in sorted(written(ranks, count).glob("*/options.json")):
-        (folder,) = options.parent.glob("global_step*")
+    for options in sorted(runs.glob("*/options.json")):
+        (folder,) = (path for path in options.parent.iterdir() if path.is_dir())
         report = audit(folder)
         why = {finding.kind.name for finding in report.findings if finding.kind.severity != "note"}
         assert report.verdict in (WHOLE, UNKNOWN), (folder, json.loads(options.read_text()), report.findings)
@@ -46,14 +58,29 @@ def verdicts(ranks: int, count: int) -> Counter[str]:
 
 
 def test_a_few() -> None:
-    assert sum(verdicts(2, 12).values()) >= 10
+    assert sum(verdicts(written(2, 12)).values()) >= 10
+
+
+def test_a_few_of_megatron() -> None:
+    assert verdicts(written_by_megatron(newest("megatron-core"), 8)).total() == 8
 
 
 @pytest.mark.slow
 def test_two_hundred() -> None:
-    found = verdicts(2, COUNT) + verdicts(3, COUNT)
+    found = verdicts(written(2, COUNT)) + verdicts(written(3, COUNT))
     assert found.total() >= 200
-    row = f"| {found.total()} | {found[WHOLE]} | {found[UNKNOWN]} | 0 |"
+    assert_row("DeepSpeed", found)
+
+
+@pytest.mark.slow
+def test_a_hundred_of_megatron() -> None:
+    found = sum((verdicts(written_by_megatron(*runs)) for runs in MEGATRON), Counter[str]())
+    assert found.total() >= 100
+    assert_row("megatron-core", found)
+
+
+def assert_row(package: str, found: Counter[str]) -> None:
+    row = f"| {package} | {found.total()} | {found[WHOLE]} | {found[UNKNOWN]} | 0 |"
     assert row in TABLE.read_text(), f"expected in {TABLE}: {row}"
 
 

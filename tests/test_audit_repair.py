@@ -13,13 +13,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpt_patches.audit.audit import REPAIRED, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from ckpt_patches.audit.repair.copies import in_copy
 from ckpt_patches.audit.repair.repair import FROM_OLDER, FROM_WEIGHT, RESET
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from ckpt_patches.formats.paths import LeavesFolderError
 from ckpt_patches.runtime.units import in_bytes
+from every_checkpoint import EVERY, in_torch_file, put
 from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
 from test_audit import (
     Change,
@@ -122,6 +123,39 @@ def test_what_cannot_be_repaired_is_said_before_anything_is_written(
     assert all("the checkpoint has nothing to take it from" in line for line in damages)
     assert not any("repair as" in line or "take another" in line for line in damages)
     assert [path.name for path in tmp_path.iterdir()] == [zarr.name]
+
+
+def test_what_can_be_repaired_is_and_the_copy_is_called_no_better_than_it_is(
+    zarr: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, output = written(ZARR).whole[-1], tmp_path / "new"
+    shutil.rmtree(zarr / "optimizer.state.exp_avg_sq.module.down.weight")
+    left = findings(zarr)
+    lose_first_moment(zarr)
+    assert main(["repair", str(zarr), "--output", str(output), "--from", str(whole)]) == 1
+    report = audit(output)
+    assert (report.verdict, findings(output)) == (DAMAGED, left)
+    np.testing.assert_array_equal(chunk(output, state("exp_avg")), chunk(whole, state("exp_avg")))
+    assert f"{output} is DAMAGED: " in (out := capsys.readouterr().out)
+    assert all(f"  {name} {array} " in out for name, array in left)
+
+
+def findings(path: Path) -> set[tuple[str, str]]:
+    return {(f.kind.name, f.array) for f in audit(path).findings if f.kind.severity != "note"}
+
+
+def test_a_wrong_checksum_is_as_wrong_in_the_repaired_copy(tmp_path: Path) -> None:
+    """Of one file both an element that is repaired, and a flipped bit of which the checksum alone tells."""
+    source = EVERY["universal of stage 2"].path
+    damaged = copied(source, tmp_path)
+    (place,) = in_torch_file(damaged / "zero/w1.weight/exp_avg.pt")
+    put(place, np.float32(np.nan).tobytes(), first=1)
+    with open(place.path, "r+b") as file:
+        file.seek(place.offset + 8)
+        file.write(bytes([place.data()[8] ^ 1]))
+    assert {name for name, _ in findings(damaged)} == {"bad_file", "not_finite"}
+    assert main(["repair", str(damaged), "--output", str(tmp_path / "new")]) == 1
+    assert {name for name, _ in findings(tmp_path / "new")} == {"bad_file"}
 
 
 def test_an_older_one_with_the_same_damage_is_refused(

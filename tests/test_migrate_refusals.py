@@ -305,7 +305,8 @@ def test_an_output_in_the_source_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_no_param_groups_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, _ = checkpoint(tmp_path / "old", optimizer={"optimizer": {"param_groups": []}})
+    optimizer = {"optimizer": {"param_groups": []}, "param_state_sharding_type": "fully_sharded_model_space"}
+    old, _ = checkpoint(tmp_path / "old", optimizer=optimizer)
     assert "missing_state param_groups" in refused(capsys, old, tmp_path, status=1)
 
 

@@ -50,6 +50,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "gpt_resume",
             "hybrid_reload",
             "lean_gather",
+            "megatron_healthy",
             "megatron_saving",
             "padded_saving",
             "param_groups",

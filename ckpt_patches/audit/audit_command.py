@@ -45,7 +45,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "Copy a checkpoint, with its damaged elements restored: main parameters from the model's own weights, "
             "moments from an older checkpoint.",
             "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
-            after="exit status: 0 repaired, 2 not repaired: a line names the reason",
+            after="exit status: 0 the copy is REPAIRED, 1 damage is left in it, 2 nothing was written: a line has the "
+            "reason",
         ),
     )
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
@@ -103,11 +104,16 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
     ranks.agree("the arguments", called_with, by=list)
     how: dict[str, Any] = {"trust_source": options.trust_source, "say": partial(commands.say, "ckpt-patches")}
     result = repair(options.path, options.output, options.older, workers, ranks, **how)
-    if result is not None and options.json:
-        print(json.dumps(repair_report.as_json(options.output, result), indent=1))
-    elif result is not None:
-        print(repair_report.as_text(options.output, result))
-    return 0
+
+    def end() -> int:
+        assert result
+        found: Any = repair_report.as_json if options.json else repair_report.as_text
+        text = found(options.output, result)
+        print(json.dumps(text, indent=1) if options.json else text)
+        sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
+        return 1 if result.left else 0
+
+    return ranks.share("the report", end)
 
 
 def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:

@@ -50,14 +50,14 @@ def spawn(
     )
 
 
-def results(worker: Callable[..., Any], ranks: int, *args: object) -> list[Any]:
-    """What `worker(rank, *args)` returns on each of that many data-parallel ranks.
+def results(worker: Callable[..., Any], ranks: int, *args: object, parallel: tuple[int, int] = (1, 1)) -> list[Any]:
+    """What `worker(rank, *args)` returns on each of that many ranks, `parallel` of them tensor- and pipeline-parallel.
 
     Raises:
         RankError: a rank has raised an error.
     """
     import_packages()
-    return run_ranks(_start, ranks, worker, ranks, str(free_port()), (1, 1), *args)
+    return run_ranks(_start, ranks, worker, ranks, str(free_port()), parallel, *args)
 
 
 def import_packages() -> None:

@@ -4,6 +4,8 @@
 of many parameters; `mp_rank_*/model_optim_rng.pt` the model's weights and the optimizer's groups.
 """
 
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
 
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 STATES = ("param", "exp_avg", "exp_avg_sq")
+COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
+ALIGNMENT = 64  # elements, where each parameter begins
+MOST_DEPTH = 5  # of optimizers in a chain, buffers and types
+RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
 
 
 def folders(path: Path) -> list[Path]:
@@ -29,3 +35,26 @@ def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:
         if state in STATES:
             found.setdefault(bucket, {})[state] = tensor
     return found
+
+
+def coalesced(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """What a file says of all buckets of one type of elements, where it has them as one."""
+    if not isinstance(value, (dict, list)) or depth > MOST_DEPTH:
+        return
+    items = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(value, dict) and value.get(COALESCED):
+        of_buffers = [own for own in items if isinstance(own, dict)]
+        yield from (own for buffer in of_buffers for own in buffer.values() if isinstance(own, dict))
+        return
+    for item in items:
+        yield from coalesced(item, depth + 1)
+
+
+def unpadded(value: Any) -> int:
+    """The elements that all buckets of a file are said to have."""
+    return sum(numel for own in coalesced(value) if type(numel := own.get(UNPADDED)) is int)
+
+
+def aligned(numels: Iterable[int]) -> int:
+    """The elements that parameters take in their buckets at the most."""
+    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)

@@ -70,6 +70,43 @@ def unlike_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"group {number} has no {', '.join(map(shown, absent[:5]))}, and another group has"
 
 
+# By what megatron-core tells the param groups of an optimizer apart, and what its scheduler gives each of them.
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr", "start_wd", "end_wd")
+OF_ONE_OPTIMIZER = ("betas", "eps", "bias_correction", "is_expert_parallel")
+
+
+def same_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Groups of one optimizer of Megatron that a load cannot tell apart, or does not find, in words."""
+    seen: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        if "wd_mult" not in group:
+            return
+        flags = {key: group.get(key) for key in ("is_expert_parallel", "is_decoupled_lr", "default_config")}
+        odd = [key for key, value in flags.items() if value is not None and not isinstance(value, bool)]
+        odd += [key for key in ("wd_mult", "lr_mult") if not is_number(group.get(key, 1.0))]
+        if odd:
+            yield f"group {number}: {odd[0]} is {shown(group[odd[0]])}"
+        first = seen.setdefault(str(_canonical([group.get(key) for key in (*IDENTITY, "optimizer")])), number)
+        if first != number:
+            yield f"groups {first} and {number} have the same multipliers and bounds: a load takes one for the other"
+
+
+def unlike_schedules(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Settings that Megatron has alike in all groups of one optimizer, and that differ, in words."""
+    if not groups or not all("wd_mult" in group and "max_lr" in group for group in groups):
+        return
+    for name in OF_ONE_OPTIMIZER:
+        other = next((n for n, group in enumerate(groups) if differ(group.get(name), groups[0].get(name))), None)
+        if other is not None:
+            yield f"{name} is {_shown(groups[0].get(name))} in group 0, {_shown(groups[other].get(name))} in {other}"
+    rates: dict[str, tuple[int, Any]] = {}
+    for number, group in enumerate(groups):
+        bounds = [group.get(key) for key in ("lr_mult", "is_decoupled_lr", "max_lr", "min_lr")]
+        first, rate = rates.setdefault(str(_canonical(bounds)), (number, group.get("lr")))
+        if differ(rate, group.get("lr")):
+            yield f"lr is {_shown(rate)} in group {first}, {_shown(group.get('lr'))} in {number}, of the same bounds"
+
+
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """What differs between the settings of one group in two places, in words."""
     for name in sorted(own.keys() | other.keys(), key=str):

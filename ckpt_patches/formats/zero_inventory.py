@@ -403,7 +403,7 @@ def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, 
         if _shapes(facts.value) != _shapes(same.value):
             yield Problem(CONTRADICTION, facts.name, f"its param_shapes are others than those in {same.name}")
         yield from _frozen(facts)
-        yield from _weights(facts, has_layers=has_layers)
+        yield from absent_weights(facts, has_layers=has_layers)
 
 
 def other_step(folder: str, models: Iterable[ModelFacts]) -> Iterator[Problem]:
@@ -442,7 +442,7 @@ def _frozen(facts: ModelFacts) -> Iterator[Problem]:
         yield Problem(FOREIGN, facts.name, detail)
 
 
-def _weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
+def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
     """Those of trained parameters, and buffers. A pipeline has them in files of its layers."""
     module = facts.value.get("module")
     if not isinstance(module, Mapping):

@@ -9,8 +9,13 @@ save.
 With `--reload` the optimizer is the hybrid CPU-offload one; "hybrid" loads weights into the model alone, as for
 finetuning.
 
-    megatron_saving.py OUT [--ranks 4] [--tp 1] [--dtype bf16] [--iterations 0,1,3] [--races 0] [--seed 0]
+With `--load` the folders of a JSON list are loaded, in the place of a training; prints for each of them the live state
+of each rank as digests by name, or {"error": "..."}. Of two pipeline stages each has a part of the model, and trains it
+by itself.
+
+    megatron_saving.py OUT [--ranks 4] [--tp 1] [--pp 1] [--dtype bf16] [--iterations 0,1,3] [--races 0] [--seed 0]
         [--format fully_sharded_model_space] [--backend zarr|torch_dist|torch] [--reload no|none|hybrid]
+        [--load FOLDERS.json]
 """
 
 import argparse
@@ -27,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
+from live_states import by_folder, digest
 from patience import seconds
 
 VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
@@ -38,6 +44,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
     parser.add_argument("--iterations", default=[0, 1, 3], type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--races", type=int, default=0)
@@ -45,14 +52,27 @@ def main() -> None:
     parser.add_argument("--format", default="fully_sharded_model_space")
     parser.add_argument("--backend", default="zarr")
     parser.add_argument("--reload", default="no", choices=["no", "none", "hybrid"])
+    parser.add_argument("--load", type=Path)
     options = parser.parse_args()
-    mt.spawn(worker, options.ranks, options, tensor_parallel=options.tp)
+    if options.load:
+        parallel = options.tp, options.pp
+
+        def load_all(folders: list[str]) -> list[Any]:
+            return mt.results(loads, options.ranks, options, folders, parallel=parallel)
+
+        print(json.dumps(by_folder(load_all, json.loads(options.load.read_text()))))
+        return
+    mt.spawn(worker, options.ranks, options, tensor_parallel=options.tp, pipeline_parallel=options.pp)
+
+
+def build(options: argparse.Namespace) -> tuple[Any, Any]:
+    mt.use_inner_optimizer("fused")
+    fraction = None if options.reload == "no" else 1.0
+    return mt.build(fp16=options.dtype == "fp16", make_model=language_model, offload_fraction=fraction)
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
-    mt.use_inner_optimizer("fused")
-    fraction = None if options.reload == "no" else 1.0
-    model, optimizer = mt.build(fp16=options.dtype == "fp16", make_model=language_model, offload_fraction=fraction)
+    model, optimizer = build(options)
     if options.reload == "hybrid":
         step(model, optimizer, 0)
         mt.set_weights(model, {name: torch.full_like(value, 0.75) for name, value in mt.weights(model).items()})
@@ -80,6 +100,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
     """An embedding, a feed-forward block and a norm; one layer of it frozen."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.module import MegatronModule
 
@@ -88,11 +109,33 @@ def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
     def initialize(weight: torch.Tensor) -> None:
         torch.nn.init.normal_(weight, std=0.3)
 
+    options = {"config": config, "init_method": initialize, "bias": True, "skip_bias_add": False}
+
+    class First(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, init_method=initialize, config=config)
+            self.up = ColumnParallelLinear(HIDDEN, HIDDEN, gather_output=True, **options)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.up(self.embedding(tokens))[0]
+            return out
+
+    class Last(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.down = RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=False, **options)
+            self.norm = torch.nn.LayerNorm(HIDDEN)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.one_hot(tokens % HIDDEN, HIDDEN).to(dtype)
+            out: torch.Tensor = self.norm(self.down(x)[0])
+            return out
+
     class Block(MegatronModule):
         def __init__(self) -> None:
             super().__init__(config)
             self.embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, init_method=initialize, config=config)
-            options = {"config": config, "init_method": initialize, "bias": True, "skip_bias_add": False}
             self.up = ColumnParallelLinear(HIDDEN, 4 * HIDDEN, gather_output=False, **options)
             self.down = RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, **options)
             self.norm = torch.nn.LayerNorm(HIDDEN)
@@ -105,7 +148,10 @@ def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
             out: torch.Tensor = self.norm(x)
             return out
 
-    return Block().to(dtype)
+    kind = Block
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        kind = First if parallel_state.is_pipeline_first_stage() else Last
+    return kind().to(dtype)
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
@@ -118,39 +164,104 @@ def step(model: Any, optimizer: Any, seed: int) -> None:
 def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
     """As Megatron-LM does: model, optimizer, iteration and arguments."""
     if options.backend == "torch":
-        save_in_torch_format(model, optimizer, iteration, folder / "mp_rank_00", options)
+        save_in_torch_format(model, optimizer, iteration, folder / model_parallel_folder(options), options)
     else:
         mt.write(state(model, optimizer, iteration, options), folder, options.backend)
 
 
+def model_parallel_folder(options: argparse.Namespace) -> str:
+    """As Megatron-LM names it."""
+    from megatron.core import parallel_state
+
+    stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03}" if options.pp > 1 else ""
+    return f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}{stage}"
+
+
 def save_in_torch_format(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
-    mt.make_folder(folder)
+    from megatron.core import parallel_state
+
+    folder.mkdir(parents=True, exist_ok=True)
     mt.inner(optimizer).save_parameter_state(str(folder / "distrib_optim.pt"))
-    if dist.get_rank() == 0:
+    if parallel_state.get_data_parallel_rank() == 0:
         weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}
         content = {
             "model": weights,
             "optimizer": optimizer.state_dict(),
             "iteration": iteration,
-            "args": options,
+            "args": arguments(iteration, options),
             "checkpoint_version": 3.0,
         }
         torch.save(content, folder / "model_optim_rng.pt")
     dist.barrier()
 
 
+def loads(rank: int, options: argparse.Namespace, folders: list[str]) -> list[dict[str, str]]:
+    return [live(*load(Path(folder), options)) for folder in folders]
+
+
+def load(folder: Path, options: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    """In Megatron-LM's order, into a model of other numbers; what it reads of the rest."""
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = build(options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    optimizer.reload_model_params()
+    if options.backend == "torch":
+        own = folder / model_parallel_folder(options)
+        loaded = torch.load(own / "model_optim_rng.pt", weights_only=False)
+        mt.set_weights(model.module, loaded["model"])
+    else:
+        wanted = mt.sharded_state_dict(options.format, model, optimizer, is_loading=True)
+        loaded = dist_checkpointing.load(wanted, str(folder))
+        mt.set_weights(model, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if options.backend == "torch":
+        mt.inner(optimizer).load_parameter_state(str(own / "distrib_optim.pt"))
+    rest = {
+        "iteration": loaded["iteration"],
+        "checkpoint_version": loaded.get("checkpoint_version", 0),
+        "consumed_train_samples": getattr(loaded.get("args"), "consumed_train_samples", 0),
+    }
+    return model, optimizer, rest
+
+
+def live(model: Any, optimizer: Any, rest: dict[str, Any]) -> dict[str, str]:
+    """Of this rank."""
+    own = mt.inner(optimizer).optimizer
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in own.param_groups]
+    params = [parameter for group in own.param_groups for parameter in group["params"]]
+    states = [dict(sorted(own.state[parameter].items())) for parameter in params]
+    scaler = getattr(mt.inner(optimizer), "grad_scaler", None)
+    found = {
+        "weights": list(model.parameters()),
+        "masters": params,
+        "states": states,
+        "groups": [dict(sorted(group.items())) for group in groups],
+        "scaler": scaler.state_dict() if scaler else None,
+        **rest,
+    }
+    return {name: digest(value) for name, value in found.items()}
+
+
 def state(model: Any, optimizer: Any, iteration: int, options: argparse.Namespace) -> dict[str, Any]:
-    arguments = argparse.Namespace(
+    sharded = mt.sharded_state_dict(options.format, model, optimizer, is_loading=False)
+    return {**sharded, "iteration": iteration, "args": arguments(iteration, options), "checkpoint_version": 3.0}
+
+
+def arguments(iteration: int, options: argparse.Namespace) -> argparse.Namespace:
+    """Of the run."""
+    return argparse.Namespace(
         iteration=iteration,
         world_size=options.ranks,
-        data_parallel_size=options.ranks // options.tp,
+        consumed_train_samples=4 * iteration,
+        data_parallel_size=options.ranks // options.tp // options.pp,
         tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_size=options.pp,
         padded_vocab_size=VOCABULARY,
         **{options.dtype: True},
     )
-    sharded = mt.sharded_state_dict(options.format, model, optimizer, is_loading=False)
-    return {**sharded, "iteration": iteration, "args": arguments, "checkpoint_version": 3.0}
 
 
 class Saving:

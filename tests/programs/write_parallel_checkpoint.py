@@ -283,7 +283,7 @@ def write_stage_3(out: Path, case: Case, mp: int, groups: Sequence[Any]) -> None
             "partition_count": case.dp,
             "optimizer_state_dict": {
                 "state": {i: {"step": case.step(), **{k: part[k] for k in KEYS[1:]}} for i, part in enumerate(flat)},
-                "param_groups": [{"lr": 1e-4, "params": [i]} for i in range(len(flat))],
+                "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "params": [i]} for i in range(len(flat))],
             },
             "fp32_flat_groups": [part["fp32"] for part in flat],
         }

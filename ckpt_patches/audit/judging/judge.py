@@ -14,7 +14,17 @@ from ckpt_patches.audit.judging.holes import Hole, Rows, by_no_chance, edges_of,
 from ckpt_patches.audit.judging.record_checksums import PartRead, wrong
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, rows_of
 from ckpt_patches.audit.readers import quantized
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.audit.readers.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    ROLES,
+    WEIGHT,
+    Checkpoint,
+    Record,
+    Shard,
+)
 from ckpt_patches.formats.zero_inventory import numbered
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
@@ -273,8 +283,13 @@ def checksums(found: Checkpoint, pieces: list[PartRead]) -> Iterator[Finding]:
         for extent in stream.extents
     }
     for record in wrong(found.records, pieces):
-        detail = f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
-        yield Finding(damages.BAD_FILE, arrays.get((record.path, record.offset), record.path), detail=detail)
+        array = arrays.get((record.path, record.offset), record.path)
+        yield Finding(damages.BAD_FILE, array, detail=of_checksum(record))
+
+
+def of_checksum(record: Record) -> str:
+    """Which one is wrong, in words."""
+    return f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
 
 
 def has_no_moments(shard: Shard, runs: OddRuns) -> bool:

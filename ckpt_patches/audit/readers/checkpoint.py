@@ -113,8 +113,10 @@ class Checkpoint:
     path: Path
     format: str
     step: int | None = None  # of the optimizer; None if the checkpoint does not say
+    iteration: int | None = None  # of the run, by what Megatron-LM saves; None if the checkpoint does not say
     beta1: float | None = None  # how much of the first moment is left after a step
     data_parallel: int | None = None  # ranks
+    model_parallel: tuple[int, int] = (1, 1)  # tensor- and pipeline-parallel ranks, by the run's arguments
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     names_sharding: bool = False  # where megatron-core looks for it since 0.15
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,10 +29,12 @@ from ckpt_patches.formats.zarr import METADATA
 from ckpt_patches.runtime.shown import shown
 
 CONFIG = "metadata.json"
+CONFIG_OF_BRIDGE = "run_config.yaml"  # Megatron Bridge's, in the place of Megatron-LM's arguments
 ITERATION = re.compile(r"iter_(\d{7,15})")
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 # Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+MOST_RANKS = 1 << 20
 ADAM = {"betas", "eps"}  # settings
 Value = TypeVar("Value")
 
@@ -100,9 +102,28 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
         detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
         found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
+    # One more where an optimizer takes a step at the start, to allocate its states.
+    if found.iteration is not None and (found.step or 0) > found.iteration + 1:
+        detail = f"the optimizer has taken {found.step} steps, and the run {found.iteration}"
+        found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in _groups_of_states(found)]
     found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
     unlike = settings.unlike_groups(found.groups)
     found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
+
+
+def _groups_of_states(found: Checkpoint) -> Iterator[str]:
+    """Megatron decays weights, but no bias and no norm: param groups that states are there for, and that are not."""
+    multipliers = {group.get("wd_mult") for group in found.groups}
+    if not found.groups or not all(map(settings.is_number, multipliers)):
+        return
+    trained = [shard.parameter for shard in found.shards if shard.has_rows and shard.streams.keys() - {WEIGHT}]
+    without = [name for name in trained if name.endswith(".bias") or "norm" in name]
+    if without and 0 not in multipliers:
+        yield f"none without weight decay, and {without[0]} is trained: Megatron-LM does not decay it"
+    decayed = next((name for name in trained if name not in without), None)
+    if decayed and multipliers == {0}:
+        yield f"none with weight decay, and {decayed} is trained: Megatron-LM decays it"
 
 
 def _is_state(name: str) -> bool:
@@ -123,36 +144,58 @@ def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> N
             found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
 
 
-def set_common(found: Checkpoint, common: Any) -> None:
+def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
     """The optimizer's step and what else is said of the run in what is not sharded."""
     if not isinstance(common, dict):
         detail = f"expected a dict in {COMMON}, found {type(common).__name__}"
         found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
         return
-    groups = param_groups([common.get("optimizer"), common.get("optimizer_states")])  # the second is NeMo's
-    set_run(found, groups, common.get("args"))
+    optimizers = [common.get("optimizer"), common.get("optimizer_states")]  # the second is NeMo's
+    set_run(found, param_groups(optimizers), common.get("args"))
     check_iteration(found, common, COMMON)
-    named = _sharding_of_content(common)
-    found.sharding, found.names_sharding = named or _sharding_of(common.get("optimizer")), bool(named)
+    named, own = _sharding_of_content(common), _sharding_of(optimizers)
+    found.sharding, found.names_sharding = named or own, bool(named)
+    if not own and is_distributed:
+        detail = f"no param_state_sharding_type in {COMMON}, without which no load of a distributed optimizer begins"
+        found.findings.append(Finding(damages.CONTRADICTION, COMMON, detail=detail))
     found.recorded = common.get(KEY)
 
 
-def set_run(found: Checkpoint, groups: list[dict[str, Any]], arguments: Any) -> None:
-    """What the optimizer's groups and the arguments of the run say."""
-    steps = [step for group in groups if (step := group.get("step")) is not None]
-    found.step = last_step(steps) if steps else (0 if groups else None)
+def is_of_distributed(name: str) -> bool:
+    """Whether only a distributed optimizer saves an array, or an object, of this name."""
+    return is_bucket(name) or f"{OPTIMIZER_STATE}param." in name
+
+
+def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments: Any) -> None:
+    """What the groups of each optimizer and the arguments of the run say."""
+    groups = [group for own in optimizers for group in own]
+    for own in optimizers:
+        unusual = [*settings.same_groups(own), *settings.unlike_schedules(own)]
+        found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unusual]
     found.groups += groups
-    found.beta1 = first_beta(groups)
+    steps = [step for group in found.groups if (step := group.get("step")) is not None]
+    found.step = last_step(steps) if steps else (0 if found.groups else None)
+    found.beta1 = first_beta(found.groups)
     if isinstance(arguments, torch_file.Instance):
         found.data_parallel = arguments.fields.get("data_parallel_size")
+        tensor, pipeline = (arguments.fields.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
+        if all(type(size) is int and 0 < size < MOST_RANKS for size in (tensor, pipeline)):
+            found.model_parallel = int(tensor), int(pipeline)  # type: ignore[arg-type]
 
 
 def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
     """The iteration that Megatron-LM saves, and by which it names the folder; other trainers save none."""
     named, stated = ITERATION.fullmatch(found.path.name), value.get("iteration")
-    if {"args", "checkpoint_version"} <= value.keys() and "iteration" not in value:  # as Megatron-LM saves them
+    absent = {"args", "checkpoint_version", "iteration"} - value.keys()  # of what Megatron-LM saves together
+    if absent == {"iteration"}:
         detail = "no iteration, without which no load begins"
         found.findings.append(Finding(damages.CONTRADICTION, where, detail=detail))
+    elif len(absent) == 1 and not (found.path / CONFIG_OF_BRIDGE).exists():
+        detail = (
+            f"no {absent.pop()}, which Megatron-LM saves with the iteration: a load takes it for that of an old one"
+        )
+        found.findings.append(Finding(damages.UNUSUAL, where, detail=detail))
+    found.iteration = stated if type(stated) is int else None
     if named and type(stated) is int and stated != int(named[1]):
         detail = f"it states iteration {shown(stated)}, and the folder is named {found.path.name}"
         found.findings.append(Finding(damages.UNUSUAL, where, detail=detail))
@@ -167,6 +210,8 @@ def _sharding_of_content(common: dict[str, Any]) -> str:
 
 def _sharding_of(optimizer: Any) -> str:
     """Of one optimizer, or of the first in a chain that says it."""
+    if isinstance(optimizer, list):
+        return next(filter(None, map(_sharding_of, optimizer)), "")
     if not isinstance(optimizer, dict):
         return ""
     if isinstance(kind := optimizer.get("param_state_sharding_type"), str):
@@ -174,15 +219,15 @@ def _sharding_of(optimizer: Any) -> str:
     return next(filter(None, map(_sharding_of, optimizer.values())), "")
 
 
-def param_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The groups of one optimizer, or of all in a chain."""
+def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:
+    """The groups of one optimizer, or of each in a chain."""
     if isinstance(optimizer, list):
-        return [group for value in optimizer for group in param_groups(value)]
+        return [groups for value in optimizer for groups in param_groups(value)]
     if not isinstance(optimizer, dict):
         return []
     if isinstance(groups := optimizer.get("param_groups"), list):
-        return [group for group in groups if isinstance(group, dict)]
-    return [group for value in optimizer.values() for group in param_groups(value)]
+        return [[group for group in groups if isinstance(group, dict)]]
+    return [groups for value in optimizer.values() for groups in param_groups(value)]
 
 
 def backend(path: Path) -> str | None:

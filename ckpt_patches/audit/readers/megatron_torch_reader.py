@@ -1,37 +1,79 @@
 """Megatron's `torch` format, judged: the buckets of all parameters, and the model's weights."""
 
+import itertools
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.readers.megatron_arrays import STATES, check_iteration, check_promises, param_groups, set_run
-from ckpt_patches.formats.megatron_torch import MODEL, OPTIMIZER, buckets, folders
-from ckpt_patches.formats.torch_file import TorchFile
+from ckpt_patches.formats import settings
+from ckpt_patches.formats.checksum import of_zeros
+from ckpt_patches.formats.megatron_torch import (
+    MODEL,
+    OPTIMIZER,
+    RANK,
+    UNPADDED,
+    aligned,
+    buckets,
+    coalesced,
+    folders,
+    unpadded,
+)
+from ckpt_patches.formats.megatron_torch import STATES as NAMES
+from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
+from ckpt_patches.runtime.shown import shown
+
+
+class _Rank(NamedTuple):
+    """What a model-parallel rank's folder states."""
+
+    label: str
+    keys: frozenset[str]  # of the model's file
+    groups: list[dict[str, Any]]  # param groups
+    has_states: bool
 
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint; what is wrong with its files is among the findings."""
     found = Checkpoint(path, "megatron torch")
-    for folder in folders(path):
-        label = "" if folder == path else folder.name
-        _read_model(found, folder, label)
-        if not (folder / OPTIMIZER).exists():
-            found.findings.append(Finding(damages.BAD_FILE, f"{label}/{OPTIMIZER}", detail="the file is missing"))
-            continue
-        judge_buckets(found, folder / OPTIMIZER, label, tensor_streams.read(folder / OPTIMIZER, found))
+    ranks = [_read_rank(found, folder, "" if folder == path else folder.name) for folder in folders(path)]
+    _check_ranks(found, list(filter(None, ranks)))
+    _check_copies(found)
     check_promises(found, ())
     return found
 
 
-def judge_object(found: Checkpoint, file: TorchFile, name: str) -> None:
-    """An object among sharded tensors, a list of one or bare: the buckets' states, or the optimizer's groups."""
+def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
+    """Add the buckets of a folder; None if one of its files is missing or cannot be read."""
+    before = len(found.groups)
+    model = _read_model(found, folder, label)
+    if not (folder / OPTIMIZER).exists():
+        found.findings.append(Finding(damages.BAD_FILE, f"{label}/{OPTIMIZER}", detail="the file is missing"))
+        return None
+    states = tensor_streams.read(folder / OPTIMIZER, found)
+    judge_buckets(found, folder / OPTIMIZER, label, states)
+    if model is None or states is None:
+        return None
+    weights = [tensor.numel for key, own in model.items() if key.startswith("model") for _, tensor in tensors_in(own)]
+    check_weights(found, f"{label}/{MODEL}".lstrip("/"), unpadded(states), weights)
+    return _Rank(label, frozenset(model), found.groups[before:], bool(buckets(states)))
+
+
+def judge_object(found: Checkpoint, file: TorchFile, name: str) -> int:
+    """An object among sharded tensors, a list of one or bare: the buckets' states, or the optimizer's groups.
+
+    Returns the elements that it says the buckets have.
+    """
     value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else file.value
     judge_buckets(found, file.path, "", value, name)
-    if not found.step and (groups := param_groups(value)):
+    if groups := param_groups(value):
         set_run(found, groups, None)
+    return unpadded(value)
 
 
 def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> None:
@@ -50,19 +92,80 @@ def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix:
         }
         if len(sizes) == 1:
             found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
+    for own in coalesced(value):
+        numel, states = own.get(UNPADDED), [own[key] for key in NAMES if isinstance(own.get(key), TensorHeader)]
+        if any(state.numel != numel for state in states):
+            detail = f"{UNPADDED} is {shown(numel)}, of states with {states[0].numel} elements"
+            found.findings.append(Finding(damages.CONTRADICTION, f"{prefix} {UNPADDED}".strip(), label, detail=detail))
 
 
-def _read_model(found: Checkpoint, folder: Path, label: str) -> None:
-    """The optimizer's step; the weights are judged with all that a file holds."""
+def check_weights(found: Checkpoint, where: str, expected: int, weights: list[int]) -> None:
+    """The weights of a rank, of so many elements each, have at least as many as the buckets of its states."""
+    there = aligned(weights)
+    if weights and there < expected:
+        detail = f"expected {expected} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
+        found.findings.append(Finding(damages.MISSING_WEIGHT, where, detail=detail))
+
+
+def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
+    """A folder of each model-parallel rank, and in each what the others have."""
+    places = [match for rank in ranks if (match := RANK.fullmatch(rank.label))]
+    sizes = list(found.model_parallel)
+    for own in places:
+        sizes = [max(size, int(own[n + 1] or 0) + 1) for n, size in enumerate(sizes)]
+    there = {(int(own[1]), int(own[2] or 0)) for own in places}
+    if places and len(there) < math.prod(sizes):
+        absent = next(rank for rank in itertools.product(*map(range, sizes)) if rank not in there)
+        detail = f"{len(there)} of {math.prod(sizes)} model-parallel ranks are there; rank {absent} is not"
+        found.findings.append(Finding(damages.MISSING_RANK, "mp_rank_*", detail=detail))
+    first: dict[str, _Rank] = {}
+    for rank in ranks:
+        if any(other.keys - rank.keys or other.has_states > rank.has_states for other in ranks):
+            detail = "it has no states, or not all that another rank's folder has"
+            found.findings.append(Finding(damages.MISSING_STATE, rank.label, detail=detail))
+        other = first.setdefault(rank.label.partition("_rank_")[2].partition("_")[2], rank)  # of the same stage
+        wrong = [*_unlike(rank, other)]
+        found.findings += [Finding(damages.CONTRADICTION, f"{rank.label}/{MODEL}", detail=what) for what in wrong]
+
+
+def _unlike(rank: _Rank, other: _Rank) -> Iterator[str]:
+    """In what the param groups of two tensor-parallel ranks differ, in words."""
+    if len(rank.groups) != len(other.groups):
+        yield f"{len(rank.groups)} param groups, and {len(other.groups)} in {other.label}"
+        return
+    for number, pair in enumerate(zip(rank.groups, other.groups, strict=True)):
+        yield from (f"in {other.label}, group {number}: {what}" for what in settings.differences(*pair))
+
+
+def _check_copies(found: Checkpoint) -> None:
+    """No two files of a kind have the same tensors, but of ranks that have the same parameters; all zeros are alike."""
+    crcs: dict[str, list[int]] = {}
+    for record in found.records:
+        if record.crc != of_zeros(record.nbytes):
+            crcs.setdefault(record.path, []).append(record.crc)
+    first: dict[tuple[str, tuple[int, ...]], Path] = {}
+    for path, own in ((Path(path), own) for path, own in crcs.items()):
+        other = first.setdefault((path.name, tuple(own)), path)
+        if other != path:
+            stages = {match[2] for file in (path, other) if (match := RANK.fullmatch(file.parent.name))}
+            is_stage = found.model_parallel[1] > 1 and len(stages) > 1
+            detail = f"all of its tensors are those of {other.relative_to(found.path)}"
+            kind = damages.FOREIGN_FILE if is_stage else damages.UNUSUAL
+            found.findings.append(Finding(kind, str(path.relative_to(found.path)), detail=detail))
+
+
+def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] | None:
+    """What the model's file holds; its weights are judged with all tensors. Adds the optimizer's step."""
     path = folder / MODEL
     if not path.exists():
         found.findings.append(Finding(damages.BAD_FILE, f"{label}/{MODEL}".lstrip("/"), detail="the file is missing"))
-        return
+        return None
     value = tensor_streams.read(path, found)
     if not isinstance(value, dict):
-        return
+        return None
     set_run(found, param_groups(value.get("optimizer")), value.get("args"))
     if not any(str(key).startswith("model") for key in value):
         detail = "no weights of the model"
         found.findings.append(Finding(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), detail=detail))
     check_iteration(found, value, f"{label}/{MODEL}".lstrip("/"))
+    return {str(key): own for key, own in value.items()}

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,18 +18,21 @@ from ckpt_patches.audit.readers.megatron_arrays import (
     check_config,
     check_promises,
     check_siblings,
+    is_of_distributed,
     name_other_cuts,
     set_common,
 )
 from ckpt_patches.audit.readers.megatron_torch_reader import judge_object
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
-from ckpt_patches.formats.megatron_names import is_bucket
+from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.processes import mapped
 
+OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # what megatron-core calls its objects
+BUCKET_SIZES = "per_bucket_numel"
 ALIGNMENT = 64  # elements: where parameters begin in a bucket
 WORTH_A_PROCESS = 4000  # chunks
 MANY = 1000  # chunks of a tensor in one file
@@ -106,7 +110,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     check_config(found)
     index = _index(found)
     if (common := _common(found, index)) is not None:
-        set_common(found, common)
+        set_common(found, common, is_distributed=_is_distributed(index))
     for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # of it `_common` says more
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
         found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=detail))
@@ -116,13 +120,39 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     _find_elements(tensors, found)
     with RangedFiles() as files:
-        for name in index.objects:
-            _read_object(name, index, found, files)
+        objects = {name: _read_object(name, index, found, files) for name in index.objects}
+    _check_bucket_sizes(found, {name: value for name, value in objects.items() if f".{BUCKET_SIZES}" in name})
     check_siblings(found, tensors)
     for parameter, roles in by_parameter(tensors).items():
         found.shards += _shards(found, parameter, _with_shapes(roles))
     check_promises(found, tensors)
     return found, tensors, index
+
+
+def _is_distributed(index: torch_dist.Index) -> bool:
+    """Whether a distributed optimizer saved it: another one does not flatten its states."""
+    flattened = (name for name, tensor in index.tensors.items() if tensor.whole is not None)
+    return any(map(is_of_distributed, (*index.tensors, *index.objects))) or any(OPTIMIZER_STATE in n for n in flattened)
+
+
+def _check_bucket_sizes(found: Checkpoint, sizes: dict[str, Any]) -> None:
+    """`dp_reshardable` states of each bucket how many elements it has, and how many without padding."""
+    for name, value in sizes.items():
+        other = sizes.get(name.replace(f".{BUCKET_SIZES}/", f".{BUCKET_SIZES}_unpadded/"))
+        if other is not None and not _is_at_most(other, value):
+            detail = "the buckets, or their sizes with and without padding, are not those of each other"
+            found.findings.append(Finding(damages.CONTRADICTION, name, detail=detail))
+
+
+def _is_at_most(one: Any, other: Any) -> bool:
+    """Whether two values are nested alike, and no number of the one is larger than the other's."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = [(one[key], other.get(key)) for key in one] if len(one) == len(other) else [(0, None)]
+    elif isinstance(one, list) and isinstance(other, list):
+        pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else [(0, None)]
+    else:
+        return type(one) is int and type(other) is int and one <= other
+    return all(_is_at_most(*pair) for pair in pairs)
 
 
 def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
@@ -231,17 +261,21 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
     return _Elements(Extent(name, part.value.offset, part.value.nbytes), records)
 
 
-def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> None:
+def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
     """What is no tensor of its own; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
     place = index.objects[name]
     try:
         part = torch_dist.read_place(files, found.path, place)
     except (BadFileError, NotReadError) as error:
         found.findings.append(tensor_streams.refused(error, name))
-        return
+        return None
     tensor_streams.hold(found, part, place[1:], name)
+    if OF_SHARDS.search(name) and isinstance(part.value, list) and len(part.value) != 1:
+        detail = f"expected a list of one, found {len(part.value)}"
+        found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))
     if name != torch_dist.COMMON_OBJECT:
         judge_object(found, part, name)
+    return part.value
 
 
 def _shards(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:

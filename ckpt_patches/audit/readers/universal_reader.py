@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
     last_step,
 )
-from ckpt_patches.formats import universal, zero_inventory
+from ckpt_patches.formats import settings, universal, zero_inventory
+from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
 
@@ -49,7 +50,8 @@ def read(path: Path) -> Checkpoint:
     states = {name: universal.states(path, name) for name in parameters}
     frozen = {name for name in parameters if shapes and name not in shapes and not {*states[name]} - {"fp32"}}
     groups = _groups(models, [name for name in parameters if name not in frozen])
-    promised = _promised(found, models, groups, states)
+    optimizer = _optimizer(found)
+    promised = _promised(models, groups, states, _listed(optimizer))
     for name in parameters:
         is_empty = name in shapes and not any(map(math.prod, shapes[name]))
         for key in sorted(({"fp32"} if is_empty else promised.get(name, {"fp32"})) - {*states[name]}):
@@ -61,9 +63,52 @@ def read(path: Path) -> Checkpoint:
     _read_others(found, states)
     found.step = last_step(steps.values())
     _check_steps(found, steps, groups)
-    if _common(found) is None:
-        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
+    _check_models(found, models)
+    of_adam = {number for name, number in groups.items() if "exp_avg_sq" in states[name]}
+    _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models], of_adam)
     return found
+
+
+def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
+    """Each file has what a load needs, and the weights that it states; there is one of each model-parallel rank."""
+    facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
+    has_layers = len(models) > 1  # a pipeline has them in files that the conversion leaves out
+    ranks = {int(match[2]) for path, _ in models if (match := MODEL.fullmatch(path.name))}
+    count = max((n for own in facts if (n := zero_inventory.count_of(own.value.get("mp_world_size")))), default=1)
+    problems = [
+        *zero_inventory.other_step(found.path.name, facts),
+        *zero_inventory.absent_ranks(ranks, count, "the file of its model states", "model-parallel "),
+    ]
+    for own in facts:
+        problems += [*zero_inventory.absent_keys(own), *zero_inventory.absent_weights(own, has_layers=has_layers)]
+    found.findings += tensor_streams.findings(problems if facts else [])
+
+
+def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam: Set[int | None]) -> None:
+    """The param groups, as many as the models say they have; without, no load begins.
+
+    `of_adam` are the groups with parameters that have moments of Adam; None is one that no file tells.
+    """
+    value = _own(optimizer)
+    groups = [group for group in _listed(optimizer) if isinstance(group, dict)]
+    if not groups:
+        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
+        return
+    wrong = [*settings.not_groups(groups), *settings.not_numbers({f"group {n}": own for n, own in enumerate(groups)})]
+    keys = set(value)
+    is_flat = "partition_count" in keys  # as at stages 1 and 2; the models of stage 3 name shapes by sub-group
+    if is_flat and (count := max(counts, default=0)) > len(groups):
+        wrong.append(f"{len(groups)} param groups, and the model has {count}")
+    if is_flat and "ds_version" not in keys:
+        wrong.append("no ds_version beside them, without which no load begins")
+    wrong += [
+        f"group {n} has no betas, and moments of Adam"
+        for n, own in enumerate(groups)
+        if "betas" not in own and (n in of_adam or (None in of_adam and len(groups) == 1))
+    ]
+    found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
+    unlike = settings.unlike_groups([{key: own[key] for key in own.keys() & SHARED} for own in groups])
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
 
 
 def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: Mapping[str, int | None]) -> None:
@@ -119,19 +164,19 @@ def _groups(models: list[tuple[Path, dict[str, Any]]], names: list[str]) -> dict
 
 
 def _promised(
-    found: Checkpoint,
     models: list[tuple[Path, dict[str, Any]]],
     groups: Mapping[str, int | None],
     states: Mapping[str, list[str]],
+    listed: list[Any],
 ) -> dict[str, set[str]]:
     """The states of each trained parameter: those that any of its param group has, and those that its settings tell."""
-    settings = _settings(found)
     steps = max((zero_inventory.taken_steps(value) for _, value in models), default=0)
     by_group: dict[int | None, set[str]] = {}
     for name, group in groups.items():
         by_group.setdefault(group, {"fp32"}).update(states[name])
     for group, has in by_group.items():
-        known = settings[group] if group is not None and group < len(settings) else {}
+        known = listed[group] if group is not None and group < len(listed) else {}
+        known = known if isinstance(known, dict) else {}
         has |= zero_inventory.states_by_settings(known.keys(), known, has, steps)
     return {name: by_group[group] for name, group in groups.items()}
 
@@ -141,12 +186,22 @@ def _common(found: Checkpoint) -> Path | None:
     return next((found.path / place for place in COMMON if (found.path / place).exists()), None)
 
 
-def _settings(found: Checkpoint) -> list[Mapping[str, Any]]:
-    """Of the param groups."""
+def _optimizer(found: Checkpoint) -> Any:
+    """What that file holds."""
     path = _common(found)
-    value = tensor_streams.read(path, found) if path else None
-    groups = value.get("param_groups") if isinstance(value, dict) else None
-    return [group if isinstance(group, dict) else {} for group in groups] if isinstance(groups, (list, tuple)) else []
+    return tensor_streams.read(path, found) if path else None
+
+
+def _own(optimizer: Any) -> dict[str, Any]:
+    """The optimizer's own part of it."""
+    value = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _listed(optimizer: Any) -> list[Any]:
+    """The param groups."""
+    groups = _own(optimizer).get("param_groups")
+    return list(groups) if isinstance(groups, (list, tuple)) else []
 
 
 def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:

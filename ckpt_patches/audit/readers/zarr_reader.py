@@ -1,22 +1,25 @@
 """Megatron's distributed checkpoints in zarr: a chunk is one tensor-parallel rank's shard."""
 
 import math
+import os
 import re
 from pathlib import Path
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Shard, Stream
+from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.audit.readers.megatron_arrays import (
     by_parameter,
     check_config,
     check_promises,
     check_siblings,
+    is_of_distributed,
     name_other_cuts,
+    parameter_and_role,
     set_common,
 )
-from ckpt_patches.audit.readers.megatron_torch_reader import judge_object
+from ckpt_patches.audit.readers.megatron_torch_reader import check_weights, judge_object
 from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
@@ -30,25 +33,26 @@ def read(path: Path) -> Checkpoint:
     found = Checkpoint(path, "megatron zarr")
     check_config(found)
     if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
-        set_common(found, common)
+        set_common(found, common, is_distributed=any(map(is_of_distributed, os.listdir(path))))
     folders = _array_folders(found)
     names = [folder.name for folder in folders]
     known = {array.name: array for folder in folders if (array := _array(folder, found))}
     for parameter, roles in by_parameter(known).items():
         found.shards += _shards(parameter, roles, found)
-    for file in sorted(path.glob("*/shard_*.pt")):
-        _read_object(file, found)
+    numels = [_read_object(file, found) for file in sorted(path.glob("*/shard_*.pt"))]
+    if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
+        weights = [math.prod(array.shape) for name, array in known.items() if parameter_and_role(name)[1] == WEIGHT]
+        check_weights(found, "the model's weights", sum(numels), weights)
     _check_objects(found)
     check_siblings(found, names)  # by the settings, which can be in an object
     check_promises(found, names)
     return found
 
 
-def _read_object(path: Path, found: Checkpoint) -> None:
-    """What is no array; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
+def _read_object(path: Path, found: Checkpoint) -> int:
+    """What is no array; with `dp_zero_gather_scatter` the optimizer's state is such an object, with its elements."""
     file = tensor_streams.read_file(path, found)
-    if file is not None:
-        judge_object(found, file, path.parent.name)
+    return 0 if file is None else judge_object(found, file, path.parent.name)
 
 
 def _check_objects(found: Checkpoint) -> None:

@@ -20,6 +20,7 @@ from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.judging import blocks, record_checksums
 from ckpt_patches.audit.judging.blocks import as_float32
 from ckpt_patches.audit.judging.holes import stretches
+from ckpt_patches.audit.judging.judge import of_checksum
 from ckpt_patches.audit.judging.scan import BLOCK, BlockReader, read_elements, runs_of
 from ckpt_patches.audit.judging.shifted import Shift
 from ckpt_patches.audit.readers.checkpoint import (
@@ -96,6 +97,11 @@ class Plan:
     shift: Shift | None = None  # what is put back in its place
     copies: tuple[Copies, ...] = ()  # files that are made of others
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether something is done. What is beyond repair is left as it is, but beside elements in other places."""
+        return bool(self.fills or self.cuts or self.copies or self.shift) and not (self.shift and self.refused)
+
 
 def plan(report: Report, older: Report | None) -> Plan:
     """How each finding of a report is repaired."""
@@ -122,7 +128,8 @@ def plan(report: Report, older: Report | None) -> Plan:
             refused.append((finding, reason))
         else:
             fills.update(dict.fromkeys(_fills(finding, shard, role, older)))
-    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift, tuple(report.checkpoint.copies))
+    copies = tuple(own for own in report.checkpoint.copies if not own.lost)
+    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift, copies)
 
 
 def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) -> str:
@@ -212,6 +219,8 @@ class Result:
     copies: tuple[Copies, ...]
     moved: int  # elements of shifted masters that are in their places now; the moments' are, too
     source: tuple[str, int | None] | None  # the older checkpoint and its step
+    verdict: str  # of the copy
+    left: tuple[tuple[Finding, str], ...]  # what could not be repaired, with the reason; then it is no REPAIRED one
 
 
 def repair(
@@ -224,14 +233,14 @@ def repair(
     trust_source: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Result | None:
-    """Audit, plan, and write the repaired copy; its audit is clean, or it is not there.
+    """Audit, plan, and write the repaired copy; its audit finds what could not be repaired, and nothing else.
 
     No element changes but those that are damaged, and a first moment whose square is reset. Several ranks all call
     this, and share the reading and the copying; rank 0 repairs, and gives the copy its name. The result is on rank 0.
 
     Raises:
-        UserError: the checkpoint is whole, or something in it cannot be repaired, or the output is there already; or
-            the older one is not known to be of the same run, unless `trust_source`.
+        UserError: the checkpoint is whole, or nothing in it can be repaired, or the output is there already; or the
+            older one is not known to be of the same run, unless `trust_source`.
     """
     ranks = ranks or Ranks()
     ranks.first("looking at the output", lambda: _check_new(path, output))
@@ -263,7 +272,7 @@ def repair(
             return _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
 
         def finish() -> None:
-            _check_whole(path, result)
+            _check_result(report, made, result)
             stack.close()  # the copy gets its name
 
         temporary, divided = ranks.share("beginning the copy", begin)
@@ -271,11 +280,11 @@ def repair(
         done = ranks.first("repairing the copy", change)
         result = audit_together(temporary, workers, ranks)
         ranks.first("finishing the copy", finish)
-    if made is None or done is None:
+    if made is None or done is None or result is None:
         return None
     moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
     source = (str(older.checkpoint.path), older.checkpoint.step) if older else None
-    return Result(tuple(done), made.copies, moved, source)
+    return Result(tuple(done), made.copies, moved, source, result.verdict, made.refused)
 
 
 # Of rank 0, which alone has the reports
@@ -302,17 +311,29 @@ def _planned(report: Report | None, older: Report | None) -> Plan:
     if older:
         unshift.check_older(older.checkpoint.path, older.shift)
     made = plan(report, older)
-    if made.refused:
+    if made.refused and not made.is_possible:
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
         path = report.checkpoint.path
         raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
     return made
 
 
-def _check_whole(path: Path, result: Report | None) -> None:
-    if result and result.verdict not in TO_RESUME_FROM:
-        found = {finding.kind.name for finding in result.findings if finding.kind.severity != NOTE}
-        raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(found))}")
+def _check_result(report: Report | None, made: Plan | None, result: Report | None) -> None:
+    """The copy has what could not be repaired, all of it, and nothing else: it looks no better than it is."""
+    if report is None or made is None or result is None:
+        return
+    path, left = report.checkpoint.path, {_key(f, result) for f in result.findings if f.kind.severity != NOTE}
+    refused = {_key(finding, report) for finding, _ in made.refused}
+    allowed = refused | {_key(f, report) for f in report.findings if f.kind is damages.NOT_AS_RECORDED and refused}
+    if more := {kind for kind, *_ in left - allowed}:
+        raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(more))}")
+    if gone := {kind for kind, *_ in refused - left}:
+        raise UserError(f"{path} cannot be repaired: the repaired copy would hide {', '.join(sorted(gone))}")
+
+
+def _key(finding: Finding, report: Report) -> tuple[str, str, str]:
+    """What a finding is of, in a checkpoint and in its copy."""
+    return finding.kind.name, finding.array.removeprefix(f"{report.checkpoint.path}/"), finding.shard
 
 
 def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:
@@ -340,8 +361,9 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
         changed.update(extent.path for extent in own.extents)
         now.add((fill.array, fill.shard), ranges, _source(fill, older))
     changed.update(name for own in made.copies for name in _copy_files(own, copy))
+    wrong = {finding.detail for finding, _ in made.refused}  # among them checksums, which stay as wrong as they are
     for record in found.records:
-        if (name := in_copy(record.path, found.path, copy)) in changed:
+        if (name := in_copy(record.path, found.path, copy)) in changed and of_checksum(record) not in wrong:
             record_checksums.update_checksum(record._replace(path=name))
     files = {str(Path(name).relative_to(copy)) for name in changed}
     now.moved = unshift.listed(made.shift)

@@ -32,7 +32,7 @@ class Advice:
 
     steps: tuple[Step, ...]
     refused: dict[Finding, str]  # what cannot be repaired, with the reason
-    repair: str  # the command; empty where a repair would be refused
+    repair: str  # the command; empty where nothing can be repaired
     others: tuple[Report, ...]  # of the same audit
 
 
@@ -47,10 +47,13 @@ def advise(report: Report, reports: Iterable[Report]) -> Advice:
     older, plan = _planned(report, others)
     refused = dict(plan.refused)
     new = _beside(report.checkpoint.path, "repaired")
-    if refused or not report.checkpoint.shards:
+    if not report.checkpoint.shards or (refused and not plan.is_possible):
         return Advice((_instead(report, others),), refused, "", others)
     given: list[str | Path] = ["--from", older.checkpoint.path] if older else []
     command = line("ckpt-patches", "repair", report.checkpoint.path, "--output", new, *given)
+    if refused:
+        what = f"Some of the damage can be repaired, in a copy, which stays {report.verdict}:"
+        return Advice((_instead(report, others), Step(what, command)), refused, command, others)
     what = "Repair it, in a copy. No element changes but those that are damaged."
     what += (
         ""
@@ -66,8 +69,8 @@ def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advi
     reasons = dict.fromkeys(advice.refused[f] for f in findings if f in advice.refused)
     what = kind.remedy
     if why := [reason for reason in reasons if reason and reason != kind.remedy]:
-        what += f". Here a repair would be refused: {'; '.join(why)}"
-    if kind.severity != NOTE and not reasons and advice.refused:
+        what += f". Here it cannot be repaired: {'; '.join(why)}"
+    if kind.severity != NOTE and not reasons and advice.refused and not advice.repair:
         what += ". Here a repair would be refused because of what else was found"
     if kind is damages.UNREADABLE:
         return Step(what, line("ckpt-patches", "audit", path))
@@ -77,7 +80,7 @@ def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advi
         return Step(what, _convert(path, _beside(path, "universal")))
     if kind in (damages.ELEMENT_COUNT, damages.INTERRUPTED):
         return Step(what, _converted_again(report, advice))
-    return Step(what, "" if kind.severity == NOTE else advice.repair)
+    return Step(what, "" if kind.severity == NOTE or reasons else advice.repair)
 
 
 def line(*words: "str | Path") -> str:

@@ -18,7 +18,10 @@ def as_text(output: Path, result: Result) -> str:
     elements = sum(one.elements for one in result.done)
     moved = f", {result.moved} of masters, and of their moments, moved to their places" if result.moved else ""
     changed = f"{elements} elements repaired{moved}, no other changed"
-    lines.append(f"{output} is REPAIRED: {changed}; they are listed in it ({NAME})")
+    lines.append(f"{output} is {result.verdict}: {changed}; they are listed in it ({NAME})")
+    if result.left:
+        lines[-1] += f"; {len(result.left)} findings could not be repaired:"
+    lines += [f"  {found.kind.name} {found.array} {found.shard}: {reason}" for found, reason in result.left]
     return "\n".join(lines)
 
 
@@ -31,4 +34,9 @@ def as_json(output: Path, result: Result) -> dict[str, Any]:
         "repaired": [asdict(one) for one in result.done],
         "copied": [{"from": own.name, "to": list(own.missing)} for own in result.copies],
         "moved": result.moved,
+        "verdict": result.verdict,
+        "left": [
+            {"kind": found.kind.name, "array": found.array, "shard": found.shard, "reason": reason}
+            for found, reason in result.left
+        ],
     }
