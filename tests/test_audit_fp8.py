@@ -114,8 +114,9 @@ def saved(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
     path.mkdir()
     moments = {f"optimizer.state.{key}.{NAME}": master.square() * n + 1e-8 for n, key in enumerate(MOMENTS, 1)}
     dcp.save({NAME: weight, f"optimizer.state.param.{NAME}": master, **moments}, checkpoint_id=path, no_dist=True)
-    groups = [{"step": 7, "betas": (0.9, 0.95), "params": [0]}]
-    torch.save({"optimizer": {"optimizer": {"param_groups": groups}}}, path / "common.pt")
+    groups = [{"lr": 1e-3, "step": 7, "betas": (0.9, 0.95), "params": [0]}]
+    optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_sharded_model_space"}
+    torch.save({"optimizer": optimizer}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return path
 

@@ -30,7 +30,7 @@ def arrays(count: int, *findings: Finding, owners: tuple[Owner, ...] = (), ranks
     shards = [
         Shard(f"layer{n}", "", (1000,), {"master": Stream(f"master.{n}", "float32", ())}, owners) for n in range(count)
     ]
-    return Report(Checkpoint(Path("iter_0000003"), "Megatron zarr", 3, None, ranks, shards=shards), findings)
+    return Report(Checkpoint(Path("iter_0000003"), "Megatron zarr", 3, data_parallel=ranks, shards=shards), findings)
 
 
 def lost(array: int, begin: int, end: int, kind: damages.FindingKind = damages.LOST_MASTER) -> Finding:

@@ -30,7 +30,9 @@ TENSORS = {
 
 
 def common() -> dict[str, Any]:
-    return {"optimizer": {"param_groups": [{"step": STEP, "betas": (0.9, 0.99)}]}, "iteration": STEP}
+    groups = [{"lr": 1e-3, "step": STEP, "betas": (0.9, 0.99), "params": [0]}]
+    optimizer = {"param_groups": groups, "param_state_sharding_type": "fully_sharded_model_space"}
+    return {"optimizer": optimizer, "iteration": STEP}
 
 
 class Common:
