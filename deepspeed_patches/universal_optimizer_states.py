@@ -51,7 +51,8 @@ flat_state = _flat_states(state_groups.get(param_group_id, {}),
                           fp32_groups[param_group_id],
                           is_muon=param_group.get("use_muon", False))"""
 FLAT_STATE_3 = """flat_state = _flat_states({states}.get({group}, {{}}),
-                          {master})"""
+                          {master})
+flat_state.pop('step', None)"""
 FRAGMENTS = "_states_of_fragments(slice_base_path)"
 
 

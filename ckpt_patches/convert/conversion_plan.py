@@ -266,9 +266,10 @@ class _Stage1And2:
     ) -> dict[str, tuple[ElementType, Sequence[Slice]]]:
         """By state its type and its slices."""
         states: dict[str, tuple[ElementType, Sequence[Slice]]] = {}
-        held = [fragment for fragments in by_slice for fragment in fragments if fragment.numel]
+        every = [fragment for fragments in by_slice for fragment in fragments]
+        held = [fragment for fragment in every if fragment.numel]
         for key in states_of(self.checkpoint, name, [fragment.partition for fragment in held]):
-            flats = [fragment.place(key)[0] for fragment in held]
+            flats = [fragment.place(key)[0] for fragment in held or every]
             kind = one_kind(self.checkpoint, flats) if flats else ElementType("float32")
             states[key] = (kind, [pieces(fragments, key, kind) for fragments in by_slice])
         return states
