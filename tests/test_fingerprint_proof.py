@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_patches.demo.ranks import free_port, results
 from ckpt_patches.fingerprint import verdict as verdicts
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part
@@ -146,3 +147,18 @@ def test_a_note_in_a_state_dict_that_others_write_is_nothing() -> None:
     """As of Megatron's local checkpoints, which are pickled whole."""
     note = live(some())
     assert pickle.loads(pickle.dumps({"note": note})) == copy.deepcopy({"note": note}) == {"note": None}
+
+
+def prove_as_a_stage(rank: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """Each rank has a buffer that no other has, as the stages of a pipeline have, and the second lacks one later."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    buffers = {f"{verdicts.BUFFER}{rank}": {"value": "a"}, f"{verdicts.BUFFER}{rank} lost": {"value": "b"}}
+    record = recorded(Live(list, others=buffers))
+    buffers.pop(f"{verdicts.BUFFER}1 lost", None)
+    found = verdict_of(Live(list, others=buffers), record)
+    return list(found.besides), dict(found.unproven)
+
+
+def test_what_each_stage_of_a_pipeline_has_is_proven_together() -> None:
+    expected = [["3 buffers"], {"buffer 1 lost": "this run has nothing of it"}]
+    assert results(prove_as_a_stage, 2, free_port()) == [expected, expected]

@@ -90,9 +90,11 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     settings = sorted({_hashable(one): one for of_rank in odd for one in of_rank.settings}.values(), key=_hashable)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
     shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
-    for what in record.others.keys() - live.others.keys():
-        left_out.setdefault(what, "this run has nothing of it")
-    others = sorted(record.others.keys() & live.others.keys())
+    nowhere = set[str].intersection(
+        *(of_rank.lacks for of_rank in odd)
+    )  # a pipeline's stages have buffers of their own
+    left_out = {**dict.fromkeys(sorted(nowhere), "this run has nothing of it"), **left_out}
+    others = sorted(record.others.keys() - nowhere)
     return judge(record, totals, hints=by_key, settings=settings, left_out=left_out, shared=shared, others=others)
 
 
@@ -104,6 +106,7 @@ class Odd(NamedTuple):
     settings: list[SettingDifference]
     left_out: dict[str, str]
     shared: dict[Key, Key]
+    lacks: set[str]  # of what is no parameter
 
 
 def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
@@ -112,7 +115,8 @@ def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
     besides = {key: one.as_total() for key, one in found.items() if key not in record.states}
     settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE))
     settings += records.other_differences(record.others, live.others)
-    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared))
+    lacks = record.others.keys() - live.others.keys()
+    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks)
 
 
 def _hashable(one: SettingDifference) -> tuple[str, ...]:

@@ -32,9 +32,7 @@ class Record:
     settings: Mapping[str, Settings] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     buckets: Mapping[str, Any] = field(default_factory=dict)  # where parameters begin in Megatron's, as `Layout` says
-    others: Mapping[str, Settings] = field(
-        default_factory=dict
-    )  # of what is no parameter, all of which must be the same
+    others: Mapping[str, Settings] = field(default_factory=dict)  # of what is no parameter
 
     def as_plain(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -107,9 +105,8 @@ def merged(records: Iterable[Record]) -> Record:
                 left_out[what] = "not the same on all ranks that saved"
         left_out.update(record.left_out)
         buckets.update(record.buckets)
-    return Record(
-        states, settings, left_out, buckets, {key: value for key, value in others.items() if key not in left_out}
-    )
+    others = {what: its for what, its in others.items() if what not in left_out}
+    return Record(states, settings, left_out, buckets, others)
 
 
 def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:

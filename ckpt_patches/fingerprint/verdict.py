@@ -124,7 +124,9 @@ def judge(
 
 def _besides(record: Record, others: Sequence[str]) -> list[str]:
     buffers = sum(what.startswith(BUFFER) for what in others)
-    found = [f"{buffers} buffer{'s' * (buffers > 1)}"] * bool(buffers) + ["settings"] * bool(record.settings)
+    found = [f"{buffers} buffer{'' if buffers == 1 else 's'}"] if buffers else []
+    if record.settings:
+        found.append("settings")
     return found + [what for what in others if not what.startswith(BUFFER)]
 
 
