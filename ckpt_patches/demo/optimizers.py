@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import fused_adam
 
 from ckpt_patches.demo import deepspeed_training as dt
 
@@ -44,6 +45,13 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.0
 BEFORE_GROUPS = (0, 18)  # until then ZeRO-3 loads universal checkpoints of one group
 
 
+class NoCompiler:
+    """In the place of an operator that DeepSpeed would compile at run time: a demonstration needs no compiler."""
+
+    def load(self) -> None:
+        raise RuntimeError("nothing is compiled here")
+
+
 def has_muon() -> bool:
     return importlib.util.find_spec("deepspeed.runtime.zero.muon") is not None
 
@@ -62,6 +70,7 @@ def engine(name: str, ranks: int, stage: int, *, universal: bool = False, seed: 
         **dt.zero(stage, **of_zero),
     }
     if name == "Muon":
+        fused_adam.FusedAdamBuilder = NoCompiler  # then Muon steps vectors by Adam itself
         config["zero_optimization"]["reduce_scatter"] = False
         return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config | MUON)[0]
     number = 1 if stage == 3 and dt.numbers(deepspeed.__version__) < BEFORE_GROUPS else 2
