@@ -3,9 +3,12 @@
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
+import numpy as np
+
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, Checkpoint, Extent, Shard
+from ckpt_patches.audit.judging.blocks import as_float32
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.checksum import of_zeros
 from ckpt_patches.formats.ranged import RangedFiles
 
@@ -17,11 +20,13 @@ Checksums = dict[tuple[str, int, int], int]
 
 
 def findings(found: Checkpoint) -> Iterator[Finding]:
-    """Of each parameter the states that are the same and not all zeros."""
+    """Of each parameter, or piece of a bucket, the states that are the same and not all zeros."""
     checksums = {(record.path, record.offset, record.nbytes): record.crc for record in found.records}
     with RangedFiles() as files:
         for shard in found.shards:
             for one, other in _same(shard, checksums, files):
+                if not shard.has_rows and not _has_numbers(shard.streams[one], files):
+                    continue  # a bucket's padding, which is uninitialized memory and can be the same twice
                 detail = f"it is the same as {shard.streams[one].array}, bit for bit: one is a copy"
                 yield Finding(damages.FOREIGN_FILE, shard.streams[other].array, shard.label, detail=detail)
 
@@ -60,6 +65,16 @@ def _same_bytes(pairs: Iterable[tuple[Extent, Extent]], files: RangedFiles) -> b
                 return False
             is_zero = is_zero and not any(own)
     return not is_zero
+
+
+def _has_numbers(stream: Stream, files: RangedFiles) -> bool:
+    """Whether any element is neither zero nor denormal, as memory is that was never written to as numbers."""
+    for extent in stream.extents:
+        for at in range(0, extent.nbytes, PIECE):
+            values = as_float32(np.frombuffer(_bytes(extent, at, files), np.uint8), stream.dtype)
+            if values is None or bool((np.abs(values) >= np.finfo(np.float32).tiny).any()):
+                return True
+    return False
 
 
 def _bytes(extent: Extent, at: int, files: RangedFiles) -> bytes:
