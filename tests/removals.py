@@ -93,13 +93,14 @@ def _in_index(folder: Path, later: Path) -> Iterator[Change]:
     for name in names:
         yield Change(DELETED, INDEX, (TENSOR, name))
     for number, own in enumerate(content):
-        yield Change(DELETED, INDEX, (CHUNK, number))
+        chunk = (CHUNK, number, keys[number].fqn)
+        yield Change(DELETED, INDEX, chunk)
         others = (*range(number + 1, len(content)), *range(number))
         other = next((n for n in others if len(content[n]) == len(own) and content[n] != own), None)
         if other is not None:
-            yield Change(NEIGHBOR, INDEX, (CHUNK, number), (CHUNK, other))
+            yield Change(NEIGHBOR, INDEX, chunk, (CHUNK, other))
         if keys[number] in places_then and _bytes(later, places_then[keys[number]]) != own:
-            yield Change(NEXT_STEP, INDEX, (CHUNK, number))
+            yield Change(NEXT_STEP, INDEX, chunk)
     for name in objects:
         with tempfile.TemporaryDirectory() as scratch:
             yield from _in_file(
@@ -136,7 +137,7 @@ def _bytes(folder: Path, place: Any) -> bytes:
 
 
 def _change_index(change: Change, folder: Path, later: Path) -> None:
-    kind, which = change.key
+    kind, which = change.key[:2]
     with changed_index(folder) as index:
         places = index.storage_data
         keys = list(places)
