@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-CHECKED := ckpt_patches megatron/patches deepspeed_patches tests
+CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches tests
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 

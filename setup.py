@@ -27,6 +27,7 @@ PACKAGES = {
     "ckpt_patches": "ckpt_patches",
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
+    "nvrx_patches": "nvrx_patches",
 }
 # The index of the fixes, which a checkout makes anew in each process.
 DISCOVERY = "ckpt_patches/engine/discovery.py"
@@ -48,7 +49,7 @@ class BuildPy(build_py):
             Path(target).parent.mkdir(exist_ok=True)
             self.copy_file(source, target, preserve_mode=False)
         if not self.editable_mode:
-            folders = (PACKAGES["megatron_patches"], PACKAGES["deepspeed_patches"])
+            folders = [PACKAGES[name] for name in ("megatron_patches", "deepspeed_patches", "nvrx_patches")]
             self._index().write_text(runpy.run_path(DISCOVERY)["index_text"](folders), encoding="utf-8")
 
     def _index(self) -> Path:

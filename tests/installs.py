@@ -22,6 +22,7 @@ PACKAGES = {
     "ckpt_patches": "ckpt_patches",
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
+    "nvrx_patches": "nvrx_patches",
 }
 IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
 

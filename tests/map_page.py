@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, NVRX
 from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
@@ -153,7 +153,15 @@ def _stages(package: str, listed: str) -> Iterator[tuple[str, Stage]]:
         yield name, Stage(package, ("save", "disk", "load").index(column), title, tuple(text), tuple(modules), tools)
 
 
-STAGES = dict([*_stages(CORE, MEGATRON), *_stages(DEEPSPEED, DEEPSPEED_STAGES)])
+NVRX_STAGES = """\
+nvrx | save | Write torch_dist, in the background
+  a worker receives the trainer's tensors
+  writes: a file each, then the index
+  @ checkpointing.async_ckpt.filesystem_async checkpointing.utils
+"""
+
+
+STAGES = dict([*_stages(CORE, MEGATRON), *_stages(DEEPSPEED, DEEPSPEED_STAGES), *_stages(NVRX, NVRX_STAGES)])
 
 # A fix, and the stages in which its bug shows.
 SITS = {name: load(name).stages for name in FIXES}
@@ -247,7 +255,7 @@ def drawing() -> str:
     """The picture; the same of the same tables."""
     parts: list[str] = []
     y = MARGIN
-    for package, name in ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed")):
+    for package, name in ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed"), (NVRX, "nvidia-resiliency-ext")):
         parts.append(_text(MARGIN, y + 22, name, "heading"))
         for at, column in enumerate(COLUMNS):
             parts.append(_text(MARGIN + at * (BOX + GUTTER), y + HEADING + 14, column, "column"))

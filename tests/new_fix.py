@@ -10,18 +10,20 @@ from pathlib import Path
 from string import Template
 
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS, NVRX
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
 TEMPLATES = "docs/new_fix"
 CHANGES = "CHANGELOG.md"
-TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed"}
-UPSTREAM_TESTS = {CORE: "tests/unit_tests/dist_checkpointing", DEEPSPEED: "tests/unit/checkpoint"}
+TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed", NVRX: "nvidia-resiliency-ext"}
+UPSTREAM_TESTS = {CORE: "tests/unit_tests/dist_checkpointing", DEEPSPEED: "tests/unit/checkpoint", NVRX: "tests/checkpointing/unit"}
 LICENSES = {
     CORE: "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.",
     DEEPSPEED: "# Copyright (c) DeepSpeed Team.\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team",
+    NVRX: "# SPDX-FileCopyrightText: Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.\n"
+    "# SPDX-License-Identifier: Apache-2.0",
 }
 UNRELEASED = "## [Unreleased]\n"
 ADDED = "\n### Added\n"
@@ -63,7 +65,7 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     }
     made = {
         "fix.py": f"{folder}/{name}.py",
-        f"upstream_test_{package.partition('.')[0]}.py": f"{folder}/upstream_tests/test_{name}.py",
+        f"upstream_test_{'deepspeed' if package == DEEPSPEED else 'megatron'}.py": f"{folder}/upstream_tests/test_{name}.py",
         "test.py": f"tests/test_{name}.py",
         "demo.py": f"{folder}/demos/{name}.py",
         "page.md": f"docs/{name}.md",

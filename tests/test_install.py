@@ -168,6 +168,7 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
     assert recorded == ours | {"../../../bin/ckpt-patches"}
     sources = {"ckpt_patches": "ckpt_patches", "deepspeed_patches": "deepspeed_patches"}
     sources["megatron_patches"] = "megatron/patches"
+    sources["nvrx_patches"] = "nvrx_patches"
     assert {name.split("/")[0] for name in recorded if name.endswith(".py")} == sources.keys()
     for name, source in sources.items():
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
@@ -235,7 +236,7 @@ def test_the_repository_that_it_was_cloned_from_is_named(
 
 
 def test_type_checkers_are_told_that_the_packages_have_types(installed: Environment) -> None:
-    packages = ("ckpt_patches", "deepspeed_patches", "megatron_patches")
+    packages = ("ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches")
     assert all((installed.site_packages / package / "py.typed").exists() for package in packages)
 
 
@@ -254,7 +255,7 @@ def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environm
     folder, start_up = only_start_up_file(environment)
     assert folder == str(source / ".editable")
     assert [start_up] == (upstream.REPOSITORY / "training_checkpoint_patches.pth").read_text().splitlines()
-    assert sorted(os.listdir(folder)) == ["ckpt_patches", "deepspeed_patches", "megatron_patches"]
+    assert sorted(os.listdir(folder)) == ["ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches"]
 
 
 def test_editable_install_runs_the_files_of_the_checkout(environment: Environment, source: Path) -> None:

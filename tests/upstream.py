@@ -38,7 +38,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, NVRX
 from ckpt_patches.engine.releases import RECORDED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -83,6 +83,7 @@ RELEASES: tuple[Release, ...] = (
         default="0.12.6 0.16.2 0.19.2 0.19.8",
         notes=dict.fromkeys(("0.14.1", "0.14.2", "0.14.3"), _NO_SOCKET),
     ),
+    *_table("nvidia-resiliency-ext", RECORDED[NVRX], default="0.4.1 0.6.0", notes={}),
     *_table("megatron-bridge", ["0.3.1"], default="0.3.1", notes={}),
     *_table("numpy", ["2.2.6"], default="2.2.6", notes={}),
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
@@ -280,6 +281,10 @@ def _install(distribution: str, version: str, folder: Path) -> None:
     if distribution == "megatron-core" and numbers(version) >= (0, 17):
         # These ask for Python 3.12. What is compiled in them is of their data sets; the rest runs on 3.10 and 3.11.
         options += ["--python-version", "3.12", "--only-binary=:all:", "--ignore-requires-python"]
+    if distribution == "nvidia-resiliency-ext":
+        # Wheels for Python 3.12 and a newer glibc; what is compiled in them is not of checkpoints.
+        systems = (f"manylinux_2_{glibc}_x86_64" for glibc in (31, 39))
+        options += ["--python-version", "3.12", "--only-binary=:all:", *(f"--platform={system}" for system in systems)]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
     if stand_in := STAND_INS.get((distribution, version)):
         inherited = os.environ.get("PYTHONPATH")

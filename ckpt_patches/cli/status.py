@@ -12,7 +12,7 @@ from ckpt_patches import Switches, __version__
 from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, packages
+from ckpt_patches.engine.registry import CORE, FOLDERS, packages
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -156,9 +156,9 @@ def proven(status: Status, tree: str | None = None) -> Status:
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
     """The packages that this environment lacks."""
     where = f"for {sys.executable}" if tree is None else f"in {tree}"
-    absent = [DISTRIBUTIONS[package] for package in (CORE, DEEPSPEED) if roots[package] is None]
+    absent = [DISTRIBUTIONS[package] for package in FOLDERS if roots[package] is None]
     if not any(roots.values()):
-        return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found neither"]
+        return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found none"]
     return [f"expected {name} to be installed {where}, found none" for name in absent if name in required]
 
 

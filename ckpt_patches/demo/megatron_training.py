@@ -1,13 +1,9 @@
 """A tiny model under the real megatron-core on CPU ranks: build it, step it, look into its optimizer."""
 
 import contextlib
-import ctypes
-import functools
 import importlib.util
 import inspect
-import multiprocessing.managers
 import os
-import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.demo import fake_gpu, show
+from ckpt_patches.demo.keeper import fork_keeper
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.ranks import results as run_ranks
 
@@ -25,8 +22,6 @@ if not REAL_GPU:
 
 import torch  # noqa: E402  the stand-in GPU has to be there first
 import torch.distributed as dist  # noqa: E402
-
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 Model = Any
 Optimizer = Any
@@ -70,27 +65,11 @@ def import_packages() -> None:
 
 
 def fork_keeper_of_results() -> None:
-    """Fork the process that keeps the results of a save in torch_dist; upstream starts an interpreter on each rank.
-
-    When the first save asks for it, as upstream does: most ranks save nothing.
-    """
+    """Of saves in torch_dist."""
     with contextlib.suppress(ImportError):  # main may move it
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        @functools.cache
-        def results_queue(mp_mode: str = "fork") -> Any:
-            keeper = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
-            keeper.start(end_with_parent)
-            return keeper.Queue()
-
-        for name in ("get_write_results_queue", "_get_write_results_queue"):  # in later releases, and in earlier ones
-            if hasattr(filesystem_async, name):
-                setattr(filesystem_async, name, results_queue)
-
-
-def end_with_parent() -> None:
-    """Who waits for a rank that was killed would else wait for this process, too, which holds the same pipe."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        fork_keeper(filesystem_async)
 
 
 def _start(

@@ -88,7 +88,7 @@ def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
 def locate(package: str) -> Path | None:
     """The tree that `import <package>` would load from in this environment; None if it is not installed.
 
-    A folder without `__init__.py` is what an uninstall has left there; one above the package may be shared by several.
+    A folder without a module is what an uninstall has left there; one above the package may be shared by several.
     """
     path: Sequence[str] | None = None
     parts = package.split(".")
@@ -97,8 +97,10 @@ def locate(package: str) -> Path | None:
             spec = find_spec(".".join(parts[:depth]), path)
         except KeyError:  # of Python's: a folder alone, in one whose package is not imported
             return None
-        if spec is None or spec.submodule_search_locations is None or (depth == len(parts) and spec.origin is None):
+        if spec is None or spec.submodule_search_locations is None:
             return None
         path = list(spec.submodule_search_locations)
+        if depth == len(parts) and spec.origin is None and not any(Path(path[0]).rglob("*.py")):
+            return None
     folder = Path(os.path.abspath(path[0] if path else ""))
     return folder.parents[len(parts) - 1]

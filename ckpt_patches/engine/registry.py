@@ -1,6 +1,6 @@
 """Every fix and the upstream modules it edits, in the order in which fixes are applied.
 
-Read when the first module of megatron or deepspeed is imported. Nothing is listed here: the fixes are found in their
+Read when the first module of one of these packages is imported. Nothing is listed here: the fixes are found in their
 folders, when a wheel is built or, in a checkout, now. Those of other distributions come later: `plugins`.
 """
 
@@ -14,16 +14,21 @@ if TYPE_CHECKING:
 
 CORE = "megatron.core"
 DEEPSPEED = "deepspeed"
+NVRX = "nvidia_resiliency_ext"
 
 # Folder of the fixes of an upstream package, beside this package: as it is installed, or as it is in a checkout.
-FOLDERS = {CORE: ("megatron_patches", "megatron/patches"), DEEPSPEED: ("deepspeed_patches",)}
+FOLDERS = {
+    CORE: ("megatron_patches", "megatron/patches"),
+    DEEPSPEED: ("deepspeed_patches",),
+    NVRX: ("nvrx_patches",),
+}
 
 
 def folder(package: str) -> str:
     """The folder with an upstream package's fixes."""
-    package_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    beside = os.path.dirname(package_folder)
-    folders = [os.path.join(beside, name) for name in FOLDERS[package]]
+    # An editable install that was made before a folder came has no link to it yet: then the checkout's own.
+    packages = [os.path.dirname(os.path.dirname(path(__file__))) for path in (os.path.abspath, os.path.realpath)]
+    folders = [os.path.join(os.path.dirname(beside), name) for beside in packages for name in FOLDERS[package]]
     return next(filter(os.path.isdir, folders), folders[0])
 
 
@@ -60,4 +65,4 @@ has_plugins = False
 
 def packages() -> list[str]:
     """The upstream packages that there are fixes for."""
-    return list(dict.fromkeys((CORE, DEEPSPEED, *list(TARGETS.values()))))
+    return list(dict.fromkeys((*FOLDERS, *TARGETS.values())))

@@ -172,9 +172,9 @@ def start(rank: int, ranks: int, arguments: list[str]) -> int:
     log = os.open(f"{outcomes}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from ckpt_patches.demo import megatron_training
+    from ckpt_patches.demo import keeper, megatron_training
 
-    megatron_training.end_with_parent()
+    keeper.end_with_parent()
     megatron_training.fork_keeper_of_results()
     pytest.main([*arguments, "--basetemp", f"{outcomes}.folders/rank{rank}"])
     os._exit(0)

@@ -1,0 +1,100 @@
+"""Asynchronous saves by the real nvidia-resiliency-ext on one CPU rank, in the format of torch_dist."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.demo import fake_gpu
+from ckpt_patches.demo.keeper import fork_keeper
+from ckpt_patches.demo.ranks import free_port, wait_for
+
+fake_gpu.install()
+
+import torch  # noqa: E402  the stand-in GPU has to be there first
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
+PARAMETERS, NUMEL = 12, 1000
+TENSORS = 4 * PARAMETERS  # with step, exp_avg and exp_avg_sq
+
+
+@contextlib.contextmanager
+def calls(persistent: bool = True, **options: Any) -> Iterator[Any]:
+    """The queue of asynchronous calls, in a process group of this rank."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+
+    fork_keeper(filesystem_async)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    queue = AsyncCallsQueue(persistent=persistent, **options)
+    try:
+        yield queue
+    finally:
+        queue.close()
+        dist.destroy_process_group()
+
+
+def flat_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and the optimizer's states by name; no copies."""
+    state: dict[str, torch.Tensor] = {}
+    for number, parameter in enumerate(parameters):
+        state[f"model.{number}"] = parameter.detach()
+        state |= {f"optimizer.{number}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return state
+
+
+def request(state: Mapping[str, torch.Tensor], folder: Path) -> Any:
+    """What a trainer schedules to save a state into a folder."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+        save_state_dict_async_finalize,
+        save_state_dict_async_plan,
+    )
+
+    os.makedirs(folder, exist_ok=True)
+    writer = FileSystemWriterAsync(folder, thread_count=2)
+    planned = save_state_dict_async_plan(dict(state), writer, None, 0, planner=dcp.DefaultSavePlanner())
+    write, stage, arguments = writer.get_save_function_and_args()
+    return AsyncRequest(
+        write, arguments, [lambda: save_state_dict_async_finalize(*planned)], async_fn_kwargs={}, preload_fn=stage
+    )
+
+
+def load(folder: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of these tensors."""
+    loaded = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return loaded
+
+
+def save_and_step(rank: int, checkpoint: Path, options: dict[str, Any]) -> int:
+    """Save parameters and Adam's states on the CPU; the worker writes them only after the next step."""
+    stepped = checkpoint.with_suffix(".stepped")
+    parameters = [torch.nn.Parameter(torch.full((NUMEL,), float(number))) for number in range(PARAMETERS)]
+    optimizer = torch.optim.AdamW(parameters)
+    step(parameters, optimizer)
+    state = flat_state(parameters, optimizer)
+    wanted = {name: tensor.clone() for name, tensor in state.items()}
+    with calls(**options) as queue:
+        asked = request(state, checkpoint)
+        queue.schedule_async_request(asked._replace(async_fn=partial(write_later, stepped, asked.async_fn)))
+        step(parameters, optimizer)
+        stepped.touch()
+        queue.maybe_finalize_async_calls(blocking=True)
+    loaded = load(checkpoint, wanted)
+    return sum(not torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def write_later(stepped: Path, write: Callable[..., None], *args: Any, **keywords: Any) -> None:
+    wait_for([stepped])
+    write(*args, **keywords)

@@ -1,0 +1,70 @@
+"""Copy CPU tensors before an asynchronous save returns: its worker shares the trainer's memory.
+
+https://github.com/NVIDIA/nvidia-resiliency-ext/pull/376
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/nvidia-resiliency-ext/pull/376",),
+    symptom="a save contains tensors of later steps",
+    releases=(("0.4.1", newest("nvidia-resiliency-ext")),),
+    stacks="asynchronous saves of state on the CPU: CPU offload, `step` of torch's optimizers",
+    silent=True,
+    stages=("nvrx",),
+    test="tests/checkpointing/unit/test_staging_of_cpu_tensors.py",
+)
+
+VIEWS_ONLY = """Makes sure we perform a `clone` only if we detect incontiguous storage,
+so that we don't blow up host memory unnecessarily."""
+ALL = "A persistent worker receives them in shared memory, which the next step changes."
+TITLES = ("Clone if we detect incontiguous storage for CPU tensors", "Clone tensors on the CPU")
+
+
+@fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async", independent=True)
+def clone_cpu_tensors(source: Source) -> None:
+    """Upstream clones views only; a persistent worker gets all other CPU tensors in shared memory."""
+    clone = _resolving(source, source.function("FileSystemWriterAsync.prepare_write_data"))
+    if source.has("ten.clone()", within=clone) and not source.has("is_view", within=clone):
+        raise AlreadyThere
+    is_view = source.one("is_view = ...", within=clone)
+    source.one("ten.clone() if is_view else ten", within=clone)
+    returned = clone.body[-1]
+    text = source.text(returned)
+    alone = "return ten.clone() if is_view else ten"
+    with_flag = "return (ten.clone() if is_view else ten), False"
+    if text not in (alone, with_flag):
+        raise NoMatch(f"expected `{alone}` at the end of {clone.name}, found `{text}`")
+    cloned = "return ten.clone()" if text == alone else "return ten.clone(), False"
+    source.replace_from_to(is_view, returned, cloned, about="clone if they are views")
+    described = (ast.get_docstring(clone) or "").replace(VIEWS_ONLY, ALL).replace(*TITLES)
+    source.replace(clone.body[0], f'"""{described}\n"""')
+
+
+@fix.edit("nvidia_resiliency_ext.checkpointing.utils", independent=True)
+def copy_what_torch_saves(source: Source) -> None:
+    """`TorchAsyncCheckpoint` stages by `to("cpu")`, which copies nothing that is there already."""
+    stage = source.function("preload_tensors")
+    calls = source.all(
+        'in_var.detach().to("cpu", non_blocking=non_blocking, copy=True)', within=stage
+    )
+    if calls:
+        raise AlreadyThere
+    call = source.one('in_var.detach().to("cpu", non_blocking=non_blocking)', within=stage)
+    source.add_keyword(call, "copy", "True")
+
+
+def _resolving(source: Source, prepare: Function) -> Function:
+    """The function in it through which each tensor goes; 0.6 has renamed it."""
+    names = ("_clone_if_needed", "_clone_or_dequantize_if_needed")
+    found = [one for one in source.all_of(ast.FunctionDef, prepare) if one.name in names]
+    if len(found) != 1:
+        raise NoMatch(
+            f"expected {' or '.join(names)} in {prepare.name}, found {len(found)} of them"
+        )
+    return found[0]

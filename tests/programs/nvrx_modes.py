@@ -1,0 +1,57 @@
+"""Save state on the CPU by each kind of NVRx's workers, and step meanwhile.
+
+nvrx_modes.py OUT
+
+Prints as JSON, by kind, how many of 48 tensors are those of a later step; and by how many bytes the memory of the
+trainer grows while a save of BYTES in CPU tensors is pending.
+"""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.demo import nvrx_saving
+from ckpt_patches.demo.ranks import results
+
+import torch  # isort: skip  the stand-in GPU has to be there first
+
+BYTES, TENSORS = 64 << 20, 16
+
+
+def main(out: Path) -> None:
+    found: dict[str, Any] = {}
+    for name, options in kinds().items():
+        (found[name],) = results(nvrx_saving.save_and_step, 1, out / name, options)
+    (found["bytes"],) = results(bytes_of_a_save, 1, out / "bytes")
+    print(json.dumps(found))
+
+
+def kinds() -> dict[str, dict[str, Any]]:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+
+    found: dict[str, dict[str, Any]] = {"persistent": {"persistent": True}, "temporary": {"persistent": False}}
+    if "cpu_shm_mode" in inspect.signature(AsyncCallsQueue.__init__).parameters:  # since 0.6
+        found["shared memory"] = {"persistent": True, "cpu_shm_mode": True}
+    return found
+
+
+def bytes_of_a_save(rank: int, checkpoint: Path) -> int:
+    """Private and shared pages of the trainer, before and after its request was staged."""
+    state = {str(number): torch.ones(BYTES // TENSORS // 4) for number in range(TENSORS)}
+    with nvrx_saving.calls() as calls:
+        before = resident()
+        calls.schedule_async_request(nvrx_saving.request(state, checkpoint))
+        grown = resident() - before
+        calls.maybe_finalize_async_calls(blocking=True)
+    return grown
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory, shared ones among them; proc(5), statm."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
