@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from string import Template
 
-from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
@@ -33,11 +32,11 @@ Next, in this order:
      until `ckpt-patches diff {name} --tree TREE` is the change that you want
   3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite,
      which fails before and passes after
-  4. tests/test_{name}.py: the releases with the bug, and what is particular to this fix
-  5. docs/{name}.md with its upstream message, and the line in {changes}
-  6. `python tests/fix_tables.py` and `make pictures`: the tables and the map
-  7. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && make compatibility: every release
-`make quick` fails until 1 and 6 are done, `make test` until all are. CONTRIBUTING.md has each of them in full.
+  4. docs/{name}.md with its upstream message, and the line in {changes}
+  5. `python tests/fix_tables.py` and `make pictures`: the tables and the map
+  6. CKPT_PATCHES_TEST_ALL=1 pytest tests/contract -k {name} && make compatibility: every release
+  7. tests/test_{name}.py, where more than the demonstration is particular to this fix
+`make quick` fails until 1 and 5 are done, `make test` until 1 to 5 are. CONTRIBUTING.md has each of them in full.
 """
 
 
@@ -56,7 +55,6 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
         "module": module,
         "upstream": upstream,
         "folder": folder,
-        "distribution": DISTRIBUTIONS[package],
         "title": TITLES[package],
         "license": LICENSES[package],
         "test": f"{UPSTREAM_TESTS[package]}/test_{name}.py",
@@ -64,7 +62,6 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     made = {
         "fix.py": f"{folder}/{name}.py",
         f"upstream_test_{package.partition('.')[0]}.py": f"{folder}/upstream_tests/test_{name}.py",
-        "test.py": f"tests/test_{name}.py",
         "demo.py": f"{folder}/demos/{name}.py",
         "page.md": f"docs/{name}.md",
     }

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
+from upstream import affected, checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
 
 FIX = "dp_zero_empty_state"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-ALL = releases("megatron-core")
+ALL = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import edits
 from ckpt_patches.engine.registry import FIXES
-from upstream import newest, newest_affected, numbers, releases, run, tree, with_fix, without_fix
+from upstream import affected, newest, newest_affected, numbers, releases, run, tree, with_fix, without_fix
 
 FIX = "dp_zero_lean_gather"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-ALL = releases("megatron-core")
+ALL = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]

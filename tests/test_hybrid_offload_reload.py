@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from upstream import numbers, releases, run, tree, with_fix, without_fix
+from upstream import affected, numbers, run, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_reload"
-AFFECTED = releases("megatron-core", oldest="0.12.0")
+AFFECTED = affected(FIX)
 WEIGHTS = ["module.a.bias", "module.a.weight", "module.b.bias", "module.b.weight"]  # bf16
 NATIVE = "module.scale"  # fp32
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import edits
-from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
+from upstream import affected, checkpoint_formats, newest_affected, run, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
-AFFECTED = releases("megatron-core", oldest="0.12.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 OPTIMIZERS = ("hybrid-0.5", "hybrid-1.0-precision-aware")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ckpt_patches.demo.ranks import free_port
-from upstream import newest_affected, releases, run, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
 FIX = "latest_after_all_ranks"
 
-AFFECTED = releases("deepspeed")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
 

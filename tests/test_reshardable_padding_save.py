@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from test_reshardable_padding_flag import reshardable
-from upstream import newest_affected, numbers, releases, run, tree, with_fix, without_fix
+from upstream import affected, newest_affected, numbers, run, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-AFFECTED = releases("megatron-core", oldest="0.11.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 EMPTY = ("small bucket", "gap")
 

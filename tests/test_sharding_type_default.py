@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from test_reshardable_padding_save import results
-from upstream import newest_affected, releases, with_fix, without_fix
+from upstream import affected, newest_affected, with_fix, without_fix
 
 FIX = "sharding_type_default"
-AFFECTED = releases("megatron-core", oldest="0.16.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 EXACT = {"plain": "bit-equal"}
 

@@ -11,12 +11,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import zygotes
-from upstream import all_releases, releases, run, run_json, tree, with_fix, without_fix
+from upstream import affected, all_releases, run, run_json, tree, with_fix, without_fix
 
 FIX = "zarr_range_write"
 SYNCHRONIZED = ("zarr_create_synchronizer",)
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
-AFFECTED = releases("megatron-core", newest="0.15.3")
+AFFECTED = affected(FIX)
 KEY = "optimizer.state.exp_avg.w"
 RANKS = 16
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool")

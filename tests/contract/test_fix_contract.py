@@ -5,6 +5,7 @@ A fix's own tests (tests/test_NAME.py) hold what is particular to it.
 
 import ast
 import importlib
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from upstream import (
     MAIN,
     PLAN,
     REPOSITORY,
+    affected,
     all_releases,
     demonstrate,
     in_place,
@@ -132,12 +134,17 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
 
 
 def demonstrated() -> Iterator[Any]:
-    """Each fix on the newest release that has its bug, without it and by each delivery."""
+    """Each fix without it and by each delivery, on the newest release that has its bug.
+
+    A fix without a test file of its own is tested by this alone: on every release with the bug that the run is of.
+    """
     for name in NAMES:
-        version = newest_affected(name)[1]
-        marks = [pytest.mark.compat(fix=name), *([] if name in SHOWN else [pytest.mark.slow])]
-        for delivery in ("none", *DELIVERIES):
-            yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=marks)
+        has_own = (REPOSITORY / "tests" / f"test_{name}.py").exists()
+        releases_with_it = [pytest.param(newest_affected(name)[1])] if has_own else affected(name)
+        marks = [pytest.mark.compat(fix=name), *([pytest.mark.slow] if has_own and name not in SHOWN else [])]
+        for one, delivery in itertools.product(releases_with_it, ("none", *DELIVERIES)):
+            (version,) = one.values
+            yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=[*marks, *one.marks])
 
 
 @pytest.mark.parametrize(("name", "version", "delivery"), list(demonstrated()))
