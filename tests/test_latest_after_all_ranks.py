@@ -1,6 +1,5 @@
 """latest_after_all_ranks: what `latest` names where a rank of the real DeepSpeed ends in the middle of a save."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.demo.ranks import free_port
-from upstream import affected, newest_affected, run, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run_lines, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
 FIX = "latest_after_all_ranks"
@@ -19,8 +18,7 @@ NEWEST = newest_affected(FIX)[1]
 
 def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "stage1") -> list[dict[str, Any]]:
     on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery}
-    done = run("latest_too_early", what, out, kind, env=PERMISSIVE, **on)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return run_lines("latest_too_early", what, out, kind, env=PERMISSIVE, **on)
 
 
 @without_fix(FIX, AFFECTED)
@@ -57,8 +55,7 @@ def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Pat
     def one(rank: int) -> list[str]:
         env = {"RANK": str(rank), "MASTER_PORT": port, **({"CKPT_PATCHES_SKIP": FIX} if rank in lacks else {})}
         on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env}
-        done = run("latest_too_early", "whole", tmp_path, "stage1", **on)
-        return [json.loads(line)["error"] for line in done.stdout.splitlines() if line.startswith("{")]
+        return [line["error"] for line in run_lines("latest_too_early", "whole", tmp_path, "stage1", **on)]
 
     with ThreadPoolExecutor(2) as pool:
         errors = list(pool.map(one, range(2)))

@@ -417,6 +417,12 @@ def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
         ) from None
 
 
+def run_lines(program: str | Path, *args: str | Path, **keywords: Any) -> list[dict[str, Any]]:
+    """`run`, and the lines of its standard output that are JSON objects."""
+    done = run(program, *args, **keywords)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 def newest_affected(fix: str) -> tuple[str, str]:
     """The distribution and the version of the last release that has the bug of a fix and can be run here.
 

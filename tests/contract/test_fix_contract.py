@@ -6,6 +6,7 @@ A fix's own tests (tests/test_NAME.py) hold what is particular to it.
 import ast
 import importlib
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,11 +137,14 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
 def demonstrated() -> Iterator[Any]:
     """Each fix without it and by each delivery, on the newest release that has its bug.
 
-    A fix without a test file of its own is tested by this alone: on every release with the bug that the run is of.
+    A fix whose own tests, if it has any, are not of each release with the bug is tested by this on all of them.
     """
     for name in NAMES:
-        has_own = (REPOSITORY / "tests" / f"test_{name}.py").exists()
-        releases_with_it = [pytest.param(newest_affected(name)[1])] if has_own else affected(name)
+        own = REPOSITORY / "tests" / f"test_{name}.py"
+        has_own = own.exists() and re.search(r"@with_fix\(|@with_and_without_fix\(|compat\(fix=", own.read_text())
+        newest_with_it = newest_affected(name)[1]
+        releases_with_it = [] if has_own else [one for one in affected(name) if one.values != (newest_with_it,)]
+        releases_with_it.append(pytest.param(newest_with_it))
         marks = [pytest.mark.compat(fix=name), *([pytest.mark.slow] if has_own and name not in SHOWN else [])]
         for one, delivery in itertools.product(releases_with_it, ("none", *DELIVERIES)):
             (version,) = one.values
