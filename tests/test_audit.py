@@ -287,11 +287,6 @@ IN_TORCH_DIST: list[Damage] = [
 # ZeRO
 
 
-def test_whole_zero() -> None:
-    for path in trained(WRITER, "stage2", "stage3").values():
-        assert (audit(path).verdict, names(audit(path))) == (WHOLE, set())
-
-
 @functools.cache
 def stage3_groups() -> Path:
     """Of two groups of parameters, with weight decay and without, each cut by `sub_group_size`."""
