@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from string import Template
 
-from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS, NVRX
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
@@ -18,7 +17,11 @@ from upstream import REPOSITORY
 TEMPLATES = "docs/new_fix"
 CHANGES = "CHANGELOG.md"
 TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed", NVRX: "nvidia-resiliency-ext"}
-UPSTREAM_TESTS = {CORE: "tests/unit_tests/dist_checkpointing", DEEPSPEED: "tests/unit/checkpoint", NVRX: "tests/checkpointing/unit"}
+UPSTREAM_TESTS = {
+    CORE: "tests/unit_tests/dist_checkpointing",
+    DEEPSPEED: "tests/unit/checkpoint",
+    NVRX: "tests/checkpointing/unit",
+}
 LICENSES = {
     CORE: "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.",
     DEEPSPEED: "# Copyright (c) DeepSpeed Team.\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team",
@@ -35,11 +38,11 @@ Next, in this order:
      until `ckpt-patches diff {name} --tree TREE` is the change that you want
   3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite,
      which fails before and passes after
-  4. tests/test_{name}.py: the releases with the bug, and what is particular to this fix
-  5. docs/{name}.md with its upstream message, and the line in {changes}
-  6. `python tests/fix_tables.py` and `make pictures`: the tables and the map
-  7. CKPT_PATCHES_TEST_ALL=1 pytest tests/test_{name}.py && make compatibility: every release
-`make quick` fails until 1 and 6 are done, `make test` until all are. CONTRIBUTING.md has each of them in full.
+  4. docs/{name}.md with its upstream message, and the line in {changes}
+  5. `python tests/fix_tables.py` and `make pictures`: the tables and the map
+  6. CKPT_PATCHES_TEST_ALL=1 pytest tests/contract -k {name} && make compatibility: every release
+  7. tests/test_{name}.py, where more than the demonstration is particular to this fix
+`make quick` fails until 1 and 5 are done, `make test` until 1 to 5 are. CONTRIBUTING.md has each of them in full.
 """
 
 
@@ -52,21 +55,20 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
     package = _package_of(module)
     _check(name)
     folder = folder_of(module)
+    style = "deepspeed" if package == DEEPSPEED else "megatron"  # of the tests that upstream has
     values = {
         "name": name,
         "words": name.title().replace("_", ""),
         "module": module,
         "upstream": upstream,
         "folder": folder,
-        "distribution": DISTRIBUTIONS[package],
         "title": TITLES[package],
         "license": LICENSES[package],
         "test": f"{UPSTREAM_TESTS[package]}/test_{name}.py",
     }
     made = {
         "fix.py": f"{folder}/{name}.py",
-        f"upstream_test_{'deepspeed' if package == DEEPSPEED else 'megatron'}.py": f"{folder}/upstream_tests/test_{name}.py",
-        "test.py": f"tests/test_{name}.py",
+        f"upstream_test_{style}.py": f"{folder}/upstream_tests/test_{name}.py",
         "demo.py": f"{folder}/demos/{name}.py",
         "page.md": f"docs/{name}.md",
     }

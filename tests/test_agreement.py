@@ -1,6 +1,5 @@
 """Ranks of which one has no fix, or another choice of fixes, are told so, and do not wait for each other."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.demo.ranks import free_port
-from upstream import newest, run, tree
+from upstream import newest, run, run_lines, tree
 
 RANKS = 3
 ON = {"gather": (newest("megatron-core"), "dp_zero_lean_gather"), "zarr": ("0.14.0", "zarr_range_write")}
@@ -24,8 +23,7 @@ def on_ranks(what: str, out: Path, differs: dict[int, dict[str, str]]) -> list[d
         env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": port}
         env |= {key: value.replace("NAME", name) for key, value in differs.get(rank, {}).items()}
         on = tree("megatron-core", version)
-        done = run("ranks_that_differ", out, what, tree=on, delivery="hook", env=env, check=False)
-        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        found = run_lines("ranks_that_differ", out, what, tree=on, delivery="hook", env=env, check=False)
         return found[0] if found else {}
 
     with ThreadPoolExecutor(RANKS) as pool:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import edits
-from upstream import newest, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
+from upstream import affected, newest, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "async_save_staging"
-AFFECTED = releases("megatron-core", oldest="0.12.0")
+AFFECTED = affected(FIX)
 ENDED = (
     "RuntimeError: expected the process that writes checkpoints to finish its save, found it ended with exit code -9"
 )

@@ -31,19 +31,20 @@ def test_a_mask_of_attention_is_no_damage(dtype: torch.dtype, tmp_path: Path) ->
     assert (report.verdict, names(report, notes=True) & {"mask"}) == (WHOLE, {"mask"})
 
 
-def test_a_single_infinity_in_a_buffer_is_unknown(tmp_path: Path) -> None:
-    report = audit(with_buffer(tmp_path, torch.where(torch.arange(16).view(4, 4) == 5, MASK[0, 1], 1.0)))
-    assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})
-
-
-def test_positive_infinity_in_a_buffer_is_damage(tmp_path: Path) -> None:
-    report = audit(with_buffer(tmp_path, -MASK))
-    assert (report.verdict, names(report)) == (DAMAGED, {"not_finite"})
-
-
-def test_nan_in_a_buffer_is_damage(tmp_path: Path) -> None:
-    report = audit(with_buffer(tmp_path, torch.where(MASK == 0, torch.nan, MASK)))
-    assert (report.verdict, names(report)) == (DAMAGED, {"not_finite"})
+@pytest.mark.parametrize(
+    ("buffer", "verdict", "found"),
+    [
+        (torch.where(torch.arange(16).view(4, 4) == 5, MASK[0, 1], 1.0), UNKNOWN, {"mask_or_damage"}),
+        (-MASK, DAMAGED, {"not_finite"}),
+        (torch.where(MASK == 0, torch.nan, MASK), DAMAGED, {"not_finite"}),
+    ],
+    ids=["a single infinity", "positive infinity", "NaN"],
+)
+def test_a_buffer_that_is_no_mask_is_not_called_whole(
+    buffer: torch.Tensor, verdict: str, found: set[str], tmp_path: Path
+) -> None:
+    report = audit(with_buffer(tmp_path, buffer))
+    assert (report.verdict, names(report)) == (verdict, found)
 
 
 def test_a_trained_weight_that_is_infinite_is_damage(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import zero_resumes
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, written
+from test_audit import names
 from zero_checkpoints import trained
 
 ZERO = "global_step2"
@@ -75,7 +76,7 @@ def test_an_interrupted_save_of_megatron_is_incomplete(megatron_run: Path, capsy
 @pytest.mark.parametrize("name", ["global_step9", "iter_0000009"])
 def test_an_empty_folder_of_a_save_is_incomplete(zero_run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (zero_run / name).mkdir()
-    assert {finding.kind.name for finding in audit(zero_run / name).findings} == {"incomplete_save"}
+    assert names(audit(zero_run / name)) == {"incomplete_save"}
     assert audited(zero_run, capsys)[:2] == (1, {ZERO: WHOLE, name: INCOMPLETE})
 
 
@@ -130,7 +131,7 @@ def test_a_checkpoint_without_zero_is_audited(tmp_path: Path, capsys: pytest.Cap
         shutil.copytree(saved / case / ZERO, tmp_path / "run" / case / ZERO)
     reports = {case: audit(tmp_path / "run" / case / ZERO) for case in (bf16, fp16)}
     assert {case: report.verdict for case, report in reports.items()} == {bf16: DAMAGED, fp16: WHOLE}
-    assert {finding.kind.name for finding in reports[bf16].findings} == {"missing_state"}
+    assert names(reports[bf16], notes=True) == {"missing_state"}
     assert reports[fp16].checkpoint.step == 2  # in the file 3: DeepSpeed sets the state up by a step of its own
 
 

@@ -3,12 +3,12 @@
 import functools
 from typing import Any
 
-from upstream import releases, with_fix, without_fix
+from upstream import affected, with_fix, without_fix
 from zero_resumes import exact, optimizers, resumed, trained
 
 FIX = "bf16_wrapper_name"
 
-AFFECTED = releases("deepspeed", oldest="0.17.6", newest="0.18.4") or ["0.18.4"]  # none of the default run
+AFFECTED = affected(FIX)
 STAGE1, STAGE0, PIPELINE = CASES = ("bf16_optimizer-2", "stage0_fp32_gradients-2", "pipeline-2")
 NO_FILES = "AttributeError: 'FP16_UnfusedOptimizer' object has no attribute 'dp_process_group'"
 

@@ -1,16 +1,14 @@
 """dp_zero_empty_state: the real megatron-core saves an optimizer state that is empty, or has lost entries."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
+from upstream import affected, checkpoint_formats, newest_affected, releases, run_lines, tree, with_fix, without_fix
 
 FIX = "dp_zero_empty_state"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-ALL = releases("megatron-core")
+ALL = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
 
@@ -19,7 +17,7 @@ def save_and_resume(
 ) -> dict[str, dict[str, Any]]:
     """What the save in each format did on all ranks, by format."""
     names = [name for name in checkpoint_formats(version) if not only or name in only]
-    done = run(
+    lines = run_lines(
         "empty_state",
         tmp_path / "out",
         "--formats",
@@ -29,7 +27,6 @@ def save_and_resume(
         delivery=delivery,
         check=delivery != "none",
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["format"]: line for line in lines}
 
 

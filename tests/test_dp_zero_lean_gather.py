@@ -3,7 +3,6 @@
 The program holds the package's methods against those of upstream's own file, in one process and on one state.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 
 import edits
 from ckpt_patches.engine.registry import FIXES
-from upstream import newest, newest_affected, numbers, releases, run, tree, with_fix, without_fix
+from upstream import affected, newest, newest_affected, numbers, releases, run_lines, tree, with_fix, without_fix
 
 FIX = "dp_zero_lean_gather"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-ALL = releases("megatron-core")
+ALL = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
@@ -30,8 +29,7 @@ def lean_gather(
     """What each rank found, by part."""
     on = tree("megatron-core", version)
     file = on / "megatron/core/optimizer/distrib_optimizer.py"
-    done = run("lean_gather", file, *options, tree=on, delivery=delivery, env=env)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = run_lines("lean_gather", file, *options, tree=on, delivery=delivery, env=env)
     return {line["part"]: line["ranks"] for line in lines}
 
 

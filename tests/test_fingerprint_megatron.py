@@ -9,7 +9,7 @@ import torch
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader, load, save
+from torch.distributed.checkpoint import save
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
@@ -17,6 +17,7 @@ from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.megatron_files import fingerprints, parameter_and_state, read
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
+from torch_dist_indexes import loaded_by_torch
 from upstream import all_releases
 
 TORCH_DIST = ["0.19, fully_reshardable", "0.16, fully_reshardable, tensor parallel", "0.18, fully_reshardable"]
@@ -34,19 +35,6 @@ def found_in(path: Path) -> dict[tuple[str, str], int]:
     return {(one.parameter, one.state): one.value for one in fingerprints(path, read(path))}
 
 
-def loaded_by_torch(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors, whole; on one process."""
-    reader = FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if hasattr(entry, "chunks")
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 def loaded_by_zarr(path: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     folders = [file.parent for file in path.glob("*/.zarray")]
@@ -62,19 +50,12 @@ def loaded_by_zarr(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("name", some(TORCH_DIST))
-def test_of_torch_dist_they_are_those_of_what_torch_loads(name: str) -> None:
-    tensors = loaded_by_torch(EVERY[name].path)
-    expected = {parameter_and_state(key): by_formula(t) for key, t in tensors.items() if t.dtype in FLOATS}
-    assert found_in(EVERY[name].path) == expected
-    assert {state for _, state in expected} == {"model", "master", "exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.parametrize("name", some(ZARR))
-def test_of_zarr_they_are_those_of_what_zarr_loads(name: str, tmp_path: Path) -> None:
-    """In chunks of each tensor-parallel rank, which data-parallel ranks have written ranges of."""
+@pytest.mark.parametrize("name", [*some(TORCH_DIST), *some(ZARR)])
+def test_they_are_those_of_what_torch_or_zarr_loads(name: str, tmp_path: Path) -> None:
+    """Of zarr in chunks of each tensor-parallel rank, which data-parallel ranks have written ranges of."""
     path = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
-    expected = {parameter_and_state(key): by_formula(t) for key, t in loaded_by_zarr(path).items()}
+    tensors = (loaded_by_zarr if name in ZARR else loaded_by_torch)(path)
+    expected = {parameter_and_state(key): by_formula(t) for key, t in tensors.items() if t.dtype in FLOATS}
     assert found_in(path) == expected
     assert {state for _, state in expected} == {"model", "master", "exp_avg", "exp_avg_sq"}
 

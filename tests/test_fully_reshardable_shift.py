@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import edits
-from upstream import newest_affected, releases, run, run_json, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run, run_json, tree, with_fix, without_fix
 
 FIX = "fully_reshardable_shift"
-AFFECTED = releases("megatron-core", oldest="0.15.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
 

@@ -1,12 +1,11 @@
 """On a real GPU, without the stand-in: the hybrid optimizer and a save, as the other tests do them on the CPU."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from upstream import newest, run, tree
+from upstream import newest, run_lines, tree
 
 pytestmark = pytest.mark.gpu
 NEWEST = newest("megatron-core")
@@ -15,8 +14,7 @@ ON_A_GPU = {"MEGATRON_TRAINING_ON_A_GPU": "1"}
 
 def lines(program: str, *options: str | Path, delivery: str) -> list[dict[str, Any]]:
     on = tree("megatron-core", NEWEST)
-    done = run(program, *options, "--ranks", "1", tree=on, delivery=delivery, env=ON_A_GPU)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return run_lines(program, *options, "--ranks", "1", tree=on, delivery=delivery, env=ON_A_GPU)
 
 
 def test_the_hybrid_optimizer_keeps_the_loaded_weights() -> None:

@@ -1,15 +1,14 @@
 """hybrid_offload_reload: weights loaded into a model under the real hybrid CPU-offload optimizer, then one step."""
 
-import json
 from itertools import product
 from typing import Any
 
 import pytest
 
-from upstream import numbers, releases, run, tree, with_fix, without_fix
+from upstream import affected, numbers, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_reload"
-AFFECTED = releases("megatron-core", oldest="0.12.0")
+AFFECTED = affected(FIX)
 WEIGHTS = ["module.a.bias", "module.a.weight", "module.b.bias", "module.b.weight"]  # bf16
 NATIVE = "module.scale"  # fp32
 
@@ -20,8 +19,7 @@ Found = dict[tuple[bool, float, bool], dict[str, Any]]
 
 def load_and_step(version: str, delivery: str, *options: str) -> Found:
     """Parameters that lost the loaded weights, and copies that are stale after the reload, by combination."""
-    done = run("hybrid_reload", *options, tree=tree("megatron-core", version), delivery=delivery)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = run_lines("hybrid_reload", *options, tree=tree("megatron-core", version), delivery=delivery)
     found = {(line["precision_aware"], line["fraction"], line["overlap"]): line for line in lines}
     assert list(found) == COMBINATIONS
     return found

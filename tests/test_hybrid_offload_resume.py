@@ -1,6 +1,5 @@
 """hybrid_offload_resume: the real hybrid CPU-offload optimizer resumes bit for bit (more in test_exact_resume.py)."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import edits
-from upstream import checkpoint_formats, newest_affected, releases, run, tree, with_fix, without_fix
+from upstream import affected, checkpoint_formats, newest_affected, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
-AFFECTED = releases("megatron-core", oldest="0.12.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 OPTIMIZERS = ("hybrid-0.5", "hybrid-1.0-precision-aware")
 
@@ -27,7 +26,7 @@ def resumes(
 ) -> dict[str, set[str]]:
     """What the resumes in the oldest and the newest format of a release (of a copy, in `root`) gave, by optimizer."""
     formats = checkpoint_formats(version)
-    done = run(
+    rows = run_lines(
         "exact_resume",
         folder / "out",
         *("--optimizers", ",".join(names), "--formats", f"{formats[0]},{formats[-1]}"),
@@ -36,7 +35,6 @@ def resumes(
         delivery=delivery,
         env=env,
     )
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {name: {row["result"] for row in rows if row["optimizer"] == name} for name in names}
 
 

@@ -26,7 +26,6 @@ from installed_tree import ZARR, apply, everything, make_installed, revert, snap
 from upstream import all_releases
 
 BOTH = {"apply": apply, "revert": revert}
-OPPOSITE = {"apply": revert, "revert": apply}
 KEPT = ".ckpt-patches-before"
 MOST = 300  # changes that neither apply nor revert comes near
 SOME = 1 if all_releases() else 3  # of the points in the default run, where another test takes them all

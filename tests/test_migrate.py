@@ -1,7 +1,6 @@
 """Old Megatron checkpoints, migrated: later releases of the real megatron-core load them and go on, bit for bit."""
 
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import test_audit_shifted
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
-from upstream import MAIN, all_releases, main_branch, newest, run, tree
+from upstream import MAIN, all_releases, main_branch, newest, run_lines, tree
 
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
 GATHERED = "dp_zero_gather_scatter"
@@ -29,8 +28,7 @@ if main_branch("megatron-core"):
 
 
 def lines(program: str, version: str, *options: str | Path, delivery: str = "none") -> list[dict[str, Any]]:
-    done = run(program, *options, tree=tree("megatron-core", version), delivery=delivery)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return run_lines(program, *options, tree=tree("megatron-core", version), delivery=delivery)
 
 
 def migrated(old: Path, new: Path) -> Path:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt_patches.audit.audit import audit
@@ -23,6 +22,7 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from old_checkpoints import Old, flattened, settings
 from test_migrate import elements
+from torch_dist_indexes import loaded_by_torch
 
 SHAPES: dict[str, tuple[int, ...]] = {"embedding.weight": (8, 6), "layer.weight": (6, 4), "norm.bias": (6,)}
 FRAGMENTS: dict[str, tuple[int, ...]] = {"embedding.weight": (2, 1), "layer.weight": (1, 2)}
@@ -52,20 +52,6 @@ def refused(capsys: pytest.CaptureFixture[str], old: Path, tmp_path: Path, *opti
     assert said.out == ""
     (line,) = said.err.splitlines()
     return line
-
-
-def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors, as torch's own reader finds them."""
-    import torch.distributed.checkpoint as dcp
-
-    described = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in described.items()
-        if hasattr(entry, "chunks")
-    }
-    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    return state
 
 
 def test_torch_itself_loads_every_element_of_what_was_migrated(tmp_path: Path) -> None:

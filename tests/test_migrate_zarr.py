@@ -15,7 +15,8 @@ from ckpt_patches.audit.audit import audit
 from ckpt_patches.audit.damages import UNREADABLE
 from ckpt_patches.formats import torch_dist
 from old_checkpoints import settings
-from test_migrate_refusals import loaded_by_torch, migrate, refused
+from test_migrate_refusals import migrate, refused
+from torch_dist_indexes import loaded_by_torch
 
 Shape = tuple[int, ...]
 NAMES = {torch.float32: "<f4", torch.bfloat16: "bfloat16"}

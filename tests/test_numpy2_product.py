@@ -1,9 +1,9 @@
 """numpy2_product: the real megatron-core under a real NumPy 2."""
 
-from upstream import releases, run_json, tree, with_fix, without_fix
+from upstream import affected, run_json, tree, with_fix, without_fix
 
 FIX = "numpy2_product"
-AFFECTED = releases("megatron-core", newest="0.15.3")
+AFFECTED = affected(FIX)
 NUMPY2 = "2.2.6"
 CALLERS = {"mapping.global_coordinates", "_shard_size", "_validate_sharding_for_key_flattened"}
 

@@ -1,11 +1,11 @@
 """optimizer_state_links: which moments of the real DeepSpeed `safe_get_full_optimizer_state` finds."""
 
 from universal_loads import written
-from upstream import releases, with_fix, without_fix
+from upstream import affected, with_fix, without_fix
 
 FIX = "optimizer_state_links"
 
-AFFECTED = releases("deepspeed", oldest="0.13.2")
+AFFECTED = affected(FIX)
 
 FIRST_GROUP = {"w1.weight", "w2.weight"}
 OTHER_GROUPS = {"w1.bias", "ln.weight", "ln.bias", "w2.bias", "scale"}

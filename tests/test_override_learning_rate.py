@@ -9,11 +9,11 @@ import pytest
 import edits
 from megatron.patches.override_learning_rate import OptimizerParamScheduler
 from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
-from upstream import newest_affected, numbers, releases, tree, with_fix, without_fix
+from upstream import affected, newest_affected, numbers, tree, with_fix, without_fix
 
 FIX = "override_learning_rate"
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
-AFFECTED = releases("megatron-core", oldest="0.9.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
 OVERRIDE, CHECKPOINT = {"keep": "override"}, {"keep": "checkpoint"}

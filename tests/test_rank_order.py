@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from universal import both, ours
-from upstream import newest, releases, with_fix, without_fix
+from upstream import affected, newest, with_fix, without_fix
 from zero_checkpoints import convert, converted, differences, of_ranks
 
 FIX = "rank_order"
 
 NEWEST_OF_FILES, NEWEST = "0.14.0", "0.14.1"
-AFFECTED = releases("deepspeed", newest=NEWEST)
+AFFECTED = affected(FIX)
 OLD = "0.12.6"
 
 # Above 10 the files' names are in another order than the ranks; above 100 the fragments' are, too.

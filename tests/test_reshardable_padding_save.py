@@ -1,16 +1,14 @@
 """reshardable_padding_save: the real megatron-core saves buckets whose padding is more than the end of one rank."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from test_reshardable_padding_flag import reshardable
-from upstream import newest_affected, numbers, releases, run, tree, with_fix, without_fix
+from upstream import affected, newest_affected, numbers, run_lines, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-AFFECTED = releases("megatron-core", oldest="0.11.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 EMPTY = ("small bucket", "gap")
 
@@ -32,8 +30,7 @@ def results(
     """What became of each case's save and load, in the format of buckets, or another."""
     options = ["--format", kind or reshardable(version), "--ranks", str(ranks), "--cases", ",".join(names)]
     options += ["--load", str(load)] if load else []
-    done = run("padded_saving", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = run_lines("padded_saving", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
     return {line["case"]: line["result"] for line in lines}
 
 

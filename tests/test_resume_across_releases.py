@@ -3,7 +3,6 @@
 What the runs find is a table of docs/resume.md.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 import resume_table
 import shared
-from upstream import all_releases, newest, numbers, run, tree
+from upstream import all_releases, newest, numbers, run_lines, tree
 
 RELEASES = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.18.2", newest("megatron-core"))
 PAIRS = [(old, new) for new in RELEASES for old in RELEASES if numbers(old) <= numbers(new)]
@@ -28,8 +27,7 @@ def default_format(version: str) -> str:
 
 
 def exact_resume(version: str, delivery: str, folder: Path, *options: str) -> list[dict[str, Any]]:
-    done = run("exact_resume", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return run_lines("exact_resume", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
 
 
 @pytest.mark.parametrize("inner", ["fused", pytest.param("torch", marks=pytest.mark.slow)])

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import universal
-from upstream import numbers, releases, with_fix, without_fix
+from upstream import affected, numbers, with_fix, without_fix
 from zero_checkpoints import KEYS, convert, with_layers
 from zero_resumes import exact, resumed, trained
 
 FIX = "round_robin_links"
 
-AFFECTED = releases("deepspeed")
+AFFECTED = affected(FIX)
 CASES = ("stage1_round_robin-2", "stage2_round_robin-2")
 RANKS = (2, 3)
 # Without these, older releases fail before they convert anything.

@@ -7,10 +7,10 @@ import pytest
 
 import edits
 from test_dp_zero_empty_state import save_and_resume
-from upstream import checkpoint_formats, releases, run, tree, with_and_without_fix, with_fix, without_fix
+from upstream import affected, checkpoint_formats, releases, run, tree, with_and_without_fix, with_fix, without_fix
 
 FIX = "torch_adam_step"
-AFFECTED = releases("megatron-core", oldest="0.10.0")
+AFFECTED = affected(FIX)
 # Only a run over all releases has it.
 WITHOUT_TORCHS_ADAM = releases("megatron-core", oldest="0.9.0", newest="0.9.0") or [
     pytest.param("0.9.0", marks=pytest.mark.skip(reason="not a default release; CKPT_PATCHES_TEST_ALL=1 runs it"))

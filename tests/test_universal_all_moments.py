@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from universal_loads import error_of_resume, resumed
-from upstream import all_releases, releases, with_fix, without_fix
+from upstream import affected, newest_affected, with_fix, without_fix
 
 FIX = "universal_all_moments"
 
-# No other default release has the bug.
-NEWEST = "0.14.0"
-AFFECTED = releases("deepspeed", oldest="0.13.2", newest=NEWEST) if all_releases() else [NEWEST]
+AFFECTED = affected(FIX)
+NEWEST = newest_affected(FIX)[1]
 
 AFTER_A_STEP = ("--steps", "1")
 # This one dies in a training step at stages 1 and 2 where a rank owns nothing of a group, upstream's own trouble.

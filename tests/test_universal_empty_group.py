@@ -8,11 +8,11 @@ import pytest
 import edits
 from ckpt_patches.engine.plan import Outcome
 from universal_loads import error_of_resume, resumed
-from upstream import newest_affected, numbers, releases, tree, with_fix, without_fix
+from upstream import affected, newest_affected, numbers, tree, with_fix, without_fix
 
 FIX = "universal_empty_group"
 
-AFFECTED = releases("deepspeed", oldest="0.14.1")
+AFFECTED = affected(FIX)
 
 # Upstream's own trouble: these die in a training step at stages 1 and 2, of `tensor_list[0]`, where a rank has nothing
 # of a group. They load what the release before them has trained.

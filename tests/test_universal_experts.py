@@ -13,11 +13,11 @@ from test_convert_experts import states
 from universal import ours
 from upstream import (
     MAIN,
+    affected,
     all_releases,
     newest_affected,
     newest_by_default,
     numbers,
-    releases,
     run,
     tree,
     with_fix,
@@ -27,7 +27,7 @@ from zero_checkpoints import PERMISSIVE
 
 FIX = "universal_experts"
 
-AFFECTED = newest_by_default(releases("deepspeed", oldest="0.14.1"))
+AFFECTED = newest_by_default(affected(FIX))
 NEWEST = newest_affected(FIX)[1]
 # Since then such a training saves the shapes of its parameters, without which nothing can be converted. A release
 # before that loads what the newest has written, and its losses are its own.

@@ -5,11 +5,11 @@ from typing import Any
 
 import universal_loads
 from universal_loads import MASTERS, MOMENTS, ON_MAIN
-from upstream import releases, with_fix, without_fix
+from upstream import affected, with_fix, without_fix
 
 FIX = "universal_fragment_rebind"
 
-AFFECTED = [*releases("deepspeed", oldest="0.14.1", newest="0.19.6"), *ON_MAIN]  # main at edaa722126, of before 0.19.7
+AFFECTED = [*affected(FIX), *ON_MAIN]  # main at edaa722126, of before 0.19.7
 
 
 @functools.cache

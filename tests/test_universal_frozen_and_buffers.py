@@ -3,11 +3,11 @@
 At stages 1, 2 and 3, saved on 2 ranks and loaded on 3, and the other way round.
 """
 
-from upstream import demonstrate, releases, with_fix, without_fix
+from upstream import affected, demonstrate, with_fix, without_fix
 
 FIX = "universal_frozen_and_buffers"
 
-AFFECTED = releases("deepspeed")
+AFFECTED = affected(FIX)
 
 
 @without_fix(FIX, AFFECTED)

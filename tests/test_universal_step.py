@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from universal_loads import resumed
-from upstream import all_releases, releases, with_fix, without_fix
+from upstream import affected, with_fix, without_fix
 
 FIX = "universal_step"
 
-# No other default release has the bug.
-NEWEST = "0.12.2"
-AFFECTED = releases("deepspeed", newest=NEWEST) if all_releases() else [NEWEST]
+AFFECTED = affected(FIX)
 
 STEPS = ["group 0.steps", "group 1.steps"]
 AFTER_MORE_STEPS = ("--steps", "2")  # twice as many as are saved

@@ -1,6 +1,5 @@
 """The helpers in upstream.py: what is selected, installed once, run, and said when it fails."""
 
-import json
 import os
 import random
 import socket
@@ -232,15 +231,3 @@ def test_run_says_what_failed(tmp_path: Path) -> None:
         upstream.run_json(tmp_path / "fails.py", tree=tmp_path, check=False)
     with pytest.raises(ValueError, match="found 'hooked'"):
         upstream.run(tmp_path / "fails.py", tree=tmp_path, delivery="hooked")
-
-
-def test_in_place_is_an_edited_copy_made_once() -> None:
-    tree = upstream.tree("megatron-core", "0.14.0")
-    copy = upstream.in_place(tree)
-    assert copy != tree
-    assert upstream.in_place(tree) == copy
-    name = "megatron/core/dist_checkpointing/strategies/zarr.py"
-    assert (tree / name).read_bytes() != (copy / name).read_bytes()
-    state = json.loads((copy / ".ckpt-patches" / "megatron.core" / "state.json").read_text())
-    assert "zarr_create_synchronizer" in state["fixes"]
-    assert list(copy.glob("megatron_core-*.dist-info"))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from upstream import releases, run_json, tree, with_fix, without_fix
+from upstream import affected, run_json, tree, with_fix, without_fix
 
 FIX = "zarr_create_synchronizer"
-AFFECTED = releases("megatron-core", newest="0.14.0")
+AFFECTED = affected(FIX)
 KEYS = ["exp_avg", "exp_avg_sq", "fp32_param"]
 ARRAYS = [f"optimizer.state.{key}.w" for key in KEYS]
 

@@ -11,12 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import zygotes
-from upstream import all_releases, releases, run, run_json, tree, with_fix, without_fix
+from upstream import all_releases, run, run_json, tree
 
 FIX = "zarr_range_write"
 SYNCHRONIZED = ("zarr_create_synchronizer",)
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
-AFFECTED = releases("megatron-core", newest="0.15.3")
 KEY = "optimizer.state.exp_avg.w"
 RANKS = 16
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool")
@@ -76,25 +75,6 @@ def test_the_files_are_those_of_a_synchronized_save(tmp_path: Path) -> None:
     ours, synchronized = found[FIX,], found[SYNCHRONIZED]
     assert sorted(name for name in ours.keys() | synchronized.keys() if ours.get(name) != synchronized.get(name)) == []
     assert len(found[FIX,]) >= 2 * len(batch)
-
-
-@without_fix(FIX, AFFECTED)
-def test_upstream_loses_slices_where_locks_do_nothing(version: str, delivery: str, tmp_path: Path) -> None:
-    assert interleaved(version, delivery, tmp_path, "nothing")["lost"] > 0
-
-
-@with_fix(FIX, AFFECTED)
-def test_no_slice_is_lost_whatever_the_locks_do(version: str, delivery: str, tmp_path: Path) -> None:
-    found = interleaved(version, delivery, tmp_path, "nothing")
-    assert (found["slices"], found["lost"]) == (80, 0)
-
-
-def interleaved(version: str, delivery: str, tmp_path: Path, locks: str) -> dict[str, int]:
-    arguments = (tmp_path / "out", "--saves", "10", "--locks", locks)
-    found: dict[str, int] = run_json(
-        "zarr_interleavings", *arguments, tree=tree("megatron-core", version), delivery=delivery
-    )
-    return found
 
 
 FAILURES = {

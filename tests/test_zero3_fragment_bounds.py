@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream import DELIVERIES, newest_affected, releases, run, tree, without_fix
+from upstream import DELIVERIES, affected, newest_affected, run, tree, without_fix
 from zero_checkpoints import (
     convert,
     converted,
@@ -18,7 +18,7 @@ from zero_checkpoints import (
 
 FIX = "zero3_fragment_bounds"
 
-AFFECTED = releases("deepspeed", oldest="0.14.5", newest=newest_affected(FIX)[1])
+AFFECTED = affected(FIX)
 WRITER = "0.16.2"
 
 # On 8 ranks: of w1.weight's 9 elements ranks 0 to 3 hold 2 each and rank 4 the last; ranks 5, 6, 7 write 1, 2, 2 more.

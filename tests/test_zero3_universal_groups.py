@@ -7,13 +7,13 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import newest_affected, newest_by_default, releases, tree, with_fix, without_fix
+from upstream import affected, newest_affected, newest_by_default, tree, with_fix, without_fix
 from zero3_resumes import resumed, uninterrupted
 
 FIX = "zero3_universal_groups"
 STAGE3 = "deepspeed.runtime.zero.stage3"
 
-AFFECTED = releases("deepspeed", oldest="0.18.0")
+AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 RUN = ("stage3_groups", 2)  # ranks; two param groups, each cut in two by `sub_group_size`
 ONE_GROUP = ("stage3_sub_groups", 2)

@@ -1,11 +1,11 @@
 """zero3_universal_rank: what ranks of several nodes hold after a ZeRO-3 resume from a universal checkpoint."""
 
-from upstream import releases, with_fix, without_fix
+from upstream import affected, with_fix, without_fix
 from zero3_resumes import resumed, uninterrupted
 
 FIX = "zero3_universal_rank"
 
-AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.17.6")
+AFFECTED = affected(FIX)
 RUN = ("stage3", 4)  # of 4 ranks; at other stages the rank is asked for elsewhere
 TWO_NODES = ("--node", "2")
 

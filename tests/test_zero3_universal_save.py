@@ -5,13 +5,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from upstream import releases, run, tree, with_fix, without_fix
+from upstream import affected, run, tree, with_fix, without_fix
 from zero3_resumes import continued, kept
 from zero_checkpoints import PERMISSIVE, convert
 
 FIX = "zero3_universal_save"
 
-AFFECTED = releases("deepspeed", oldest="0.14.5", newest="0.17.6")
+AFFECTED = affected(FIX)
 KIND, RANKS = "stage3", 4
 TAG = "global_step4"
 

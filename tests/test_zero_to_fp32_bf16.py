@@ -1,10 +1,10 @@
 """zero_to_fp32_bf16: what goes wrong on the real DeepSpeed, and what comes out with the fix."""
 
-from upstream import demonstrate, releases, with_fix, without_fix
+from upstream import affected, demonstrate, releases, with_fix, without_fix
 
 FIX = "zero_to_fp32_bf16"
 
-AFFECTED = releases("deepspeed")
+AFFECTED = affected(FIX)
 # Between them such a run has no ZeRO, unless `bf16_wrapper_name` is active.
 SHOWN_ALONE = [*releases("deepspeed", newest="0.17.5"), *releases("deepspeed", oldest="0.18.5")]
 

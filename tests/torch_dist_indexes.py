@@ -1,4 +1,4 @@
-"""The index of a torch_dist checkpoint, read and written whole: for tests that change it."""
+"""A torch_dist checkpoint as torch itself reads it, and its index, written anew: for tests that change it."""
 
 import contextlib
 import io
@@ -10,9 +10,23 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed.checkpoint.metadata  # noqa: F401  it is what an index is made of
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
 
 INDEX = ".metadata"
+
+
+def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors, complete; on one process."""
+    reader = FileSystemReader(folder)
+    described = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in described.items()
+        if hasattr(entry, "chunks")
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,6 +1,5 @@
 """Run the one-pass converter, and compare what it writes with what upstream's own, fixed, converter writes."""
 
-import functools
 import json
 import os
 import subprocess
@@ -9,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import shared
-from upstream import TIMEOUT, newest, run, run_json, tree
-from zero_checkpoints import convert
+from upstream import TIMEOUT, newest, run_json, tree
+from zero_checkpoints import convert, crafted
 
 MODULE = "deepspeed_patches.ds_to_universal"
 
@@ -107,15 +105,7 @@ def both(output: Path, *sources: Path, version: str) -> dict[str, list[str]]:
 
 def parallel(*cases: str) -> dict[str, Path]:
     """Checkpoints of tensor- and pipeline-parallel models, written once a session."""
-    return {case: _parallel(case) / case / "global_step7" for case in cases}
-
-
-@functools.cache
-def _parallel(case: str) -> Path:
-    def write(out: Path) -> None:
-        run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", newest("deepspeed")))
-
-    return shared.once(f"parallel-{case}", write)
+    return {case: crafted(case) for case in cases}
 
 
 def files(folder: Path) -> dict[str, bytes]:

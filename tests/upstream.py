@@ -161,17 +161,34 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     Only default ones, the oldest and the newest of them, unless `CKPT_PATCHES_TEST_ALL=1`. One that cannot be run here
     is skipped with its reason. A checkout of the main branch, if one is named, is the last of a range without end.
     """
+
+    def within(version: str) -> bool:
+        return (oldest is None or numbers(oldest) <= numbers(version)) and (
+            newest is None or numbers(version) <= numbers(newest)
+        )
+
+    return _parameters(distribution, within, with_main=newest is None)
+
+
+def affected(fix: str) -> list[Any]:
+    """Pytest parameters, as `releases` gives them, of those with the bug of a fix; the newest of these is always one.
+
+    Which they are is in the fix, `releases`. The main branch has a bug that the newest release has.
+    """
+    loaded = fix_files.load(fix)
+    distribution = DISTRIBUTIONS[loaded.package]
+    with_main = loaded.affects(newest(distribution))
+    last = newest_affected(fix)[1]
+    return _parameters(distribution, loaded.affects, with_main=with_main) or [pytest.param(last, id=last)]
+
+
+def _parameters(distribution: str, wanted: Callable[[str], bool], *, with_main: bool) -> list[Any]:
     chosen = [
-        r
-        for r in RELEASES
-        if r.distribution == distribution
-        and (r.default or all_releases())
-        and (oldest is None or numbers(oldest) <= numbers(r.version))
-        and (newest is None or numbers(r.version) <= numbers(newest))
+        r for r in RELEASES if r.distribution == distribution and (r.default or all_releases()) and wanted(r.version)
     ]
     if not all_releases():
         chosen = [*chosen[:1], *chosen[1:][-1:]]
-    main = [Release(distribution, MAIN, default=True)] if newest is None and main_branch(distribution) else []
+    main = [Release(distribution, MAIN, default=True)] if with_main and main_branch(distribution) else []
     return [
         pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ())
         for r in (*chosen, *main)
@@ -405,12 +422,20 @@ def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
         ) from None
 
 
+def run_lines(program: str | Path, *args: str | Path, **keywords: Any) -> list[dict[str, Any]]:
+    """`run`, and the lines of its standard output that are JSON objects."""
+    done = run(program, *args, **keywords)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 def newest_affected(fix: str) -> tuple[str, str]:
-    """The distribution and the version of the last release that has the bug of a fix and can be run here."""
+    """The distribution and the version of the last release that has the bug of a fix and can be run here.
+
+    Where the releases of a new fix are still to be filled in, the newest.
+    """
     loaded = fix_files.load(fix)
     distribution = DISTRIBUTIONS[loaded.package]
-    last = loaded.releases[-1][1]  # that of a new fix is to be filled in; its tests say so
-    return distribution, next(filter(loaded.affects, runnable(distribution)), last)
+    return distribution, next(filter(loaded.affects, runnable(distribution)), newest(distribution))
 
 
 def demonstrate(fix: str, delivery: str, version: str | None = None) -> Outcome:

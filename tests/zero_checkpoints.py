@@ -37,29 +37,26 @@ def _trained(version: str, kind: str) -> Path:
     return shared.once(f"trained-by-{version}-{kind}", train)
 
 
-@functools.cache
 def dp768() -> dict[str, Path]:
     """The DP=768 checkpoint of the report: `dp768` (stage 1) and `dp768_stage3`."""
+    return {case: crafted(case) for case in ("dp768", "dp768_stage3")}
 
-    def write(out: Path) -> None:
-        out.mkdir()
-        run("write_dp768_checkpoint", out, tree=tree("deepspeed", newest("deepspeed")))
-        with_layers(out / "dp768" / "global_step10")
 
-    out = shared.once("dp768-checkpoints", write)
-    return {kind: out / kind / "global_step10" for kind in ("dp768", "dp768_stage3")}
+def of_ranks(count: int) -> Path:
+    """A crafted stage-1 checkpoint of so many ranks: three parameters over all of them, and no padding."""
+    return crafted(str(count))
 
 
 @functools.cache
-def of_ranks(count: int) -> Path:
-    """A crafted stage-1 checkpoint of so many ranks: three parameters over all of them, and no padding."""
+def crafted(case: str) -> Path:
+    """A checkpoint that no training has saved, written once a session."""
 
     def write(out: Path) -> None:
-        out.mkdir()
-        run("write_dp768_checkpoint", out, str(count), tree=tree("deepspeed", newest("deepspeed")))
-        with_layers(out / str(count) / "global_step10")
+        run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", newest("deepspeed")))
+        if (out / case / "truth.pt").exists():
+            with_layers(out / case / "global_step7")
 
-    return shared.once(f"checkpoint-of-{count}-ranks", write) / str(count) / "global_step10"
+    return shared.once(f"crafted-{case}", write) / case / "global_step7"
 
 
 def with_layers(folder: Path) -> Path:

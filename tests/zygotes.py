@@ -66,7 +66,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
     **dict.fromkeys(("autoep_training", "experts", "universal_loading"), DEEPSPEED),
     **dict.fromkeys(("zero_resuming", "zero_training"), DEEPSPEED),
-    **dict.fromkeys(("write_dp768_checkpoint", "write_parallel_checkpoint", "write_sparse_ranks"), DEEPSPEED),
+    **dict.fromkeys(("write_parallel_checkpoint", "write_sparse_ranks"), DEEPSPEED),
 }
 
 # What all of these import of torch, and is the same for all trees: half of the time of their imports and more.

@@ -18,13 +18,13 @@ from ckpt_patches.convert import traits
 from ckpt_patches.convert.conversion_plan import plan
 from ckpt_patches.formats import zero_checkpoint
 known, _ = traits.installed()
-found = zero_checkpoint.read(path / "global_step10")
+found = zero_checkpoint.read(path / "global_step7")
 work = len(plan(found, known, strict=True).outputs)
 """
 AUDIT = """
 from ckpt_patches.audit import audit
 from ckpt_patches.audit.judging import coverage, scan
-found = audit.reader_of(path / "global_step10")(path / "global_step10")
+found = audit.reader_of(path / "global_step7")(path / "global_step7")
 found.shards += coverage.others(found)
 assert found.findings == [], found.findings[:3]
 shards = audit.all_shards(found)
@@ -58,7 +58,7 @@ def test_the_plan_of_many_rank_files(tool: str, checkpoint: tuple[int, Path]) ->
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     seconds, cpu, memory, work, nbytes, reads = json.loads(done.stdout)
-    size = sum(path.stat().st_size for path in (folder / "global_step10").iterdir())
+    size = sum(path.stat().st_size for path in (folder / "global_step7").iterdir())
     print(f"\n{tool}: {count} rank files of {size / 1e9:.0f} GB are planned in {seconds:.1f} s, {memory / 1e6:.0f} MB")
     print(f"  {cpu:.1f} s of CPU time, with the imports")
     print(f"  {work} pieces of work; {nbytes / count / 1e3:.1f} kB and {reads / count:.1f} reads a file")

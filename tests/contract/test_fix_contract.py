@@ -5,6 +5,8 @@ A fix's own tests (tests/test_NAME.py) hold what is particular to it.
 
 import ast
 import importlib
+import itertools
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ from upstream import (
     MAIN,
     PLAN,
     REPOSITORY,
+    affected,
     all_releases,
     demonstrate,
     in_place,
@@ -132,12 +135,20 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
 
 
 def demonstrated() -> Iterator[Any]:
-    """Each fix on the newest release that has its bug, without it and by each delivery."""
+    """Each fix without it and by each delivery, on the newest release that has its bug.
+
+    A fix whose own tests, if it has any, are not of each release with the bug is tested by this on all of them.
+    """
     for name in NAMES:
-        version = newest_affected(name)[1]
-        marks = [pytest.mark.compat(fix=name), *([] if name in SHOWN else [pytest.mark.slow])]
-        for delivery in ("none", *DELIVERIES):
-            yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=marks)
+        own = REPOSITORY / "tests" / f"test_{name}.py"
+        has_own = own.exists() and re.search(r"@with_fix\(|@with_and_without_fix\(|compat\(fix=", own.read_text())
+        newest_with_it = newest_affected(name)[1]
+        releases_with_it = [] if has_own else [one for one in affected(name) if one.values != (newest_with_it,)]
+        releases_with_it.append(pytest.param(newest_with_it))
+        marks = [pytest.mark.compat(fix=name), *([pytest.mark.slow] if has_own and name not in SHOWN else [])]
+        for one, delivery in itertools.product(releases_with_it, ("none", *DELIVERIES)):
+            (version,) = one.values
+            yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=[*marks, *one.marks])
 
 
 @pytest.mark.parametrize(("name", "version", "delivery"), list(demonstrated()))

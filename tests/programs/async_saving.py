@@ -30,16 +30,14 @@ import torch
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo.ranks import wait_for
 from patience import seconds
+from program_arguments import parsed
 
 NUMEL = 5000
 PATIENCE = seconds(4)  # seconds after the end of a worker: who waits longer waits for ever
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("what", choices=list(WHAT))
-    options = parser.parse_args()
+    options = parsed({"out": Path, "what": str})
     mt.spawn(worker, 1, options)
 
 

@@ -6,7 +6,6 @@
 "peak" an upper bound of the memory in bytes: three times the largest of the command and its two workers.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,13 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt_patches.audit.audit import WHOLE, Report, audit
+from program_arguments import parsed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--pairs", type=int, default=7)
-    options = parser.parse_args()
+    options = parsed({"checkpoint": Path}, pairs=7)
     files = [str(path) for path in sorted(options.checkpoint.rglob("*")) if path.is_file()]
     seconds: dict[str, list[float]] = {"cat": [], "cat_cpu": [], "audit": [], "audit_cpu": []}
     reports: list[Report] = []

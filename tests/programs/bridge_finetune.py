@@ -18,6 +18,7 @@ import torch
 
 import bridge_imports  # noqa: F401  stands in for what Bridge asks for and is not here
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 # How the checkpoint is given to Bridge, and whether the optimizer is given it as well (`state_dict=`).
 LOADS: dict[str, dict[str, Any]] = {
@@ -30,11 +31,7 @@ RESULT = "result.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--work-around", action="store_true", help="do what Bridge 0.6.0 does, before the step")
-    options = parser.parse_args()
+    options = parsed({"out": Path}, ranks=2, work_around=False)
     mt.spawn(worker, options.ranks, options)
     print((options.out / RESULT).read_text())
 

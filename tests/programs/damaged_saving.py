@@ -5,7 +5,6 @@ damaged_saving.py OUT step    the next step is taken while a persistent worker w
 damaged_saving.py OUT load-race|load-step
 """
 
-import argparse
 import inspect
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ import torch
 import async_saving
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo.zarr_saving import force_race
+from program_arguments import parsed
 
 STEPS = 3
 RANKS = {"race": 2, "step": 1}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("what", choices=[f"{load}{kind}" for kind in RANKS for load in ("", "load-")])
-    options = parser.parse_args()
+    options = parsed({"out": Path, "what": str})
     kind = options.what.removeprefix("load-")
     mt.spawn(load if options.what != kind else WHAT[kind], RANKS[kind], options.out, kind)
 

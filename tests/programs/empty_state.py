@@ -10,28 +10,20 @@ the one that went on.
 
 import argparse
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out")
-    parser.add_argument("--formats", default="torch")
-    parser.add_argument("--inner", default="fused")
-    parser.add_argument("--precision-aware", action="store_true")
-    parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--lose", default="nothing")
-    parser.add_argument("--fp16", action="store_true")
-    parser.add_argument("--offload-fraction", type=float)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
+    options = parsed(
+        {"out": str}, formats="torch", inner="fused", precision_aware=False, steps=0, lose="nothing", fp16=False,
+        offload_fraction=float, ranks=2,
+    )  # fmt: skip
     mt.spawn(worker, options.ranks, options)
 
 
@@ -110,5 +102,4 @@ def keys_in(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     main()

@@ -17,8 +17,6 @@ An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload
 import argparse
 import functools
 import json
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,5 +144,4 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     main()

@@ -17,14 +17,11 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--saves", type=int, default=5)
-    mt.spawn(worker, 1, parser.parse_args())
+    mt.spawn(worker, 1, parsed({"out": Path}, hidden=2048, saves=5))
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from convert import convert
+from program_arguments import parsed
 
 
 class Settings:
@@ -99,10 +100,7 @@ def nebula(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
+    args = parsed({"checkpoint": Path, "folder": Path})
     engine, path, marker = TorchCheckpointEngine(), str(args.folder / "client.pt"), args.folder / "ran"
 
     def load(saved: object) -> str:

@@ -15,7 +15,6 @@ A `whole` optimizer is not distributed: each rank has all of its state. With `no
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,17 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 VOCABULARY, SEEN, LENGTH, HIDDEN = 64, 40, 8, 16
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["save", "resume"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--format", default="fully_sharded_model_space")
-    parser.add_argument("--backend", default="torch_dist")
-    for name, size in (("tp", 1), ("pp", 1), ("ep", 1), ("dp", 2)):
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--inner", default="fused")
-    parser.add_argument("--optimizer", default="distributed")
-    options = parser.parse_args()
+    options = parsed(
+        {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist",
+        tp=1, pp=1, ep=1, dp=2, experts=False, fp32=False, inner="fused", optimizer="distributed",
+    )  # fmt: skip
     ranks = options.tp * options.pp * options.dp
     parallel = {"tensor_parallel": options.tp, "pipeline_parallel": options.pp}
     mt.spawn(save if options.what == "save" else resume, ranks, options, **parallel)
@@ -297,5 +288,4 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -4,6 +4,8 @@ Prints a line of JSON for each combination: the parameters that did not keep the
 optimizer that do not hold them.
 
     hybrid_reload.py [--state-dict] [--steps-before N] [--ranks 2]
+
+With `--state-dict` reload_model_params is given the weights, in fp32.
 """
 
 import argparse
@@ -15,14 +17,12 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--state-dict", action="store_true", help="give reload_model_params the weights, in fp32")
-    parser.add_argument("--steps-before", type=int, default=0, help="real steps before the load")
-    parser.add_argument("--ranks", type=int, default=2)
-    mt.spawn(worker, parser.parse_args().ranks, parser.parse_args())
+    options = parsed({}, state_dict=False, steps_before=0, ranks=2)
+    mt.spawn(worker, options.ranks, options)
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:

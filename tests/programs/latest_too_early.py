@@ -17,6 +17,7 @@ from typing import Any
 from ckpt_patches.demo import deepspeed_training as zt
 from ckpt_patches.demo.ranks import free_port
 from patience import seconds
+from program_arguments import parsed
 
 RANKS = 2
 LATE = seconds(3)  # from the first rank's last file until it would have written `latest`
@@ -70,11 +71,7 @@ def say(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("work", choices=["save", "whole", "resume"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("kind", choices=zt.KINDS)
-    args = parser.parse_args()
+    args = parsed({"work": str, "out": Path, "kind": str})
     args.ranks = RANKS
     is_save, args.work = args.work == "save", {"save": save, "whole": whole, "resume": resume}[args.work]
     zt.prepare()

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo.memory import MIB, large, peak, return_freed_memory, size
+from program_arguments import parsed
 
 SIZES = (5, 700, 129, 3, 1000, 64, 333)
 BUCKET_SIZE = 500
@@ -37,15 +38,10 @@ COLLECTIVES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("upstream_file")
-    parser.add_argument("--parts", default="equal,memory")
-    parser.add_argument("--inner", default="fused")
-    parser.add_argument("--precision-aware", action="store_true")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--elements", type=int, default=MIB // 2, help="of each large parameter")
-    parser.add_argument("--out")
-    options = parser.parse_args()
+    options = parsed(
+        {"upstream_file": str}, parts="equal,memory", inner="fused", precision_aware=False, ranks=4,
+        elements=MIB // 2, out=str,
+    )  # fmt: skip
     return_freed_memory()
     mt.spawn(worker, options.ranks, options)
 

@@ -17,6 +17,7 @@ import torch
 
 from ckpt_patches.demo import megatron_training as mt
 from megatron_saving import SEEN, VOCABULARY, save
+from program_arguments import parsed
 
 HIDDEN = 12
 RATE = 1e-2
@@ -173,12 +174,7 @@ def write(rank: int, ranks: int, out: str, seed: int, numbers: list[int]) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=4)
-    args = parser.parse_args()
+    args = parsed({"out": Path}, seed=0, count=50, ranks=4)
     refused: list[str] = []
     for first in range(0, args.count, AT_ONCE):
         numbers = list(range(first, min(first + AT_ONCE, args.count)))

@@ -34,26 +34,17 @@ import torch.distributed as dist
 from ckpt_patches.demo import megatron_training as mt
 from live_states import by_folder, digest
 from patience import seconds
+from program_arguments import parsed
 
 VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
 PATIENCE = seconds(300)  # a plan that waits longer is wrong, and fails
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
-    parser.add_argument("--iterations", default=[0, 1, 3], type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--races", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--format", default="fully_sharded_model_space")
-    parser.add_argument("--backend", default="zarr")
-    parser.add_argument("--reload", default="no", choices=["no", "none", "hybrid"])
-    parser.add_argument("--load", type=Path)
-    options = parser.parse_args()
+    options = parsed(
+        {"out": Path}, ranks=4, tp=1, pp=1, dtype="bf16", iterations=[0, 1, 3], races=0, seed=0,
+        format="fully_sharded_model_space", backend="zarr", reload="no", load=Path,
+    )  # fmt: skip
     if options.load:
         parallel = options.tp, options.pp
 

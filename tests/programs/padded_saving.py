@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 # What a case's parameters are, in the order in which they are made: the last is the first in the buffer.
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {
@@ -33,13 +34,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--format", required=True)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cases", default=list(CASES), type=lambda text: text.split(","))
-    parser.add_argument("--load", type=Path)
-    options = parser.parse_args()
+    options = parsed({"out": Path}, format=str, ranks=2, cases=list(CASES), load=Path)
     load_all = options.cases if options.load else on_ranks(save, options.cases, options)
     on_ranks(load, load_all, options)
 

@@ -3,12 +3,12 @@
 run_of_seed OUT --seed 0 --steps 2,50 [--rate 0.01] [--stage 1]
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 
 from ckpt_patches.demo.deepspeed_training import results
+from program_arguments import parsed
 from zero_healthy import HIDDEN, drawn, engine
 
 DRAWN = dict.fromkeys(("zero_rate", "warm_up", "frozen", "unused", "tied", "zero_initialized", "mask"), False)
@@ -31,13 +31,7 @@ def train(rank: int, out: str, seed: int, steps: list[int], rate: float, stage: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", default="2,50")
-    parser.add_argument("--rate", type=float, default=1e-2)
-    parser.add_argument("--stage", type=int, default=1)
-    args = parser.parse_args()
+    args = parsed({"out": Path}, seed=0, steps="2,50", rate=0.01, stage=1)
     steps = [int(step) for step in args.steps.split(",")]
     results(train, 2, str(args.out), args.seed, steps, args.rate, args.stage)
 

@@ -5,6 +5,8 @@ buckets, OUT/one_bucket of one, OUT/even of many that need no padding; OUT/<name
 each parameter of a tensor-parallel rank, taken from the live optimizers' shards, and how many elements of padding end
 the buckets before it.
 
+With `--gloo` the state is gathered on one rank, as the memory-efficient option does.
+
 With `--load FOLDER` the program loads that checkpoint into the model with many buckets instead, as upstream does, and
 prints JSON: by tensor-parallel rank, of each parameter and state, the elements that are not those of
 OUT/shifted.<rank>.npz.
@@ -23,19 +25,14 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
 
 VOCABULARY, SEEN, HIDDEN = 62, 41, 13
 RATE = 1e-3  # after one step at it a norm's weights are still 1 in bf16, and its masters are not
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--gloo", action="store_true", help="gather on one rank, as the memory-efficient option does")
-    parser.add_argument("--load", type=Path)
-    options = parser.parse_args()
+    options = parsed({"out": Path}, ranks=2, tp=1, gloo=False, load=Path)
     mt.spawn(worker, options.ranks, options, tensor_parallel=options.tp)
 
 

@@ -3,6 +3,8 @@
     write_parallel_checkpoint.py OUT CASE...        OUT/CASE/global_step7
 
 A parameter is given by its slices, one a tensor-parallel rank. Every number is another one, but where slices are equal.
+A case that is a number is of so many data-parallel ranks, without padding. Of it and of the report's, `truth.pt` lies
+beside the checkpoint.
 """
 
 import argparse
@@ -32,6 +34,7 @@ class Case:
     equal: tuple[str, ...] = ()  # patterns of parameters whose slices are the same on all ranks
     step: Callable[[], Any] = lambda: torch.tensor(7.0)
     module: dict[str, torch.Tensor] | None = field(default_factory=dict)
+    has_truth: bool = False
 
 
 def even(tp: int, **shapes: tuple[int, ...]) -> dict[str, list[tuple[int, ...]]]:
@@ -171,6 +174,26 @@ def large(zero_stage: int, dp: int) -> Case:
     return Case([stage], {"universal_checkpoint_version": 0.2}, dp, zero_stage, module=None)
 
 
+def data_parallel(dp: int, shapes: dict[str, tuple[int, ...]], zero_stage: int = 1) -> Case:
+    """Without other ranks; the step is a number, as FusedAdam keeps it."""
+    info = {"universal_checkpoint_version": 0.2}
+    return Case([even(1, **shapes)], info, dp, zero_stage, step=lambda: 7, has_truth=True)
+
+
+def dp768() -> Case:
+    """Of the report: 65 vectors of 4096 elements are 266,240, padded to 267,264: partitions of 348, 1024 of padding."""
+    return data_parallel(768, {**{f"norms__{i}__weight": (4096,) for i in range(65)}, "weight": (2, 2)})
+
+
+def dp768_stage3() -> Case:
+    """4096 elements are 6 a rank, on 683 ranks; the last of these holds 4."""
+    return data_parallel(768, {"norm__weight": (4096,)}, zero_stage=3)
+
+
+def of_ranks(dp: int) -> Case:
+    return data_parallel(dp, {"weight": (20 * dp - 100,), "bias": (37,), "scale": (63,)})
+
+
 def zero3(case: Case) -> Case:
     case.zero_stage = 3
     return case
@@ -186,6 +209,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "zero3_affine": lambda: zero3(affine()),
     "large_stage1": lambda: large(1, 768),
     "large_stage3": lambda: large(3, 64),
+    "dp768": dp768,
+    "dp768_stage3": dp768_stage3,
 }
 
 
@@ -250,6 +275,9 @@ def write(out: Path, case: Case) -> None:
             (write_stage_3 if case.zero_stage == 3 else write_stage_1)(out, case, pp * tp_degree + tp, groups)
             if len(case.stages) > 1:  # of a pipeline; what is in them does not matter
                 torch.save({}, out / f"layer_{pp + 1:02d}-model_{tp:02d}-model_states.pt")
+    if case.has_truth:
+        truth = {name: {key: slices[0] for key, slices in states.items()} for name, states in found.items()}
+        torch.save(truth, out.parent / "truth.pt")
 
 
 def write_stage_1(out: Path, case: Case, mp: int, groups: Sequence[Any]) -> None:
@@ -324,11 +352,11 @@ def model_states(case: Case, groups: Sequence[Mapping[str, Mapping[str, torch.Te
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("cases", nargs="+")
     args = parser.parse_args()
     for name in args.cases:
         torch.manual_seed(0)
-        write(args.out / name / TAG, CASES[name]())
+        write(args.out / name / TAG, of_ranks(int(name)) if name.isdecimal() else CASES[name]())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write a ZeRO-1 checkpoint of many ranks in its real size, whose tensors are holes in the files.
 
-write_sparse_ranks.py OUT RANKS PARAMETERS ELEMENTS     OUT/global_step10: of PARAMETERS tensors of ELEMENTS each
+write_sparse_ranks.py OUT RANKS PARAMETERS ELEMENTS     OUT/global_step7: of PARAMETERS tensors of ELEMENTS each
 """
 
 import math
@@ -13,12 +13,15 @@ from pathlib import Path
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from write_dp768_checkpoint import TAG, adam, model_states, save
+from write_parallel_checkpoint import KEYS, TAG, Case, model_states
 
 
 def main() -> None:
     out, (ranks, parameters, elements) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    shapes: dict[str, tuple[int, ...]] = {f"layers.{number}.weight": (elements,) for number in range(parameters)}
+    names = [f"layers.{number}.weight" for number in range(parameters)]
+    case = Case([{name: [(elements,)] for name in names}], {"universal_checkpoint_version": 0.2}, dp=ranks)
+    folder = out / TAG
+    folder.mkdir(parents=True)
     partition = math.ceil(parameters * elements / (2 * ranks)) * 2
     padding = partition * ranks - parameters * elements
     master, *moments = (torch.empty(partition) for _ in range(3))
@@ -26,7 +29,7 @@ def main() -> None:
         for rank in range(ranks):
             optimizer = {
                 "base_optimizer_state": {
-                    "state": {0: adam(*moments)},
+                    "state": {0: {"step": 7, **dict(zip(KEYS[1:], moments, strict=True))}},
                     "param_groups": [{"lr": 1e-4, "params": [0]}],
                 },
                 "single_partition_of_fp32_groups": [master],
@@ -36,11 +39,10 @@ def main() -> None:
                 "param_slice_mappings": [fragments(rank * partition, partition, parameters, elements)],
             }
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            save({"optimizer_state_dict": {**optimizer, "ds_version": "0.16.2"}}, out / TAG, name)
-            give_checksums(out / TAG / name, 3 * rank)
-        weight = torch.empty(elements, dtype=torch.bfloat16)
-        weights = {"module": dict.fromkeys(shapes, weight)}
-        save({**model_states([shapes], ranks), **weights}, out / TAG, "mp_rank_00_model_states.pt")
+            torch.save({"optimizer_state_dict": {**optimizer, "ds_version": "0.16.2"}}, folder / name)
+            give_checksums(folder / name, 3 * rank)
+        weight = {"fp32": torch.empty(elements, dtype=torch.bfloat16)}  # for all, as it is: nothing is converted
+        torch.save(model_states(case, [dict.fromkeys(names, weight)]), folder / "mp_rank_00_model_states.pt")
 
 
 def give_checksums(path: Path, first: int) -> None:

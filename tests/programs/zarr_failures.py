@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ckpt_patches.demo import zarr_saving
 from patience import seconds
+from program_arguments import parsed
 
 SHAPE = (64, 128)  # 32 KiB a chunk
 KEY = "optimizer.state.exp_avg.w"
@@ -27,10 +28,7 @@ PATIENCE = seconds(300)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("failure", choices=[*DAMAGES, "exists", "dies", "locks"])
-    options = parser.parse_args()
+    options = parsed({"out": Path, "failure": str})
     options.out.mkdir(parents=True, exist_ok=True)
     zarr_saving.spawn(worker, 4, options)
 

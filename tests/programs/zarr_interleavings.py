@@ -18,18 +18,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ckpt_patches.demo import zarr_saving
+from program_arguments import parsed
 
 SHAPE = (16, 32)
 KEY = "optimizer.state.exp_avg.w"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--saves", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--locks", default="working", choices=["working", "nothing"])
-    options = parser.parse_args()
+    options = parsed({"out": Path}, saves=20, ranks=8, locks="working")
     zarr_saving.spawn(worker, options.ranks, options)
 
 

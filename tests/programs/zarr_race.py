@@ -16,18 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import zarr_saving
+from program_arguments import parsed
 
 KEYS = ("fp32_param", "exp_avg", "exp_avg_sq")
 ROWS, COLUMNS = 24, 50  # of a tensor-parallel rank's shard
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--dtype", default="float32")
-    options = parser.parse_args()
+    options = parsed({"out": Path}, ranks=4, tp=1, dtype="float32")
     zarr_saving.spawn(worker, options.ranks, options)
 
 

@@ -18,14 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import zarr_saving
+from program_arguments import parsed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", type=Path)
-    parser.add_argument("--ranks", type=int, default=16)
-    options = parser.parse_args()
+    options = parsed({"out": Path, "cases": Path}, ranks=16)
     zarr_saving.spawn(worker, options.ranks, options)
 
 

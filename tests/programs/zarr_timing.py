@@ -18,18 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ckpt_patches.demo import zarr_saving
+from program_arguments import parsed
 
 COLUMNS = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--arrays", type=int, default=4)
-    parser.add_argument("--megabytes", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=5)
-    options = parser.parse_args()
+    options = parsed({"out": Path}, ranks=8, arrays=4, megabytes=64, repeat=5)
     zarr_saving.spawn(worker, options.ranks, options)
 
 

@@ -6,7 +6,6 @@ Drawn are the stage, the data type, the optimizer, param groups, and what is unu
 and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step at all.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
@@ -16,6 +15,7 @@ import deepspeed
 import torch
 
 from ckpt_patches.demo.deepspeed_training import results
+from program_arguments import parsed
 
 HIDDEN = 8
 OPTIMIZERS = {
@@ -133,12 +133,7 @@ def write(rank: int, out: str, seed: int, count: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=2)
-    args = parser.parse_args()
+    args = parsed({"out": Path}, seed=0, count=50, ranks=2)
     print(json.dumps({"refused": results(write, args.ranks, str(args.out), args.seed, args.count)[0]}))
 
 

@@ -5,7 +5,6 @@ load CASES.json KIND          prints for each folder of the list what the live s
                               as a digest by name, or {"error": "..."}
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from ckpt_patches.demo import experts_training
 from ckpt_patches.demo.deepspeed_training import STEPS, engine, results, snapshot, train
 from live_states import by_folder, digest
+from program_arguments import parsed
 
 RANKS = 2
 EXPERTS = "experts"  # two expert-parallel ranks, at stage 1
@@ -66,12 +66,7 @@ def loaded(folders: list[str], kind: str, universal: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("work", choices=["write", "load"])
-    parser.add_argument("path", type=Path)
-    parser.add_argument("kind")
-    parser.add_argument("--universal", action="store_true")
-    args = parser.parse_args()
+    args = parsed({"work": str, "path": Path, "kind": str}, universal=False)
     if args.work == "write":
         results(write, ranks_of(args.kind), str(args.path), args.kind)
         print("{}")
