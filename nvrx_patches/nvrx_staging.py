@@ -30,30 +30,35 @@ TITLES = ("Clone if we detect incontiguous storage for CPU tensors", "Clone tens
 def clone_cpu_tensors(source: Source) -> None:
     """Upstream clones views only; a persistent worker gets all other CPU tensors in shared memory."""
     clone = _resolving(source, source.function("FileSystemWriterAsync.prepare_write_data"))
-    if source.has("ten.clone()", within=clone) and not source.has("is_view", within=clone):
+    described = ast.get_docstring(clone) or ""
+    is_cloned = source.has("ten.clone()", within=clone) and not source.has("is_view", within=clone)
+    if is_cloned and VIEWS_ONLY not in described:
         raise AlreadyThere
-    is_view = source.one("is_view = ...", within=clone)
-    source.one("ten.clone() if is_view else ten", within=clone)
-    returned = clone.body[-1]
+    if not is_cloned:
+        _clone_always(source, clone)
+    if VIEWS_ONLY in described:
+        text = described.replace(VIEWS_ONLY, ALL).replace(*TITLES)
+        source.replace(clone.body[0], f'"""{text}\n"""')
+
+
+def _clone_always(source: Source, clone: Function) -> None:
+    is_view, returned = source.one("is_view = ...", within=clone), clone.body[-1]
+    alone, flagged = (
+        "return ten.clone() if is_view else ten",
+        "return (ten.clone() if is_view else ten), False",
+    )
     text = source.text(returned)
-    alone = "return ten.clone() if is_view else ten"
-    with_flag = "return (ten.clone() if is_view else ten), False"
-    if text not in (alone, with_flag):
+    if text not in (alone, flagged):
         raise NoMatch(f"expected `{alone}` at the end of {clone.name}, found `{text}`")
     cloned = "return ten.clone()" if text == alone else "return ten.clone(), False"
     source.replace_from_to(is_view, returned, cloned, about="clone if they are views")
-    described = (ast.get_docstring(clone) or "").replace(VIEWS_ONLY, ALL).replace(*TITLES)
-    source.replace(clone.body[0], f'"""{described}\n"""')
 
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.utils", independent=True)
 def copy_what_torch_saves(source: Source) -> None:
     """`TorchAsyncCheckpoint` stages by `to("cpu")`, which copies nothing that is there already."""
     stage = source.function("preload_tensors")
-    calls = source.all(
-        'in_var.detach().to("cpu", non_blocking=non_blocking, copy=True)', within=stage
-    )
-    if calls:
+    if source.has('in_var.detach().to("cpu", non_blocking=non_blocking, copy=True)', within=stage):
         raise AlreadyThere
     call = source.one('in_var.detach().to("cpu", non_blocking=non_blocking)', within=stage)
     source.add_keyword(call, "copy", "True")

@@ -19,6 +19,7 @@ OUTCOMES: dict[str, str] = {
     "latest_after_all_ranks": "0.12.0 m1m1 0.17.1 mm",
     "latest_replaced": "0.12.0 m",
     "numpy2_product": "0.7.0 -mmm- 0.8.0 -mbmm 0.9.0 mmbbm 0.16.0 tbbbt",
+    "nvrx_staging": "0.4.1 mm",
     "optimizer_state_links": "0.12.0 ----- 0.13.2 mmm1mm1",
     "override_learning_rate": "0.7.0 -- 0.9.0 m1m",
     "rank_order": "0.12.0 mm 0.14.1 tm 0.14.2 tt",
