@@ -126,7 +126,8 @@ ordinary load | load | Load a ZeRO checkpoint
   each rank reads its own files
   sets: partitions, settings, step
   @ runtime.engine runtime.checkpoint_engine.torch_checkpoint_engine
-  @ runtime.checkpoint_engine.fast_checkpoint_engine utils.zero_to_fp32
+  @ runtime.checkpoint_engine.fast_checkpoint_engine runtime.zero.stage_1_and_2 runtime.zero.stage3
+  @ utils.zero_to_fp32
 universal load | load | Load a universal checkpoint
   each rank reads its part of each parameter
   sets: masters and moments

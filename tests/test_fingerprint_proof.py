@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt_patches.fingerprint import verdict as verdicts
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part
 from ckpt_patches.fingerprint.proof import FingerprintError, prove, recorded, verdict_of
-from ckpt_patches.fingerprint.record import from_plain
+from ckpt_patches.fingerprint.record import STEP, from_plain, of_step
 from ckpt_patches.fingerprint.verdict import Difference
 from ckpt_patches.runtime.units import in_bytes
 
@@ -117,18 +118,54 @@ def test_a_run_that_was_told_to_goes_on(monkeypatch: pytest.MonkeyPatch, caplog:
     assert said.count("\n") == 9
 
 
-@pytest.mark.parametrize(
-    ("plain", "why"),
-    [
-        (None, "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT"),
-        ({"format": 2}, "expected format 1, found 2: it is of another release of ours"),
-        ({"format": 1, "states": 3}, "expected a record of fingerprints, found dict"),
-    ],
-)
-def test_what_cannot_be_proven_is_said(plain: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+UNREADABLE = [
+    ({"format": 2}, "expected format 1, found 2: it is of another release of ours"),
+    ({"format": 1, "states": 3}, "expected a record of fingerprints, found dict"),
+]
+NOTHING = "fingerprint: nothing is proven of this resume\n  not proven: the checkpoint: "
+# Of another step, it is no record of this checkpoint; a run that recorded nothing could not.
+NO_RECORD = [
+    (None, "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT"),
+    (of_step({**recorded(live(some())), STEP: 3}, 4), "the record is of step 3, and the checkpoint of step 4"),
+]
+
+
+@pytest.mark.parametrize(("plain", "why"), NO_RECORD)
+@pytest.mark.parametrize("switch", ["1", "warn"])
+def test_without_a_record_nothing_is_proven_and_the_run_goes_on(
+    switch: str, plain: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", switch)
+    assert not prove(live(some()), plain).is_wrong
+    (said,) = caplog.messages
+    assert said.startswith(NOTHING + why)
+
+
+@pytest.mark.parametrize(("plain", "why"), UNREADABLE)
+def test_a_record_that_cannot_be_read_is_an_error(
+    plain: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
+    with pytest.raises(FingerprintError, match=f"^{re.escape(NOTHING + why)}") as raised:
+        prove(live(some()), plain)
+    assert str(raised.value).endswith("\n  CKPT_PATCHES_FINGERPRINT=warn goes on all the same")
+    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "warn")
     prove(live(some()), plain)
     (said,) = caplog.messages
-    assert said.startswith(f"fingerprint: nothing is proven of this resume\n  not proven: the checkpoint: {why}")
+    assert said.startswith(NOTHING + why)
+
+
+def test_a_load_of_which_nothing_can_be_compared_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with other names of all parameters; where something is proven, the rest is named."""
+    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
+    renamed = {(f"module.{name}", state): tensor for (name, state), tensor in some().items()}
+    with pytest.raises(FingerprintError, match=r"nothing is proven of this resume\n.*: this run has no such parameter"):
+        prove(live(renamed), recorded(live(some())))
+    one_known = {**renamed, FIRST: some()[FIRST]}
+    del one_known["module.first.weight", "exp_avg"]
+    assert verdict_of(live(one_known), recorded(live(some()))).proven == [FIRST]
 
 
 def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> None:
@@ -162,3 +199,22 @@ def prove_as_a_stage(rank: int, port: int) -> tuple[list[str], dict[str, str]]:
 def test_what_each_stage_of_a_pipeline_has_is_proven_together() -> None:
     expected = [["3 buffers"], {"buffer 1 lost": "this run has nothing of it"}]
     assert results(prove_as_a_stage, 2, free_port()) == [expected, expected]
+
+
+def prove_with_one_record(rank: int, port: int) -> str:
+    """The second rank has lost it, or has one that cannot be read."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found = []
+    for first, second in (({"format": 2}, None), ({"format": 2}, {"format": 3})):
+        try:
+            prove(Live(list), second if rank else first)
+        except FingerprintError as error:
+            found.append(str(error).splitlines()[1])
+    return "; ".join(found)
+
+
+def test_records_that_differ_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
+    one_lacks, none_reads = results(prove_with_one_record, 2, free_port())
+    assert one_lacks.startswith("  not proven: the checkpoint: its fingerprint is not the same on all ranks; ")
+    assert [text.count("the checkpoint: ") for text in (one_lacks, none_reads)] == [2, 2]

@@ -2,7 +2,7 @@
 
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed.ops.adam import fused_adam
 
+from ckpt_patches import demo
 from ckpt_patches.demo import deepspeed_training as dt
 
 MOMENTUM = "momentum_buffer"
@@ -162,12 +163,58 @@ def _load(rank: int, folder: Path, case: str, ranks: int, tag: str) -> list[str]
     run = engine(name, ranks, int(stage), universal=tag == dt.UNIVERSAL, seed=1)
     dt.load(run, folder, tag)
     truth, found = torch.load(folder / dt.TRUTH, weights_only=False), live(run)
-    wrong = [key for key in sorted(truth.keys() | found.keys()) if not _same(found.get(key), truth.get(key))]
+    wrong = _different(found, truth)
     dt.train(run, rank, ranks, first=dt.STEPS)
-    return dt.on_any_rank(wrong)
+    return wrong
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return bool(torch.equal(one, other))
     return type(one) is type(other) and bool(str(one) == str(other))
+
+
+def show_resume(
+    *every: str, tags: Sequence[str] = (dt.TAG,), raises: str | tuple[str, ...] = (), **of_zero: Any
+) -> None:
+    """A demonstration: save each case on 2 ranks with these settings of ZeRO, and resume from each of the tags.
+
+    An error that begins with `raises` is the bug.
+    """
+    dt.allow_pickles()
+
+    def run(folder: Path) -> str:
+        ranks, each = 2, demo.cases(every)
+        found = {case: dt.results(resume, ranks, folder / case, case, ranks, tags, of_zero)[0] for case in each}
+        return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
+
+    demo.show(run, "saved; resumes bit for bit", raises=raises)
+
+
+def resume(rank: int, folder: Path, case: str, ranks: int, tags: Sequence[str], of_zero: dict[str, Any]) -> str:
+    """Train, save, load into a run of other weights, and take two steps in both; what differs then, "" if nothing."""
+    name, _, stage = case.partition("-")
+    run = engine(name, ranks, int(stage), **of_zero)
+    dt.train(run, rank, ranks, first=0)
+    dt.save(run, folder)
+    saved = live(run)
+    losses = dt.train(run, rank, ranks, first=dt.STEPS)
+    for tag in tags:
+        if tag == dt.UNIVERSAL:
+            dt.convert(folder)
+        resumed = engine(name, ranks, int(stage), universal=tag == dt.UNIVERSAL, seed=1, **of_zero)
+        dt.load(resumed, folder, tag)
+        loaded = _different(live(resumed), saved)
+        found = dt.train(resumed, rank, ranks, first=dt.STEPS)
+        trained = _different(live(resumed), live(run))
+        if loaded or trained or found != losses:
+            return (
+                f"{len(loaded)} of {len(saved)} states differ after the load, {len(trained)} after {dt.STEPS} steps "
+                f"more, whose last loss is {found[-1]:.5f} in place of {losses[-1]:.5f}; no error"
+            )
+    return ""
+
+
+def _different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    keys = sorted(expected.keys() | found.keys())
+    return dt.on_any_rank([key for key in keys if not _same(found.get(key), expected.get(key))])

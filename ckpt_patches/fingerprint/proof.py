@@ -55,11 +55,12 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
         group: of ranks whose parts come together; None for all.
 
     Raises:
-        FingerprintError: something is not what was saved, on all ranks, unless the switch says `warn`.
+        FingerprintError: something is not what was saved, or nothing could be compared with the record that there is;
+            on all ranks, unless the switch says `warn`.
     """
     verdict = verdict_of(live, plain, group)
     lines = sentences(verdict)
-    if verdict.is_wrong and os.environ.get(SWITCH) != "warn":
+    if (verdict.is_wrong or verdict.is_unproven) and os.environ.get(SWITCH) != "warn":
         raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
     if is_rank_zero(os.environ):
         odd = verdict.is_wrong or verdict.unproven or verdict.rates
@@ -76,11 +77,11 @@ def say_nothing_is_proven(why: str) -> None:
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     """As `prove`, without a word."""
     record, problem = _read(plain)
-    said = _from_all((_digest(record), problem), group)
-    if len({digest for digest, _ in said}) > 1:
-        return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"})
+    said = _from_all((_digest(record), plain is not None), group)
+    if len(set(said)) > 1:
+        return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
     if record is None:
-        return Verdict(unproven={"the checkpoint": problem})
+        return Verdict(unproven={"the checkpoint": problem}, recorded=said[0][1])
     found = sums(live.parts(), main=False)
     odd = _from_all(_odd(live, record, found), group)
     totals = _totals(record, found, odd, group)

@@ -58,10 +58,16 @@ class Verdict:
     unproven: Mapping[str, str] = field(default_factory=dict)  # what, and why not
     rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
     besides: Sequence[str] = ()  # what else is as it was, in words: "2 buffers", "settings"
+    recorded: bool = False  # the checkpoint has a record, of a state or one that cannot be read
 
     @property
     def is_wrong(self) -> bool:
         return bool(self.differences or self.settings)
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether nothing came of a record."""
+        return self.recorded and not self.proven
 
 
 def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
@@ -119,7 +125,9 @@ def judge(
         differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))
     rates = [one for one in settings if one.setting == RATE]
     wrong = [one for one in settings if one.setting != RATE]
-    return Verdict(proven, nbytes, differences, wrong, unproven, rates, _besides(record, others))
+    return Verdict(
+        proven, nbytes, differences, wrong, unproven, rates, _besides(record, others), recorded=bool(record.states)
+    )
 
 
 def _besides(record: Record, others: Sequence[str]) -> list[str]:

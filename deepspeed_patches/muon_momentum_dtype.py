@@ -1,0 +1,47 @@
+"""Resume Muon at ZeRO 1 and 2: convert the momentum that a load has cast to fp32 to the type of the gradients.
+
+https://github.com/deepspeedai/DeepSpeed/issues/7746
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoBug, NotConcerned, Source
+
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/deepspeedai/DeepSpeed/issues/7746",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8433",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8483",
+    ),
+    symptom="the first step of a resume fails: `expected dtype float for 'end'`",
+    releases=(("0.18.3", "0.19.6"),),
+    stacks="Muon, ZeRO 1 and 2, bf16 or fp16",
+    silent=False,
+    stages=("ordinary load",),
+    test="tests/unit/ops/muon/test_muon_momentum_dtype.py",
+)
+
+MUON_GROUP = "getattr(tensor_list[0], 'use_muon', False) and 'muon' in self.optimizer.__class__.__name__.lower()"
+NO_MOMENTUM = f'"momentum_buffer" not in self.optimizer.state[flatten_copy] and {MUON_GROUP}'
+STATE = "muon_state, grads = self.optimizer.state[flatten_copy], self.all_grad_tensors[param_group_idx]"
+# A load casts each state to the type of the flat parameter, which is fp32. What was saved has this one: no bit is lost.
+CONVERT = f"""if {MUON_GROUP}:
+    {STATE}
+    muon_state["momentum_buffer"] = muon_state["momentum_buffer"].to(grads[0].dtype)"""
+
+
+@fix.edit(STAGE_1_AND_2)
+def convert_a_loaded_momentum(source: Source) -> None:
+    """Upstream makes a momentum where none is, and takes one that is there as it is."""
+    if b"use_muon" not in source.data:
+        raise NotConcerned
+    if source.has_function("DeepSpeedZeroOptimizer._muon_momentum_buffer"):
+        raise AlreadyThere
+    partition = source.function("DeepSpeedZeroOptimizer.get_flat_partition")
+    if source.has(STATE, within=partition):
+        raise AlreadyThere
+    if source.has("torch.narrow(...).view(tensor.size()).to(device).to(dtype)", within=partition):
+        raise NoBug  # up to 0.18.2 a step converts its copy of the momentum, and copies it back
+    source.insert_after(source.branch(NO_MOMENTUM, within=partition), CONVERT)

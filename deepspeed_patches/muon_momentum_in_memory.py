@@ -1,0 +1,66 @@
+"""Resume Muon at ZeRO-3 with `save_muon_momentum_buffer_in_memory` with the loaded momentum, not the buffer's own.
+
+https://github.com/deepspeedai/DeepSpeed/pull/7919
+"""
+
+from typing import Any
+
+import torch
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import NotConcerned, Source
+
+STAGE3 = "deepspeed.runtime.zero.stage3"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7919",),
+    symptom="the steps after a resume begin with a momentum of zeros",
+    releases=(("0.18.9", newest("deepspeed")),),
+    stacks="Muon, ZeRO 3 with `save_muon_momentum_buffer_in_memory`",
+    silent=True,
+    stages=("ordinary load", "universal load"),
+    test="tests/unit/ops/muon/test_muon_momentum_in_memory.py",
+)
+
+OWNER = "DeepSpeedZeroOptimizer_Stage3"
+LOAD, LOAD_UNIVERSAL = "_rigid_load_state_dict", "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+KEEP = "self._keep_loaded_muon_momentum()"
+
+
+class DeepSpeedZeroOptimizer_Stage3:
+    """What its class gets, and what that uses of it."""
+
+    optimizer: "Any"
+    fp32_partitioned_groups_flat: "list[torch.Tensor]"
+
+    def _keep_loaded_muon_momentum(self) -> None:
+        """Copy the loaded momentum into the buffers in memory that the steps use, and that the next save takes."""
+        buffers = getattr(self, "muon_momentum_buffer_partitioned_groups_flat", {})
+        for sub_group_id, buffer in buffers.items():
+            state = self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]
+            if "momentum_buffer" not in state:
+                raise ValueError(f"expected the momentum of sub-group {sub_group_id}, found {sorted(state)}")
+            buffer.copy_(state["momentum_buffer"])
+            state["momentum_buffer"] = buffer
+
+
+@fix.edit(STAGE3)
+def keep_the_loaded_momentum(source: Source) -> None:
+    """Upstream loads it into the optimizer's state, and the next step puts the buffer in memory there."""
+    if b"muon_momentum_buffer_partitioned_groups_flat" not in source.data:
+        raise NotConcerned
+    load, load_universal = (source.function(f"{OWNER}.{name}") for name in (LOAD, LOAD_UNIVERSAL))
+    method = DeepSpeedZeroOptimizer_Stage3._keep_loaded_muon_momentum
+    source.check_parts(
+        {
+            **source.functions_there(f"{OWNER}.", method),
+            LOAD: source.has(KEEP, within=load),
+            LOAD_UNIVERSAL: source.has(KEEP, within=load_universal),
+        }
+    )
+    branch = source.branch("load_optimizer_states", within=load)
+    source.insert_after(source.one("self._clear_fp32_optimizer_param_groups()", within=branch), KEEP)
+    source.insert_before(source.loop("param_group", within=load_universal), KEEP)
+    source.insert_method_before(load, method)
