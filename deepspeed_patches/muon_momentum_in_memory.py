@@ -5,11 +5,13 @@ https://github.com/deepspeedai/DeepSpeed/pull/7919
 
 from typing import Any
 
-import torch
-
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
 
 STAGE3 = "deepspeed.runtime.zero.stage3"
 

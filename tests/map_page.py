@@ -159,6 +159,8 @@ nvrx | save | Write torch_dist, in the background
   a worker receives the trainer's tensors
   writes: a file each, then the index
   @ checkpointing.async_ckpt.filesystem_async checkpointing.utils
+nvrx files | disk | torch_dist checkpoint | audit
+  *.distcp and .metadata
 """
 
 
@@ -174,6 +176,7 @@ share > async > megatron files > check
 megatron files > scheduler
 wrapper > model states > optimizer states > latest > zero files > extract > merge > universal files
 model states > zero files > ordinary load > links
+nvrx > nvrx files
 universal files > universal load > settings > links
 """
 ARROWS = [arrow for chain in CHAINS.strip().splitlines() for arrow in pairwise(chain.split(" > "))]

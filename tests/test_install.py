@@ -23,9 +23,9 @@ import importlib, pkgutil, ckpt_patches, ckpt_patches.engine.fix, ckpt_patches.e
 for module in pkgutil.iter_modules(ckpt_patches.__path__):
     if module.name != "__main__":
         importlib.import_module(f"ckpt_patches.{module.name}")
-for name, modules in ckpt_patches.engine.registry.FIXES.items():
-    top = modules[0].partition(".")[0]
-    importlib.import_module(f"{top}_patches.{name}")
+registry = ckpt_patches.engine.registry
+for name, modules in registry.FIXES.items():
+    importlib.import_module(f"{registry.FOLDERS[registry.root_of(modules[0])][0]}.{name}")
 """
 
 

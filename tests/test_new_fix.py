@@ -95,7 +95,11 @@ def test_a_fresh_scaffold_fails_its_own_tests_alone(package: str, clone: Path) -
     [
         ("numpy2_product", MODULE, "there is a fix numpy2_product already"),
         ("Lost-Momentum", MODULE, "expected a name in small letters, digits and underscores"),
-        (NAME, "torch.optim", "expected a module of megatron.core or deepspeed, found torch.optim"),
+        (
+            NAME,
+            "torch.optim",
+            "expected a module of megatron.core or deepspeed or nvidia_resiliency_ext, found torch.optim",
+        ),
         ("hook", MODULE, "expected no file of that name yet, found .*docs/hook.md"),
     ],
 )

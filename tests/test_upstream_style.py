@@ -1,7 +1,8 @@
 """A fix's diff is in upstream's style: upstream's own formatters and linters, as it configures them, change none of it.
 
-The configurations are those of the two main branches in August 2026, as facts: `pyproject.toml`, `.pylintrc` and
-`.pre-commit-config.yaml` of Megatron-LM, `.style.yapf`, `.flake8` and `.pre-commit-config.yaml` of DeepSpeed.
+The configurations are those of the main branches in August 2026, as facts: `pyproject.toml`, `.pylintrc` and
+`.pre-commit-config.yaml` of Megatron-LM, `.style.yapf`, `.flake8` and `.pre-commit-config.yaml` of DeepSpeed,
+`pyproject.toml` of nvidia-resiliency-ext.
 """
 
 import difflib
@@ -20,13 +21,15 @@ import edits
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.plan import Outcome
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, NVRX
 from upstream import newest_affected, tree
 
 pytestmark = pytest.mark.slow
 
 BLACK = ["--line-length=100", "--skip-string-normalization", "--skip-magic-trailing-comma"]
 ISORT = ["--profile=black", "--line-length=100", "--project=megatron", "--thirdparty=transformer_engine"]
+NVRX_BLACK = ["--line-length=100", "--skip-string-normalization"]
+NVRX_ISORT = ["--profile=black", "--line-length=100", "--project=nvidia_resiliency_ext"]
 PYLINT = [
     "--disable=all",
     # Docstrings of public classes and functions, unused imports, long lines, names that may not be bound, print.
@@ -72,6 +75,8 @@ def test_what_a_fix_adds_is_as_upstreams_tools_would_have_it(name: str, tmp_path
         added = added_lines(file.original, file.patched)
         if made.package == CORE:
             check_as_megatron(original, patched, added)
+        elif made.package == NVRX:
+            check_by_black_and_isort(original, patched, added, NVRX_BLACK, NVRX_ISORT)
         else:
             left = LEFT if (name, file.module) == LEFT_BY else Counter()
             check_as_deepspeed(original, patched, added, left)
@@ -88,18 +93,26 @@ def test_the_test_that_goes_with_it_is_too(name: str, tmp_path: Path) -> None:
     if package == CORE:  # upstream's pylint leaves tests out
         assert formatted("black", BLACK, test, whole) == []
         assert changes(test.read_text(), tool("isort", *ISORT, "--stdout", test)) == Counter()
+    elif package == NVRX:
+        check_by_black_and_isort(empty, test, whole, NVRX_BLACK, NVRX_ISORT)
     else:
         assert package == DEEPSPEED
         check_as_deepspeed(empty, test, whole)
 
 
 def check_as_megatron(original: Path, patched: Path, added: list[tuple[int, int]]) -> None:
-    assert formatted("black", BLACK, patched, added) == []
-    before, after = (changes(p.read_text(), tool("isort", *ISORT, "--stdout", p)) for p in (original, patched))
-    assert after - before == Counter()
+    check_by_black_and_isort(original, patched, added, BLACK, ISORT)
     found = json.loads(tool("pylint", *PYLINT, "--output-format=json", patched, status=range(32)))
     own = [f"{one['line']}: {one['message']}" for one in found if any(a <= one["line"] <= b for a, b in added)]
     assert own == []
+
+
+def check_by_black_and_isort(
+    original: Path, patched: Path, added: list[tuple[int, int]], black: list[str], isort: list[str]
+) -> None:
+    assert formatted("black", black, patched, added) == []
+    before, after = (changes(p.read_text(), tool("isort", *isort, "--stdout", p)) for p in (original, patched))
+    assert after - before == Counter()
 
 
 def check_as_deepspeed(

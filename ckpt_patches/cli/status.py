@@ -103,18 +103,19 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """Look at the environment of this Python, or (`tree`) at a tree as it would be with that first on the path.
 
     Args:
-        tree: a folder with megatron/core/ or deepspeed/.
+        tree: a folder with an upstream package.
         required: distributions whose absence is an error.
 
     Raises:
-        UserError: there is no megatron/core/ or deepspeed/ in `tree`, or a file of it cannot be read.
+        UserError: there is no upstream package in `tree`, or a file of it cannot be read.
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
     found = {package: root_of(package, tree) for package in packages()}
     roots = {package: Path(root) if root else None for package, root in found.items()}
     if tree is not None and not any(roots.values()):
-        raise UserError(f"expected megatron/core/ or deepspeed/ in {tree}, found none")
+        folders = " or ".join(f"{package.replace('.', '/')}/" for package in FOLDERS)
+        raise UserError(f"expected {folders} in {tree}, found none")
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
         fixes = [_inactive(fix, switches) for fix in fixes]
