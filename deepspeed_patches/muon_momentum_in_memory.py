@@ -3,11 +3,12 @@
 https://github.com/deepspeedai/DeepSpeed/pull/7919
 """
 
+import ast
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, NotConcerned, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,5 +65,8 @@ def keep_the_loaded_momentum(source: Source) -> None:
     )
     branch = source.branch("load_optimizer_states", within=load)
     source.insert_after(source.one("self._clear_fp32_optimizer_param_groups()", within=branch), KEEP)
-    source.insert_before(source.loop("param_group", within=load_universal), KEEP)
+    swapped = [one for one in source.all_of(ast.If, load_universal) if source.text(one.test) == "self.swap_optimizer"]
+    if not swapped:
+        raise NoMatch(f"expected `if self.swap_optimizer` in {LOAD_UNIVERSAL}, found none")
+    source.insert_before(swapped[0], KEEP)
     source.insert_method_before(load, method)
