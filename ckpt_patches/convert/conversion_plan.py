@@ -4,12 +4,14 @@ Pure: nothing is read or written, and everything that the headers can tell to be
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_patches.convert import layout, rules
 from ckpt_patches.convert.fragments import Fragment, check_fragments, fragments_of, one_kind, pieces, states_of
 from ckpt_patches.convert.merge import Merge, expert_outputs
 from ckpt_patches.convert.output_files import (
+    Content,
     CopiedOutput,
     EqualPieces,
     Link,
@@ -21,6 +23,7 @@ from ckpt_patches.convert.output_files import (
     as_float32,
     bare,
     saved,
+    with_copy,
 )
 from ckpt_patches.convert.traits import Traits
 from ckpt_patches.errors import UserError
@@ -42,6 +45,7 @@ OF_MUON = (
     "universal_optimizer_states, and at whose first step it fails without"
 )
 MOST_NAMED = 5
+States = Mapping[str, tuple[ElementType, Sequence[Slice]]]  # by state its type and its slices
 Parted = tuple[int, ElementType, Slice]  # a state at stage 3: elements, their type, where they lie
 
 
@@ -221,25 +225,47 @@ class _Stage1And2:
             if name in self.checkpoint.local_experts:
                 outputs += self._local_experts(name, shapes[0], self.checkpoint.local_experts[name])
                 continue
-            by_tp = [self.fragments.get((name, tp), ()) for tp in range(self.checkpoint.tp_degree)]
-            if any(by_tp) or not self.traits.module_weights:
-                outputs += self._parameter(name, shapes, by_tp)
+            by_stage = self._by_stage(name)
+            if by_stage or not self.traits.module_weights:
+                outputs += self._parameter(name, shapes, by_stage)
         if self.traits.module_weights:
             outputs += self._module_weights({output.name for output in outputs})
         return outputs, self.merge.check_patterns()
 
+    def _by_stage(self, name: str) -> list[tuple[int, list[Sequence[Fragment]]]]:
+        """Of each pipeline stage with a parameter its fragments by tensor-parallel rank, the first stage first."""
+        held = [self.fragments.get((name, tp), {}) for tp in range(self.checkpoint.tp_degree)]
+        return [(pp, [own.get(pp, ()) for own in held]) for pp in sorted({pp for own in held for pp in own})]
+
+    def _of_experts(self, name: str) -> Sequence[Fragment]:
+        """Those of the only stage, and the only tensor-parallel rank."""
+        by_stage = self._by_stage(name)
+        if len(by_stage) > 1:
+            raise UserError(
+                f"{name}: expected experts in one pipeline stage, found them in {[pp for pp, _ in by_stage]}"
+            )
+        return by_stage[0][1][0] if by_stage else ()
+
     def _parameter(
-        self, name: str, shapes: Sequence[Shape], by_tp: Sequence[Sequence[Fragment]]
+        self, name: str, shapes: Sequence[Shape], by_stage: Sequence[tuple[int, Sequence[Sequence[Fragment]]]]
     ) -> Iterator[Output | Link]:
-        for tp, fragments in enumerate(by_tp):
-            where = f"{name}, tensor-parallel rank {tp}" if self.checkpoint.tp_degree > 1 else name
-            check_fragments(self.checkpoint, where, shapes[tp], fragments, self.strict)
+        (first, by_tp), *others = by_stage or [(0, [()] * self.checkpoint.tp_degree)]
+        for stage, held in ((first, by_tp), *others):
+            for tp, fragments in enumerate(held):
+                where = f"{name}, tensor-parallel rank {tp}" if self.checkpoint.tp_degree > 1 else name
+                where += f", pipeline stage {stage}" if others else ""
+                check_fragments(self.checkpoint, where, shapes[tp], fragments, self.strict)
         yield from self._steps_of(name, by_tp)
-        yield from self.merge.outputs(name, shapes, self._states(name, by_tp))
+        states = self._states(name, by_tp)
+        copies = [((first, stage), self._states(name, held)) for stage, held in others]
+        for key, output in zip(states, self.merge.outputs(name, shapes, states), strict=True):
+            yield replace(
+                output, contents={k: _with_copies(name, key, one, copies) for k, one in output.contents.items()}
+            )
 
     def _experts(self, name: str, shape: Shape, experts: Experts) -> Iterator[Output | Link]:
         """A parameter that AutoEP has spread: of each expert-parallel rank its experts, `shape` those of the first."""
-        fragments = self.fragments.get((name, 0), ())
+        fragments = self._of_experts(name)
         by_ep = [[fragment for fragment in fragments if fragment.dp in ranks] for ranks in experts.ranks]
         shapes = [shape, *((len(held), *shape[1:]) for held in experts.held[1:])]
         for ep, (own, ranks) in enumerate(zip(by_ep, experts.ranks, strict=True)):
@@ -249,7 +275,7 @@ class _Stage1And2:
 
     def _local_experts(self, name: str, shape: Shape, expert: LocalExpert) -> Iterator[Output | Link]:
         """What is another expert's on each expert-parallel rank: a folder each, by the experts' numbers."""
-        fragments = self.fragments.get((name, 0), ())
+        fragments = self._of_experts(name)
         for own_name, ranks in zip(expert.folders, expert.ranks, strict=True):
             own = [fragment for fragment in fragments if fragment.dp in ranks]
             check_fragments(self.checkpoint, own_name, shape, own, self.strict, ranks)
@@ -290,6 +316,20 @@ class _Stage1And2:
                 if output not in names:
                     names.add(output)
                     yield as_float32(output, model, tensor)
+
+
+def _with_copies(name: str, key: str, content: Content, copies: Sequence[tuple[tuple[int, int], States]]) -> Content:
+    """A state that other pipeline stages hold as well, which is to be the same there."""
+    for stages, states in copies:
+        kind, slices = states.get(key, (ElementType("none"), ()))
+        if kind.dtype != content.dtype or content.how != "place":
+            found = "averaged" if content.how != "place" else f"{content.dtype} and {kind.dtype}"
+            raise UserError(
+                f"{name}: expected pipeline stages {stages[0]} and {stages[1]} to hold the same {shown(key)}, found "
+                f"{found}; no pattern of {rules.PIPELINE_REPLICATED} says that it is the same in both"
+            )
+        content = with_copy(content, slices, stages)
+    return content
 
 
 def _same_file(step: Step) -> Hashable:

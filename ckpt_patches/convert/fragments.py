@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_patches.convert import rules
 from ckpt_patches.convert.output_files import Pieces, Run
 from ckpt_patches.convert.rules import Rules
 from ckpt_patches.errors import UserError
@@ -29,22 +28,22 @@ class Fragment(NamedTuple):
         return self.partition.place(self.name, key)
 
 
-def fragments_of(checkpoint: Checkpoint, known: Rules) -> dict[tuple[str, int], list[Fragment]]:
-    """By parameter and tensor-parallel rank, in the order of the data-parallel ranks."""
-    found: dict[tuple[str, int], list[Fragment]] = {}
-    stage_of: dict[tuple[str, int], int] = {}
+Held = dict[tuple[str, int], dict[int, list[Fragment]]]  # by parameter and tensor-parallel rank, by pipeline stage
+
+
+def fragments_of(checkpoint: Checkpoint, known: Rules) -> Held:
+    """Those of each pipeline stage, in the order of the data-parallel ranks.
+
+    Of a parameter that the checkpoint says to be the same in all stages, those of the first.
+    """
+    found: Held = {}
     for rank in checkpoint.ranks:
         for partition in rank.partitions:
             for name, (start, numel) in partition.fragments.items():
                 if rank.pp > 0 and known.is_replicated_in_pipeline(name):
                     continue
-                key = (name, rank.tp)
-                if stage_of.setdefault(key, rank.pp) != rank.pp:
-                    raise UserError(
-                        f"{name} is in pipeline stages {stage_of[key]} and {rank.pp}, and no pattern of "
-                        f"{rules.PIPELINE_REPLICATED} says that it is the same in both"
-                    )
-                found.setdefault(key, []).append(Fragment(rank.dp, partition, name, start, numel))
+                of_stage = found.setdefault((name, rank.tp), {}).setdefault(rank.pp, [])
+                of_stage.append(Fragment(rank.dp, partition, name, start, numel))
     return found
 
 

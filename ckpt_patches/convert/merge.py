@@ -26,7 +26,7 @@ class Merge:
 
     def outputs(
         self, name: str, shapes: Sequence[Shape], states: Mapping[str, tuple[ElementType, Sequence[Slice]]]
-    ) -> Iterator[Output]:
+    ) -> Iterator[TorchOutput]:
         """The files of a parameter's states, of which `states` has the kind and the slices."""
         rule = self.rules.of(name)
         how, placed, entries = self._placed(name, rule, shapes)

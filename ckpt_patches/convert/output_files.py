@@ -3,8 +3,8 @@
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_patches.convert import layout
@@ -79,6 +79,7 @@ class Content:
     layout: Layout
     slices: tuple[Slice, ...]
     how: str = "place"  # or "averaged", or "float32" (converted from `dtype`)
+    stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of a slice that holds another one again: both
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +138,20 @@ def tensor(key: str, kind: ElementType, shape: Shape) -> TensorHeader:
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     storage = StorageHeader(key, kind.dtype, math.prod(shape), 0)
     return TensorHeader(storage, kind.dtype, 0, shape, stride, kind.requires_grad)
+
+
+def with_copy(content: Content, slices: Sequence[Slice], stages: tuple[int, int]) -> Content:
+    """What the first of two pipeline stages holds, compared with the slices of the second."""
+    first, placed = len(content.slices), content.layout
+    again = [
+        replace(one, slice=one.slice + first) for one in (*placed.blocks, *placed.copies) if one.slice < len(slices)
+    ]
+    return replace(
+        content,
+        layout=replace(placed, copies=(*placed.copies, *again)),
+        slices=(*content.slices, *slices),
+        stages={**content.stages, **dict.fromkeys(range(first, first + len(slices)), stages)},
+    )
 
 
 def bare(name: str, kind: ElementType, placed: Layout, slice_: Slice) -> TorchOutput:

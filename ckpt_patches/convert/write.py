@@ -155,10 +155,20 @@ def _check_copies(
             found, expected = rows[:nbytes], window[target - begin : target - begin + nbytes]
             sources.read_slice(content.slices[block.slice], source, found)
             if not _same(found, expected, content.dtype):
-                raise UserError(
-                    f"{name}: the checkpoint says that tensor-parallel rank {block.slice} holds the same as others of "
-                    "this parameter, and it does not"
-                )
+                raise UserError(_differs(name, content, block.slice))
+
+
+def _differs(name: str, content: Content, index: int) -> str:
+    if index in content.stages:
+        one, other = content.stages[index]
+        return (
+            f"{name}: expected the same values in pipeline stages {one} and {other}, which both hold this parameter, "
+            "found others; a universal checkpoint has one of it: resume with as many stages as were saved"
+        )
+    return (
+        f"{name}: the checkpoint says that tensor-parallel rank {index} holds the same as others of this "
+        "parameter, and it does not"
+    )
 
 
 def _same(one: memoryview, other: memoryview, dtype: str) -> bool:

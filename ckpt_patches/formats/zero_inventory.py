@@ -21,7 +21,7 @@ ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absen
 FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
 CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")  # no rank where there are none
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_TELLING = 16  # elements
 MOST_KEYS = 5  # of a file that are named
@@ -96,7 +96,7 @@ def problems(
         files: the ranks that have a file, read or not.
     """
     names = list(names)
-    layers = {(int(m[1]), int(m[2])) for m in map(LAYER.fullmatch, names) if m}
+    layers = {(int(m[1]), int(m[2] or 0)) for m in map(LAYER.fullmatch, names) if m}
     has_experts = any(map(EXPERT_FILE.fullmatch, names))
     yield from _model_parallel_ranks({*ranks, *files}, models)
     yield from _data_parallel_ranks(ranks, models, {*ranks, *files}, has_experts=has_experts)

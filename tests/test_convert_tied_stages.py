@@ -1,0 +1,76 @@
+"""A parameter that two pipeline stages hold converts where both hold the same, with the real DeepSpeed."""
+
+import functools
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import shared
+from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.convert.convert import Options, convert
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_file
+from upstream import newest, run_json, tree
+
+NEWEST = newest("deepspeed")
+TIED = "tied_modules.embedding.weight"
+OPTIONS = Options(workers=1, sync=False)
+RANKS = 4  # two stages of two data-parallel ranks
+
+
+@functools.cache
+def trained() -> Path:
+    def write(out: Path) -> None:
+        out.mkdir()
+        run_json("tied_stages", "train", out, str(RANKS), tree=tree("deepspeed", NEWEST), delivery="hook")
+
+    return shared.once("tied-stages", write)
+
+
+def test_it_converts_and_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    out = shutil.copytree(trained(), tmp_path / "out")
+    assert audit(out / "global_step2").verdict == WHOLE
+    convert(out / "global_step2", out / "universal", OPTIONS)
+
+    truth = torch.load(out / "truth.pt")
+    found = {f"{path.parent.name}.{path.stem}": torch.load(path) for path in (out / "universal/zero").glob("*/*.pt")}
+    states = {key: value["param"] for key, value in found.items() if isinstance(value, dict)}
+    assert states.keys() == truth.keys()
+    assert [key for key in truth if not states[key].equal(truth[key])] == []
+    assert audit(out / "universal").verdict == WHOLE
+    for ranks in (2, RANKS):
+        assert run_json("tied_stages", "load", out, str(ranks), tree=tree("deepspeed", NEWEST), delivery="hook") == []
+
+
+@pytest.mark.parametrize("state", ["exp_avg_sq", "fp32"])
+def test_stages_that_differ_are_an_error_with_both(state: str, tmp_path: Path) -> None:
+    """By the first element of the last rank, which is of the embedding."""
+    folder = shutil.copytree(trained() / "global_step2", tmp_path / "global_step2")
+    (path,) = folder.glob("*zero_pp_rank_1_mp_rank_01_optim_states.pt")
+    own = torch_file.read(path, trust=True).value["optimizer_state_dict"]
+    masters, states = own["single_partition_of_fp32_groups"], own["base_optimizer_state"]["state"]
+    with path.open("r+b") as written:
+        written.seek((masters[0] if state == "fp32" else states[0][state]).offset)
+        written.write(b"\1\2\3\4")
+    said = (
+        f"zero/{TIED}/{state}.pt: expected the same values in pipeline stages 0 and 1, which both hold this parameter"
+    )
+    with pytest.raises(UserError, match=re.escape(said)):
+        convert(folder, tmp_path / "universal", OPTIONS)
+    assert not (tmp_path / "universal").exists()
+
+
+def test_averages_of_two_stages_are_not_compared(tmp_path: Path) -> None:
+    """Only a pattern tells which is right."""
+    info = {"parameter_to_average_patterns": [re.escape(TIED)]}
+    folder = shutil.copytree(trained() / "global_step2", tmp_path / "global_step2")
+    for path in folder.glob("mp_rank_*_model_states.pt"):
+        value = torch.load(path, weights_only=False)
+        value["universal_checkpoint_info"] |= info
+        torch.save(value, path)
+    said = f"{TIED}: expected pipeline stages 0 and 1 to hold the same 'fp32', found averaged; no pattern of "
+    with pytest.raises(UserError, match=re.escape(said)):
+        convert(folder, tmp_path / "universal", OPTIONS)
