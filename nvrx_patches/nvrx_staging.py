@@ -17,7 +17,7 @@ fix = Fix(
     stacks="asynchronous saves of state on the CPU: CPU offload, `step` of torch's optimizers",
     silent=True,
     stages=("nvrx",),
-    test="tests/checkpointing/unit/test_staging_of_cpu_tensors.py",
+    test="tests/checkpointing/unit/test_nvrx_staging.py",
 )
 
 VIEWS_ONLY = """Makes sure we perform a `clone` only if we detect incontiguous storage,

@@ -27,7 +27,12 @@ from upstream import MAIN, all_releases, main_branch, newest, newest_affected, n
 from upstream_suites import as_installed
 
 # The releases that contributors work on; the last of each is in the default run.
-PINNED = {"megatron-core": ("0.16.1", newest("megatron-core")), "deepspeed": ("0.16.9", newest("deepspeed"))}
+PINNED = {
+    "megatron-core": ("0.16.1", newest("megatron-core")),
+    "deepspeed": ("0.16.9", newest("deepspeed")),
+    "nvidia-resiliency-ext": ("0.4.1", newest("nvidia-resiliency-ext")),
+}
+PACKAGES = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
 FOREIGN = re.compile(
     r"\b(some|all|later|newer|older|earlier) releases\b|\b(since|until|up to) \d+\.\d+|import hook|ckpt.patches"
 )
@@ -112,7 +117,7 @@ def checkout_of(distribution: str, version: str, folder: Path) -> Path:
         if distribution == "deepspeed":
             as_installed(checkout)
     else:
-        top = distribution.partition("-")[0]
+        top = PACKAGES[distribution].partition(".")[0]
         shutil.copytree(source / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     git(checkout, "init", "--quiet")
     git(checkout, "add", "--all", "--force")
