@@ -180,7 +180,7 @@ if refused := {"install", "develop"} & {*sys.argv[1:]}:
 setup(
     name="training-checkpoint-patches",
     version=_version(),
-    description="Checkpoint fixes for megatron-core and DeepSpeed, active on the installed packages",
+    description="Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, on the installed packages",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,4 +1,4 @@
-"""Checkpoint fixes for megatron-core and DeepSpeed, and tools for their checkpoints.
+"""Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, and tools for their checkpoints.
 
 What stands here runs at every start of the interpreter, from the .pth file: read the switches, put the finder in
 front. It is the only module of ours that is loaded then, held under a millisecond: `os` and `sys` are there already,

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import removals
 import shared
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.convert.convert import Options, convert
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
+from removals import DELETED, Change
 from upstream import newest, run_json, tree
 
 NEWEST = newest("deepspeed")
@@ -73,4 +75,13 @@ def test_averages_of_two_stages_are_not_compared(tmp_path: Path) -> None:
         torch.save(value, path)
     said = f"{TIED}: expected pipeline stages 0 and 1 to hold the same 'fp32', found averaged; no pattern of "
     with pytest.raises(UserError, match=re.escape(said)):
+        convert(folder, tmp_path / "universal", OPTIONS)
+
+
+def test_a_state_that_one_stage_alone_holds_is_missed(tmp_path: Path) -> None:
+    folder = shutil.copytree(trained() / "global_step2", tmp_path / "global_step2")
+    optimizer = ("optimizer_state_dict", "base_optimizer_state", "state")
+    for path in folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"):
+        removals.make(Change(DELETED, path.name, (*optimizer, 0, "exp_avg_sq")), folder, folder)
+    with pytest.raises(UserError, match="exp_avg_sq"):
         convert(folder, tmp_path / "universal", OPTIONS)

@@ -92,7 +92,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser: argparse.ArgumentParser = Parser(
         "ckpt-patches",
         **described(
-            "Checkpoint fixes for megatron-core and DeepSpeed, and tools for their checkpoints.",
+            "Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, and tools for checkpoints.",
             "ckpt-patches status",
             "ckpt-patches list --for megatron-core==0.16.1",
             "ckpt-patches audit /checkpoints/run1",
