@@ -136,6 +136,15 @@ def test_folders_that_an_uninstall_has_left_are_no_package(left: str, tmp_path: 
     assert {fix["state"] for fix in found["fixes"]} == {"not present"}
 
 
+def test_status_finds_a_package_that_has_no_init_file() -> None:
+    """As nvidia-resiliency-ext has none before 0.5."""
+    on = tree("nvidia-resiliency-ext", "0.4.1")
+    assert not (on / "nvidia_resiliency_ext/__init__.py").exists()
+    found = json.loads(command("status", "--json", on=on).stdout)
+    assert {package["name"]: package["version"] for package in found["installed"]}["nvidia-resiliency-ext"] == "0.4.1"
+    assert [fix["state"] for fix in found["fixes"] if fix["name"] == "nvrx_staging"] == ["active"]
+
+
 def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
     """The command finds what is installed; a training script what lies beside it."""
     checkout, installed = tree("megatron-core", "0.16.1"), tree("megatron-core", "0.14.0")

@@ -246,7 +246,7 @@ def _distribution(name: str) -> Installed:
 
 def _zarr_warning(core: Path | None, installed: list[Installed]) -> list[str]:
     """megatron-core's zarr strategy needs zarr 2 and names no bound; zarr 3 ignores the synchronizer."""
-    version = next(package.version for package in installed if package.name == "zarr")
+    version = next((package.version for package in installed if package.name == "zarr"), None)
     if core is None or version is None or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 3:
         return []
     if not os.path.exists(module_path(str(core), "megatron.core.dist_checkpointing.strategies.zarr")):
