@@ -95,7 +95,7 @@ USAGE = [
     ),
     (
         "status --require torch",
-        "argument --require: expected megatron-core or deepspeed, found torch",
+        "argument --require: expected megatron-core or deepspeed or nvidia-resiliency-ext, found torch",
         "ckpt-patches status",
     ),
     ("completion fish", "argument shell: expected bash or zsh, found fish", "ckpt-patches completion"),

@@ -134,7 +134,7 @@ def without_paths(text: str, folder: Path) -> Any:
 
 def test_every_module_of_ours_compiles_without_a_warning(installed: Installed) -> None:
     packages = [str(path) for path in installed.environment.site_packages.glob("*_patches")]
-    assert len(packages) == 3
+    assert len(packages) == 4
     check_succeeded(installed.environment.python("-W", "error", "-m", "compileall", "-q", "-f", *packages))
 
 
