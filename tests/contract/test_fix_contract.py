@@ -23,7 +23,7 @@ from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, SWITCHED, TARGETS, folder
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, FOLDERS, SWITCHED, TARGETS, folder
 from ckpt_patches.engine.releases import RECORDED
 from ckpt_patches.engine.source import function_text
 from ckpt_patches.inplace import rewrite
@@ -45,7 +45,7 @@ from upstream import (
 )
 
 NAMES = list(FIXES)
-PACKAGES = (CORE, DEEPSPEED)
+PACKAGES = (CORE, DEEPSPEED)  # with more than one fix
 FORMS = [pytest.param(name, version, id=f"{name}-{version}") for name in NAMES for version in added_lines.forms(name)]
 
 
@@ -327,7 +327,7 @@ def test_a_fix_applies_alone_and_the_others_without_it(package: str, version: st
         assert plan_tree(root, package, others).named(Outcome.APPLIES) == others
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", FOLDERS)
 def test_what_is_written_in_place_is_what_the_hook_runs(package: str) -> None:
     """Of every module: so that most tests of what a fix does need not be run on both."""
     root = tree(DISTRIBUTIONS[package], newest(DISTRIBUTIONS[package]))
