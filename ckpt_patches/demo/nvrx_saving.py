@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.demo import fake_gpu
 from ckpt_patches.demo.keeper import fork_keeper
-from ckpt_patches.demo.ranks import free_port, wait_for
+from ckpt_patches.demo.ranks import call_after, free_port
 
 fake_gpu.install()
 
@@ -81,7 +81,7 @@ def save_and_step(rank: int, checkpoint: Path, options: dict[str, Any]) -> int:
     wanted = {name: tensor.clone() for name, tensor in state.items()}
     with calls(**options) as queue:
         asked = request(state, checkpoint)
-        queue.schedule_async_request(asked._replace(async_fn=partial(write_later, stepped, asked.async_fn)))
+        queue.schedule_async_request(asked._replace(async_fn=partial(call_after, stepped, asked.async_fn)))
         step(parameters, optimizer)
         stepped.touch()
         queue.maybe_finalize_async_calls(blocking=True)
@@ -93,8 +93,3 @@ def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-
-
-def write_later(stepped: Path, write: Callable[..., None], *args: Any, **keywords: Any) -> None:
-    wait_for([stepped])
-    write(*args, **keywords)

@@ -68,3 +68,9 @@ def wait_for(files: list[Path], seconds: float = 60) -> None:
     deadline = time.time() + seconds
     while time.time() < deadline and not all(file.exists() for file in files):
         time.sleep(0.01)
+
+
+def call_after(sign: Path, call: Callable[..., None], *args: Any, **keywords: Any) -> None:
+    """Call once another process has made a file: a writer in the background that is held back."""
+    wait_for([sign])
+    call(*args, **keywords)

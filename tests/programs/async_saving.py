@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.ranks import wait_for
+from ckpt_patches.demo.ranks import call_after
 from patience import seconds
 from program_arguments import parsed
 
@@ -46,11 +46,6 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     print(json.dumps(found), flush=True)
     if options.what in ("killed", "gone"):
         os._exit(0)  # without the fix the end of the interpreter would wait as well
-
-
-def write_when_told(sign: Path, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-    wait_for([sign])
-    write(*arguments, **keywords)
 
 
 def ignore(*arguments: Any) -> None:
@@ -72,9 +67,7 @@ def held(out: Path) -> dict[str, bool]:
         return staged
 
     calls, sign = AsyncCallsQueue(), out.with_suffix(".go")
-    calls.schedule_async_request(
-        AsyncRequest(partial(write_when_told, sign, ignore), (0, None, 0), [], preload_fn=stage)
-    )
+    calls.schedule_async_request(AsyncRequest(partial(call_after, sign, ignore), (0, None, 0), [], preload_fn=stage))
     gc.collect()
     while_writing = watched[0]() is not None
     sign.touch()
@@ -112,7 +105,7 @@ def persistent_calls() -> Any:
 def schedule(asked: Any, sign: Path) -> Any:
     """By a persistent worker, whose writing waits for a sign."""
     calls = persistent_calls()
-    calls.schedule_async_request(asked._replace(async_fn=partial(write_when_told, sign, asked.async_fn)))
+    calls.schedule_async_request(asked._replace(async_fn=partial(call_after, sign, asked.async_fn)))
     return calls
 
 

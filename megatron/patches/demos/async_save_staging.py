@@ -1,7 +1,6 @@
 """step while an asynchronous save writes"""
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo import show
-from ckpt_patches.demo.ranks import wait_for
+from ckpt_patches.demo.ranks import call_after
 
 NUMEL = 5000
 
@@ -33,7 +32,7 @@ def save_and_step(rank: int, checkpoint: Path) -> int:
     request = dist_checkpointing.save(state(tensor), str(checkpoint), ("torch_dist", 1), **options)
     calls = AsyncCallsQueue(persistent=True)
     calls.schedule_async_request(
-        request._replace(async_fn=partial(write_later, stepped, request.async_fn))
+        request._replace(async_fn=partial(call_after, stepped, request.async_fn))
     )
     tensor.add_(1)
     stepped.touch()
@@ -47,11 +46,6 @@ def state(tensor: torch.Tensor) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     return {"weight": ShardedTensor.from_rank_offsets("weight", tensor)}
-
-
-def write_later(stepped: Path, write: Callable[..., None], *args: Any, **keywords: Any) -> None:
-    wait_for([stepped])
-    write(*args, **keywords)
 
 
 if __name__ == "__main__":
