@@ -10,6 +10,7 @@ import shared
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.traits import installed
+from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.formats.zero import look
 from upstream import newest, run_json, tree
 from zero_checkpoints import convert
@@ -18,6 +19,7 @@ TABLE = Path(__file__).parent.parent / "docs/audit.md"
 # Why one can be UNKNOWN: docs/audit.md, "Detection coverage".
 REASONS = {"parameter_without_moments", "unusual", "mask_or_damage", "moment_gap", "not_read", "no_optimizer_state"}
 COUNT = 108
+RACE = fix_files.load("zarr_create_synchronizer")
 # Of Megatron: a release, and the runs. What the first writes the second does not, and the other way round.
 MEGATRON = ((newest("megatron-core"), 60), ("0.14.0", 44))
 
@@ -37,10 +39,10 @@ def written(ranks: int, count: int) -> Path:
 
 def written_by_megatron(version: str, count: int) -> Path:
     def write(out: Path) -> None:
-        refused = run_json("megatron_healthy", out, "--count", str(count), tree=tree("megatron-core", version))[
-            "refused"
-        ]
-        assert refused == []
+        # Without the fix, upstream's own race loses slices of a zarr checkpoint now and then on a busy machine.
+        whole = {"delivery": "hook", "fixes": [RACE.name]} if RACE.affects(version) else {}
+        done = run_json("megatron_healthy", out, "--count", str(count), tree=tree("megatron-core", version), **whole)
+        assert done["refused"] == []
 
     return shared.once(f"healthy-megatron-{version}-{count}", write)
 
@@ -51,7 +53,7 @@ def verdicts(runs: Path) -> Counter[str]:
         (folder,) = (path for path in options.parent.iterdir() if path.is_dir())
         report = audit(folder)
         why = {finding.kind.name for finding in report.findings if finding.kind.severity != "note"}
-        assert report.verdict in (WHOLE, UNKNOWN), (folder, json.loads(options.read_text()), report.findings)
+        assert report.verdict in (WHOLE, UNKNOWN), f"{folder} is {report.verdict}: {why}\n{options.read_text()}"
         assert why <= REASONS, (folder, why)
         found[report.verdict] += 1
     return found
