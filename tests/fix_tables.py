@@ -12,21 +12,21 @@ from upstream import REPOSITORY
 BLOCK = "fixes"
 
 
-def bugs() -> str:
-    """What users see, and the fix: for README.md."""
-    tables = []
-    for title, rows in groups(map(load, FIXES)):
-        linked = [(*cells, f"[`{name}`](docs/{name}.md)") for *cells, name in rows]
-        tables.append(f"**{title}**\n\n{generated.table(HEADS, linked)}")
-    return "\n\n".join(tables)
+def silent_bugs() -> str:
+    """What users see of the silent ones, and the fix: for README.md, whose length is bounded."""
+    ((title, rows), *others) = groups(map(load, FIXES))
+    linked = [(*cells, f"[`{name}`](docs/{name}.md)") for *cells, name in rows]
+    more = ", ".join(f"{len(rows)} {title[0].lower()}{title[1:]}" for title, rows in others)
+    return f"**{title}**\n\n{generated.table(HEADS, linked)}\n\n{more}: [all of them](docs/README.md#bugs)."
 
 
 def index() -> str:
-    """A link to each page, and what the fix does: for docs/README.md."""
-    return generated.table(("Fix", "Change"), [(f"[{name}]({name}.md)", sentence(name)) for name in FIXES])
+    """A link to each page, what users see, and what the fix does: for docs/README.md."""
+    rows = [(f"[{name}]({name}.md)", load(name).symptom, sentence(name)) for name in FIXES]
+    return generated.table(("Fix", "Symptom", "Change"), rows)
 
 
-PAGES: dict[Path, Callable[[], str]] = {REPOSITORY / "README.md": bugs, REPOSITORY / "docs" / "README.md": index}
+PAGES: dict[Path, Callable[[], str]] = {REPOSITORY / "README.md": silent_bugs, REPOSITORY / "docs" / "README.md": index}
 
 
 def main() -> None:

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 
-import edits
-from upstream import affected, newest, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
+from upstream import affected, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "async_save_staging"
 AFFECTED = affected(FIX)
-ENDED = (
-    "RuntimeError: expected the process that writes checkpoints to finish its save, found it ended with exit code -9"
-)
 
 
 def saving(version: str, delivery: str, what: str, folder: Path) -> dict[str, Any]:
@@ -52,18 +48,3 @@ def test_a_checkpoint_loads_whether_the_fix_was_there_or_not(
     """The files are those of upstream; up to 0.12 it cannot write them with a current torch."""
     on(version, saves, "save", tmp_path / "checkpoint")
     assert on(version, loads, "load", tmp_path / "checkpoint") == {"as saved": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["killed", "gone"])
-@pytest.mark.parametrize("version", newest_by_default(AFFECTED))
-def test_the_end_of_a_worker_is_told(version: str, what: str, tmp_path: Path) -> None:
-    """While it writes, and while it stages; upstream waits."""
-    assert saving(version, "none", what, tmp_path) == {"said": "TimeoutError: waits"}
-    assert saving(version, "hook", what, tmp_path)["said"].startswith(ENDED)
-
-
-def test_another_wait_for_the_worker_is_left_alone(tmp_path: Path) -> None:
-    copy = edits.copy_of(tree("megatron-core", newest("megatron-core")), FIX, tmp_path)
-    module = "megatron.core.dist_checkpointing.strategies.async_utils"
-    edits.check_left_alone(copy, FIX, module, "_persistent_preload_q.join()", "_persistent_preload_q.wait()")

@@ -145,6 +145,37 @@ def test_status_finds_a_package_that_has_no_init_file() -> None:
     assert [fix["state"] for fix in found["fixes"] if fix["name"] == "nvrx_staging"] == ["active"]
 
 
+@pytest.mark.parametrize(
+    ("version", "skipped", "said"),
+    [
+        ("0.16.1", "", "megatron-core 0.16.1: 2 of 2 fixes active"),
+        (
+            "0.19.2",
+            "",
+            "nvrx by default, which is not installed, so by async_strategy_fallback megatron-core 0.19.2: 3 of 3 fixes "
+            "active",
+        ),
+        (
+            "0.19.2",
+            "async_strategy_fallback",
+            "nvrx by default, which is not installed: the first one fails (async_strategy_fallback is not active)",
+        ),
+    ],
+)
+def test_status_says_whose_code_saves_asynchronously(version: str, skipped: str, said: str) -> None:
+    on = tree("megatron-core", version)
+    done = command("status", "--json", on=on, CKPT_PATCHES_SKIP=skipped)
+    assert json.loads(done.stdout)["async_saves"] == said
+    assert f"\nasynchronous saves: {said}\n" in command("status", on=on, CKPT_PATCHES_SKIP=skipped).stdout
+
+
+def test_status_says_that_nvrx_saves_asynchronously(tmp_path: Path) -> None:
+    for distribution, folder in (("megatron-core", "megatron"), ("nvidia-resiliency-ext", "nvidia_resiliency_ext")):
+        (tmp_path / folder).symlink_to(tree(distribution, newest(distribution)) / folder)
+    found = json.loads(command("status", "--json", on=tmp_path).stdout)["async_saves"]
+    assert re.fullmatch(r"nvrx by default, nvidia-resiliency-ext .*: 4 of 4 fixes active", found)
+
+
 def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
     """The command finds what is installed; a training script what lies beside it."""
     checkout, installed = tree("megatron-core", "0.16.1"), tree("megatron-core", "0.14.0")

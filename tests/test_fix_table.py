@@ -140,8 +140,8 @@ PAGES = [pytest.param(path, id=str(path.relative_to(REPOSITORY))) for path in fi
 @pytest.mark.parametrize("name", FIXES)
 def test_the_row_of_a_fix_is_current(path: Path, name: str) -> None:
     rows = [line for line in fix_tables.PAGES[path]().splitlines() if f"{name}.md)" in line]
-    assert len(rows) == 1
-    assert rows[0] in path.read_text().splitlines(), "python tests/fix_tables.py"
+    assert len(rows) == (fixes.load(name).silent or path.parent.name == "docs")
+    assert {*rows} <= {*path.read_text().splitlines()}, "python tests/fix_tables.py"
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -352,6 +352,8 @@ def _print_status(found: "Status") -> None:
     print("\n".join(terminal.table([_row(package) for package in found.installed])))
     for package in found.installed:
         _print_fixes(found, package)
+    if found.async_saves:
+        print(f"\nasynchronous saves: {found.async_saves}")
     _print_proofs(found)
     for warning in found.warnings:
         print(f"\nwarning: {warning}")

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ SWITCHED_OFF = "switched off"
 INACTIVE = "inactive"
 # The bug is there, and its fix is not.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
+# Fixes of asynchronous saves: the beginning of their names in megatron-core, and the one that replaces an absent NVRx.
+ASYNC, FALLBACK, NVRX = "async_", "async_strategy_fallback", "nvidia_resiliency_ext"
 NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT, Outcome.NOT_NEEDED.value)
 
 
@@ -75,6 +78,7 @@ class Status:
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
     errors: tuple[str, ...]  # packages that are missing, plug-ins that cannot be used
+    async_saves: str  # which package's code Megatron's asynchronous saves run, and what is active of its fixes
     proofs: tuple[Proof, ...] = ()
 
     @property
@@ -136,7 +140,15 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     errors = _errors(roots, tree, required)
     errors += plugins.complaints(switches.skip)
     return Status(
-        __version__, switches.mode, not reason, reason, tuple(installed), tuple(fixes), tuple(warnings), tuple(errors)
+        __version__,
+        switches.mode,
+        not reason,
+        reason,
+        tuple(installed),
+        tuple(fixes),
+        tuple(warnings),
+        tuple(errors),
+        _async_saves(roots[CORE], installed, fixes),
     )
 
 
@@ -256,6 +268,32 @@ def _zarr_warning(core: Path | None, installed: list[Installed]) -> list[str]:
         f"zarr {version} is installed, and the zarr checkpoints of megatron-core {release} need zarr below 3 (zarr 3 "
         "ignores the locks that keep a save whole): pip install 'zarr<3'"
     ]
+
+
+def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Sequence[FixStatus]) -> str:
+    """By the default of `get_async_strategy`, which is megatron-core's since 0.17; empty without megatron-core."""
+    if core is None:
+        return ""
+    here = {package.name: package.version for package in installed}
+    own = f"megatron-core {here[DISTRIBUTIONS[CORE]]}: {_covered(CORE, ASYNC, fixes)}"
+    try:
+        source = Path(module_path(str(core), f"{CORE}.dist_checkpointing.strategies.torch")).read_text("utf-8")
+    except (OSError, ValueError):
+        source = ""
+    if not re.search(r"def get_async_strategy\(async_strategy: str = .nvrx.", source):
+        return own
+    if version := here[DISTRIBUTIONS[NVRX]]:
+        return f"nvrx by default, nvidia-resiliency-ext {version}: {_covered(NVRX, 'nvrx_', fixes)}"
+    if any(fix.name == FALLBACK and fix.state in (ACTIVE, APPLIED_IN_PLACE) for fix in fixes):
+        return f"nvrx by default, which is not installed, so by {FALLBACK} {own}"
+    return f"nvrx by default, which is not installed: the first one fails ({FALLBACK} is not active)"
+
+
+def _covered(package: str, prefix: str, fixes: Sequence[FixStatus]) -> str:
+    """How many of the fixes of its asynchronous saves are active, of those that it needs."""
+    states = [fix.state for fix in fixes if fix.package == package and fix.name.startswith(prefix)]
+    needed = [state for state in states if state not in NOT_NEEDED]
+    return f"{sum(state not in MISSING for state in needed)} of {len(needed)} fixes active"
 
 
 def _apex_warning() -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ fake_gpu.install()
 import torch  # noqa: E402  the stand-in GPU has to be there first
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.multiprocessing.reductions import reduce_tensor  # noqa: E402
 
 PARAMETERS, NUMEL = 12, 1000
 TENSORS = 4 * PARAMETERS  # with step, exp_avg and exp_avg_sq
@@ -28,13 +30,17 @@ def calls(persistent: bool = True, **options: Any) -> Iterator[Any]:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
     fork_keeper(filesystem_async)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    join_group(0, 1, free_port())
     queue = AsyncCallsQueue(persistent=persistent, **options)
     try:
         yield queue
     finally:
         queue.close()
         dist.destroy_process_group()
+
+
+def join_group(rank: int, ranks: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
 
 def flat_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -46,8 +52,8 @@ def flat_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Opti
     return state
 
 
-def request(state: Mapping[str, torch.Tensor], folder: Path) -> Any:
-    """What a trainer schedules to save a state into a folder."""
+def request(state: Mapping[str, torch.Tensor], folder: Path, **options: Any) -> Any:
+    """What a trainer schedules to save a state into a folder; the options are those of NVRx's writer."""
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
     from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
     from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
@@ -56,12 +62,27 @@ def request(state: Mapping[str, torch.Tensor], folder: Path) -> Any:
     )
 
     os.makedirs(folder, exist_ok=True)
-    writer = FileSystemWriterAsync(folder, thread_count=2)
+    writer = FileSystemWriterAsync(folder, thread_count=2, **options)
     planned = save_state_dict_async_plan(dict(state), writer, None, 0, planner=dcp.DefaultSavePlanner())
     write, stage, arguments = writer.get_save_function_and_args()
     return AsyncRequest(
         write, arguments, [lambda: save_state_dict_async_finalize(*planned)], async_fn_kwargs={}, preload_fn=stage
     )
+
+
+class OnDevice(torch.Tensor):
+    """A stand-in for a tensor on a GPU: it says so, and a worker is sent its memory, not a copy."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def _reduce_by_memory(tensor: OnDevice) -> Any:
+    return reduce_tensor(tensor.as_subclass(torch.Tensor))
+
+
+ForkingPickler.register(OnDevice, _reduce_by_memory)
 
 
 def load(folder: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,13 +3,16 @@
 # fmt: off
 # ruff: noqa: E501
 OUTCOMES: dict[str, str] = {
-    "async_save_staging": "0.7.0 --- 0.12.0 mmm 0.17.0 tmm",
+    "async_dead_worker": "0.7.0 - 0.12.0 m",
+    "async_save_staging": "0.7.0 -- 0.12.0 mm 0.17.0 tm",
+    "async_strategy_fallback": "0.7.0 - 0.17.0 m",
     "bf16_stage0_gradients": "0.12.0 - 0.17.6 m 0.18.6 t",
     "bf16_stage0_state": "0.12.0 -- 0.17.6 mm",
     "bf16_wrapper_name": "0.12.0 --- 0.17.6 m-- 0.18.3 mmm 0.18.5 ttt",
     "decoupled_last_save": "0.12.0 - 0.17.1 m 0.17.2 - 0.18.4 m",
     "dp_zero_empty_state": "0.7.0 m3 0.8.0 m2 0.11.0 m1 0.19.0 m",
     "dp_zero_lean_gather": "0.7.0 mmm",
+    "expert_main_params": "0.7.0 - 0.14.0 m 0.18.0 t",
     "fast_writer_load": "0.12.0 -- 0.17.1 mm",
     "fingerprint_deepspeed": "0.12.0 m",
     "fingerprint_megatron": "0.7.0 mmm",
@@ -21,6 +24,9 @@ OUTCOMES: dict[str, str] = {
     "muon_momentum_dtype": "0.12.0 - 0.17.6 b1 0.18.3 m1 0.19.7 t",
     "muon_momentum_in_memory": "0.12.0 - 0.18.9 m",
     "numpy2_product": "0.7.0 -mmm- 0.8.0 -mbmm 0.9.0 mmbbm 0.16.0 tbbbt",
+    "nvrx_aborted_save": "0.4.1 - 0.5.0 m",
+    "nvrx_cached_storage": "0.4.1 - 0.6.0 m",
+    "nvrx_dead_worker": "0.4.1 m",
     "nvrx_staging": "0.4.1 mm",
     "optimizer_state_links": "0.12.0 ----- 0.13.2 mmm1mm1",
     "override_learning_rate": "0.7.0 -- 0.9.0 m1m",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import edits
-from ckpt_patches.engine import agreement
+from ckpt_patches.engine import agreement, worker_end
 from ckpt_patches.engine.fix import load, package_of, path_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import FIXES
@@ -33,7 +33,7 @@ Lines = dict[str, list[str]]  # by the name of an edited file
 def lines(fix: str, version: str) -> Lines:
     """What a fix adds to a release. A run of lines from the fix's own file is its first line and their number."""
     _, made = edits.plan(tree(DISTRIBUTIONS[package_of(fix)], version), fix)
-    sources = (path_of(fix), str(agreement.__file__))
+    sources = (path_of(fix), str(agreement.__file__), str(worker_end.__file__))
     own = [line.strip() for path in sources for line in Path(path).read_text().splitlines() if line.strip()]
     added = {name: [line for line in of_file if line] for name, of_file in edits.added_lines(made).items()}
     return {name: list(_shortened(of_file, own)) for name, of_file in added.items()}

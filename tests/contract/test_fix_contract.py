@@ -76,7 +76,6 @@ def test_a_fix_has_its_page_its_test_for_upstream_and_its_line_in_the_change_log
     assert (Path(folder(fix.package)) / "upstream_tests" / Path(fix.test).name).exists()
     assert (REPOSITORY / "docs" / f"{name}.md").exists()
     assert f"`{name}`" in (REPOSITORY / "CHANGELOG.md").read_text()
-    assert f"`{name}`" in (REPOSITORY / "README.md").read_text()
 
 
 @pytest.mark.quick

@@ -1,11 +1,9 @@
-"""Save asynchronously with the real megatron-core, and do meanwhile what a training does, or what a machine does to it.
+"""Save asynchronously with the real megatron-core, and do meanwhile what a training does.
 
 Prints a line of JSON.
 
     async_saving.py OUT held      whether a forked writer's staged tensors are held while it writes, and after
     async_saving.py OUT stepped   what a persistent worker has saved of a CPU tensor that a step changes while it writes
-    async_saving.py OUT killed    what a save says whose persistent worker is killed while it writes
-    async_saving.py OUT gone      ... while it stages
     async_saving.py OUT save      nothing: a checkpoint in torch_dist is there, which a persistent worker wrote
     async_saving.py OUT load      whether it loads as it was saved
 """
@@ -14,11 +12,6 @@ import argparse
 import gc
 import inspect
 import json
-import multiprocessing.connection
-import os
-import signal
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -29,11 +22,9 @@ import torch
 
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo.ranks import call_after
-from patience import seconds
 from program_arguments import parsed
 
 NUMEL = 5000
-PATIENCE = seconds(4)  # seconds after the end of a worker: who waits longer waits for ever
 
 
 def main() -> None:
@@ -44,8 +35,6 @@ def main() -> None:
 def worker(rank: int, options: argparse.Namespace) -> None:
     found = WHAT[options.what](options.out)
     print(json.dumps(found), flush=True)
-    if options.what in ("killed", "gone"):
-        os._exit(0)  # without the fix the end of the interpreter would wait as well
 
 
 def ignore(*arguments: Any) -> None:
@@ -119,22 +108,6 @@ def stepped(out: Path) -> dict[str, int]:
     return {"elements of the next step": int(torch.load(out).sum())}
 
 
-def killed(out: Path) -> dict[str, str]:
-    calls = schedule(request(torch.zeros(NUMEL), out), out.with_suffix(".go"))
-    os.kill(worker_of(calls).pid, signal.SIGKILL)
-    return {"said": said(calls, lambda: calls.maybe_finalize_async_calls(blocking=True))}
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def gone(out: Path) -> dict[str, str]:
-    calls = persistent_calls()
-    asked = request(torch.zeros(NUMEL), out)._replace(preload_fn=die)
-    return {"said": said(calls, lambda: calls.schedule_async_request(asked))}
-
-
 def checkpoint(tensor: torch.Tensor) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -164,39 +137,9 @@ def load(out: Path) -> dict[str, bool]:
     return {"as saved": torch.equal(loaded["w"], torch.arange(float(NUMEL)))}
 
 
-def worker_of(calls: Any) -> Any:
-    return calls._get_async_caller().process
-
-
-def said(calls: Any, call: Callable[[], object]) -> str:
-    """Nothing, the error of a call, or that it waits on after the worker's end."""
-    signal.signal(signal.SIGALRM, interrupt)
-    threading.Thread(target=set_alarm_at_end_of_worker, args=[calls], daemon=True).start()
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        signal.alarm(0)
-    return ""
-
-
-def set_alarm_at_end_of_worker(calls: Any) -> None:
-    while worker_of(calls) is None:
-        time.sleep(0.05)
-    multiprocessing.connection.wait([worker_of(calls).sentinel])
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-
-
-def interrupt(*_: object) -> None:
-    raise TimeoutError("waits")
-
-
 WHAT: dict[str, Callable[[Path], dict[str, Any]]] = {
     "held": held,
     "stepped": stepped,
-    "killed": killed,
-    "gone": gone,
     "save": save,
     "load": load,
 }

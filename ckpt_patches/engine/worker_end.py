@@ -1,0 +1,136 @@
+"""What two fixes insert into the classes that call the writers of asynchronous saves: the end of a writer is an error.
+
+megatron-core's classes and those of nvidia-resiliency-ext have one origin, and differ in where the queues are kept.
+"""
+
+import ast
+from collections.abc import Callable
+
+from ckpt_patches.engine.source import Function, NoMatch, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import multiprocessing
+    import threading
+    from typing import Any
+
+    import torch
+
+
+class AsyncCaller:
+    """The methods that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        process: multiprocessing.Process | None
+
+    def _worker_ended(self, no_dist: bool) -> int:
+        """What this rank adds to the count of active writers, so that all ranks raise together.
+
+        It is more than all active ones are together.
+        """
+        if no_dist:
+            self._raise_as_worker_ended()
+        ranks: int = torch.distributed.get_world_size()
+        return ranks + 1
+
+    def _raise_as_worker_ended(self) -> None:
+        """The checkpoint that it was to write is not whole, and no more will be written."""
+        code = None if self.process is None else self.process.exitcode
+        found = f"it ended with exit code {code}" if code else "that of a rank ended"
+        raise RuntimeError(
+            f"expected the process that writes checkpoints to finish its save, found {found}:"
+            " this checkpoint is not whole; look for what killed it"
+        )
+
+
+class PersistentAsyncCaller:
+    """The method that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        process: multiprocessing.Process
+
+    def _join_or_worker_ends(self, queue: "Any") -> None:
+        """Wait until all that was put into a queue is done, or its worker has ended."""
+        waiting = threading.Thread(target=queue.join, daemon=True)
+        waiting.start()
+        while waiting.is_alive() and self.process.is_alive():
+            waiting.join(timeout=1)
+
+
+ENDED = "worker_ended = not self.process.is_alive()  # before its last answer is read"
+COUNT_IN = """if worker_ended:
+    is_alive = self._worker_ended(no_dist)
+    break"""
+COUNT_IN_FORKED = """if self.process is not None and self.process.exitcode:
+    is_alive = self._worker_ended(no_dist)"""
+WAIT_FIRST = """if blocking and self.process is not None:
+    self.process.join()"""
+RAISE_TOGETHER = """active = int(ten)
+if not 0 <= active <= torch.distributed.get_world_size():
+    self._raise_as_worker_ended()
+return active == 0"""
+
+
+def raise_at_the_end_of_a_worker(source: Source) -> None:
+    """Nobody finishes what a dead worker has begun: upstream waits for it for ever, or takes it for done.
+
+    Raises:
+        AlreadyThere: all of it is there.
+        NoMatch: a part of it is, or the code is unknown.
+        NotConcerned: a release without persistent workers.
+    """
+    schedule, done, close = (
+        _method(source, f"PersistentAsyncCaller.{name}")
+        for name in ("schedule_async_call", "is_current_async_call_done", "close")
+    )
+    forked, together = (
+        source.function(name)
+        for name in ("TemporalAsyncCaller.is_current_async_call_done", "AsyncCaller.sync_all_async_calls")
+    )
+    of_all: tuple[Callable[..., object], ...] = (AsyncCaller._worker_ended, AsyncCaller._raise_as_worker_ended)
+    source.check_parts(
+        {
+            **source.functions_there("AsyncCaller.", *of_all),
+            **source.functions_there("PersistentAsyncCaller.", PersistentAsyncCaller._join_or_worker_ends),
+            "import threading": source.imports("threading"),
+            "scheduling": source.has("self._join_or_worker_ends(...)", within=schedule),
+            "closing": source.has("self._join_or_worker_ends(...)", within=close),
+            "a persistent worker's end is seen": source.has("worker_ended = ...", within=done),
+            "and counts": source.has("self._worker_ended(no_dist)", within=done),
+            "a forked worker's end is waited for": source.has("self.process.join()", within=forked),
+            "and counts, too": source.has("self._worker_ended(no_dist)", within=forked),
+            "on all ranks": source.has("self._raise_as_worker_ended()", within=together),
+        }
+    )
+    last = next(name for name in ("subprocess", "shutil", "os", "logging") if source.imports(name))
+    source.insert_after(source.one(f"import {last}"), "import threading")
+    for function, queue in ((schedule, "preload_q"), (close, "queue")):
+        joined = _joined(source, function, queue)
+        source.replace(joined, f"self._join_or_worker_ends({source.text(joined).removesuffix('.join()')})")
+    tries = source.all_of(ast.Try, done)
+    if len(tries) != 1:
+        raise NoMatch(f"expected one `try` in {done.name}, found {len(tries)}")
+    source.insert_before(tries[0], ENDED)
+    source.insert_before(tries[0].handlers[0].body[0], COUNT_IN)
+    count = source.one("is_alive = ...", within=forked)
+    source.insert_before(count, WAIT_FIRST)
+    source.insert_after(count, COUNT_IN_FORKED)
+    source.replace(source.one("return ten[0] == 0", within=together), RAISE_TOGETHER)
+    for method in of_all:
+        source.insert_method_before(together, method)
+    source.insert_method_before(schedule, PersistentAsyncCaller._join_or_worker_ends)
+
+
+def _method(source: Source, name: str) -> Function:
+    if not source.has_function(name):
+        raise NotConcerned
+    return source.function(name)
+
+
+def _joined(source: Source, function: Function, queue: str) -> ast.Expr:
+    """Where it waits for a queue, which is the instance's up to Megatron 0.16 and the class's since."""
+    waits = [f"self.{queue}.join()", f"self._persistent_{queue}.join()"]
+    found = [one for one in source.all_of(ast.Expr, function) if source.text(one) in waits]
+    if len(found) != 1:
+        raise NoMatch(f"expected {' or '.join(waits)} once in {function.name}, found it {len(found)} times")
+    return found[0]

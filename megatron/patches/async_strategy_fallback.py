@@ -1,0 +1,46 @@
+"""Save asynchronously with megatron-core's own writers where nvidia-resiliency-ext is not installed.
+
+https://github.com/radixark/miles/pull/2816
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/radixark/miles/pull/2816",),
+    symptom="the first asynchronous save fails: ModuleNotFoundError, nvidia-resiliency-ext",
+    releases=(("0.17.0", newest("megatron-core")),),
+    stacks="asynchronous saves without nvidia-resiliency-ext",
+    stages=("async",),
+    test="tests/unit_tests/dist_checkpointing/test_async_strategy_fallback.py",
+)
+
+FALL_BACK = """warnings.warn(
+    "expected nvidia-resiliency-ext for `async_strategy=\\"nvrx\\"`, found no compatible one:"
+    " asynchronous saves go on with `mcore`. All ranks need the same packages; install it, or"
+    " set `async_strategy` to `mcore`."
+)
+imports = _import_mcore_async()
+async_strategy = "mcore"
+"""
+
+
+@fix.edit("megatron.core.dist_checkpointing.strategies.torch")
+def fall_back_to_mcore(source: Source) -> None:
+    """Its import is tried when the first save starts, hours after the start of the training."""
+    if not source.has_function("get_async_strategy"):
+        raise NotConcerned  # before 0.17
+    choose = source.function("get_async_strategy")
+    tries = source.all_of(ast.Try, choose)
+    if len(tries) != 1 or len(tries[0].handlers) != 1:
+        raise NoMatch(f"expected one `try` with one handler in {choose.name}")
+    (handler,) = tries[0].handlers
+    if source.has("_import_mcore_async()", within=handler):
+        raise AlreadyThere
+    if len(handler.body) != 1 or not isinstance(handler.body[0], ast.Raise):
+        raise NoMatch(f"expected one `raise` in the handler of {choose.name}")
+    source.replace(handler.body[0], FALL_BACK.rstrip())

@@ -1,0 +1,50 @@
+"""Give the experts' optimizer, too, the weights of `--load-main-params-from-ckpt`, and each chunk its own.
+
+https://github.com/NVIDIA/Megatron-LM/pull/3676
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/pull/3676",),
+    symptom="experts train on from bf16 weights, not the fp32 ones of the checkpoint",
+    releases=(("0.14.0", "0.17.1"),),
+    stacks="experts, `--load-main-params-from-ckpt`",
+    silent=True,
+    stages=("reload",),
+    test="tests/unit_tests/test_expert_main_params.py",
+)
+
+
+@fix.edit("megatron.core.optimizer.optimizer")
+def follow_chunks(source: Source) -> None:
+    """Dense and expert optimizers are of the same model chunks, which upstream gives to one of them alone."""
+    if not source.has_function("ChainedOptimizer._split_state_dict"):
+        raise NotConcerned
+    split = source.function("ChainedOptimizer._split_state_dict")
+    number = "number_of[chunk]"
+    to_each = "state_dicts = [state_dict] * len(self.chained_optimizers)"
+    if source.has(to_each, within=split) and not source.has("offset", within=split):
+        raise AlreadyThere  # by upstream, since 0.18
+    source.check_parts(
+        {
+            "the state dict for each optimizer": source.has(to_each, within=split),
+            "the number of each chunk": source.has("number_of = ...", within=split),
+            "is looked up": source.has(f"offset = {number}", within=split),
+            "of each chunk": source.has("(chunk_idx, chunk)", within=split),
+            "in its order": source.has("enumerate(optimizer.model_chunks)", within=split),
+            "and is not counted": not source.has("offset += 1", within=split),
+        }
+    )
+    source.replace(source.one("state_dicts[0] = state_dict", within=split), to_each)
+    source.replace(
+        source.one("offset = 0", within=split),
+        "number_of = {chunk: number for number, chunk in enumerate(self.model_chunks)}",
+    )
+    loop = source.loop("chunk_idx", within=split)
+    source.replace(loop.target, "chunk_idx, chunk")
+    source.replace(loop.iter, "enumerate(optimizer.model_chunks)")
+    source.insert_before(loop.body[0], f"offset = {number}")
+    source.remove(source.one("offset += 1", within=split))

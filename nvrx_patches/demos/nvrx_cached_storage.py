@@ -1,0 +1,41 @@
+"""move the tensors between saves of constant structure"""
+
+from pathlib import Path
+
+from ckpt_patches.demo import nvrx_saving, show
+from ckpt_patches.demo.ranks import results
+
+TENSORS, NUMEL = 8, 100
+
+
+def run(folder: Path) -> str:
+    repeated = results(save_thrice, 1, folder)[0]
+    if not repeated:
+        return ""
+    return (
+        f"{repeated} of {TENSORS} tensors of the third save are those of the second, and no error"
+    )
+
+
+def save_thrice(rank: int, folder: Path) -> int:
+    """Save tensors that are allocated anew for each save, as off-loading does; how many are not the last ones.
+
+    The worker starts after the first save was prepared, and keeps what the second one sends.
+    """
+    import torch
+
+    with nvrx_saving.calls() as calls:
+        for step in range(1, 4):
+            state = {
+                f"w{number}": torch.full((NUMEL,), step).as_subclass(nvrx_saving.OnDevice)
+                for number in range(TENSORS)
+            }
+            asked = nvrx_saving.request(state, folder / str(step), use_cached_data_structure=True)
+            calls.schedule_async_request(asked)
+            calls.maybe_finalize_async_calls(blocking=True)
+    loaded = nvrx_saving.load(folder / "3", {name: torch.empty(NUMEL, dtype=int) for name in state})
+    return sum(not tensor.eq(3).all() for tensor in loaded.values())
+
+
+if __name__ == "__main__":
+    show(run, f"all {TENSORS} tensors of each save are its own")

@@ -1,0 +1,38 @@
+"""Forget what an aborted save has left: its call, its forked worker, and its results.
+
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5842
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5842",),
+    symptom="after an abort, a save is finalized with the index of another one",
+    releases=(("0.5.0", newest("nvidia-resiliency-ext")),),
+    stacks="in-process restart during an asynchronous save",
+    silent=True,
+    stages=("nvrx",),
+    test="tests/checkpointing/unit/test_nvrx_aborted_save.py",
+)
+
+FORGET = """if abort:
+    # What was aborted is not finalized, and what it has reported is not of the next save
+    while self.async_calls:
+        self.async_calls.popleft().async_caller.close(abort=True)
+    from . import filesystem_async
+
+    filesystem_async._results_queue = None"""
+
+
+@fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
+def forget_what_was_aborted(source: Source) -> None:
+    """Upstream finalizes the calls with the next save, which takes the oldest report that there is."""
+    close = source.function("AsyncCallsQueue.close")
+    if "abort" not in [argument.arg for argument in close.args.args]:
+        raise NotConcerned  # before 0.5
+    if source.has("filesystem_async._results_queue = None", within=close):
+        raise AlreadyThere
+    source.insert_before(source.branch("self.persistent and self.persistent_caller", close), FORGET)

@@ -1,0 +1,67 @@
+"""Send GPU tensors to the worker again once their storage is another one.
+
+https://github.com/NVIDIA-NeMo/RL/issues/3312
+"""
+
+import ast
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA-NeMo/RL/issues/3312",
+        "https://github.com/NVIDIA/nvidia-resiliency-ext/pull/314",
+    ),
+    symptom="every save repeats the first one's tensors",
+    releases=(("0.6.0", "0.6.0"),),
+    stacks="`--ckpt-assume-constant-structure`, tensors moved between saves",
+    silent=True,
+    stages=("nvrx",),
+    test="tests/checkpointing/unit/test_nvrx_cached_storage.py",
+)
+
+
+def _storages_of(tensors: "list[torch.Tensor]") -> list[tuple[object, ...]]:
+    """Where these tensors are: equal as long as what a worker holds of them is their memory."""
+    unknown = object  # a tensor that does not say where it is equals nothing
+    return [(ten.device, ten.data_ptr() or unknown(), ten.stride()) for ten in tensors]
+
+
+KEPT = "FileSystemWriterAsync._cached_storages"
+
+
+@fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
+def follow_storages(source: Source) -> None:
+    """The key of what the worker has consists of names, shapes and types, which a new allocation has as well."""
+    if not source.has_function("_compute_data_structure_key_from_plan"):
+        raise NotConcerned  # before 0.6 a worker keeps nothing
+    prepare = source.function("FileSystemWriterAsync.prepare_write_data")
+    if source.has("FileSystemWriterAsync._cached_tensor_data_ptrs", within=prepare):
+        raise AlreadyThere  # upstream's, since #314
+    writer = source.class_named("FileSystemWriterAsync")
+    source.check_parts(
+        {
+            **source.functions_there("", _storages_of),
+            "they are kept": source.has("_cached_storages: dict = {}", within=writer),
+            "compared": source.has(f"{KEPT}.get(key) == _storages_of(gpu_data)", within=prepare),
+            "noted": source.has(f"{KEPT}[key] = _storages_of(gpu_data)", within=prepare),
+        }
+    )
+    reuse = source.branch("gpu_items and self.use_cpu_shm_for_gpu_tensors", prepare).orelse[0]
+    if not isinstance(reuse, ast.If) or source.text(reuse.test) != "cache_exists":
+        raise NoMatch(f"expected `elif cache_exists` in {prepare.name}")
+    source.insert_at(reuse.test, f" and {KEPT}.get(key) == _storages_of(gpu_data)", end=True)
+    sent = source.one("FileSystemWriterAsync._cached_identifiers.add(key)", reuse.orelse[0])
+    source.insert_after(sent, f"{KEPT}[key] = _storages_of(gpu_data)")
+    identifiers = source.one("_cached_identifiers: set = set()", writer)
+    source.insert_after(
+        identifiers,
+        "# By identifier, where the tensors are that the worker has\n_cached_storages: dict = {}",
+    )
+    source.insert_function_before(writer, _storages_of)
