@@ -1,6 +1,6 @@
 """Convert and load fused layers of AutoTP (`shape: [3, -1]`) by the widths of their sub-parameters, and their biases.
 
-https://github.com/deepspeedai/DeepSpeed/pull/8168
+https://github.com/deepspeedai/DeepSpeed/pull/8185
 """
 
 from ckpt_patches.engine.fix import Fix
@@ -26,7 +26,7 @@ def publishes_counts(source: Source) -> bool:
 
 fix = Fix(
     __name__,
-    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8168",),
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8185",),
     symptom="fused layers (qkv, gate_up) are converted and loaded in another order",
     releases=(("0.18.9", "0.19.5"),),
     stacks="universal checkpoints, AutoTP with `shape: [3, -1]` or fused biases",
@@ -44,9 +44,8 @@ WITHOUT_RULE = """
 if name.endswith(".bias") and tp_degree > 1 and matched_sub_params_shape is None:
     weight = name[:-len("bias")] + "weight"
     if get_matched_sub_params_pattern(weight) and not get_matched_pattern(replicated_parameters, name):
-        raise ValueError(
-            f"the checkpoint does not state how {name} is cut, though {weight} has sub-parameters; "
-            "resume on the same ranks and convert what that run saves")
+        raise ValueError(f"the checkpoint does not state how {name} is cut, though {weight} is fused; "
+                         "resume on the same ranks and convert what that run saves")
 """
 SHAPE_OF_BIAS = """
 if sub_param_shape is not None and conversion_meta.get('is_bias', False):
@@ -66,7 +65,7 @@ def _with_widths(sub_params: "Any", slices: "Sequence[torch.Tensor]", name: str)
     if size == 0 or count < 1 or size % (count * len(slices)) != 0:
         found = [tuple(s.shape) for s in slices]
         raise ValueError(f"{name}: expected slices of {count} sub-parameters of equal width, found {found}")
-    shape[dim] = (size // count,) * count
+    shape[dim] = tuple([size // count] * count)
     return type(sub_params)(patterns=sub_params.patterns, shape=tuple(shape), partition_dim=dim)
 
 
