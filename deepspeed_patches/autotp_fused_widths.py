@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/8185
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ fix = Fix(
 MATCHED = "matched_sub_params_shape = get_matched_sub_params_pattern(name)"
 PARTITION_DIM = "partition_dim = matched_sub_params_shape.partition_dim"
 WITH_WIDTHS = "matched_sub_params_shape = _with_widths(matched_sub_params_shape, slices, name)"
+OF_WEIGHT = "get_matched_sub_params_pattern(weight)"
 WITHOUT_RULE = """
 if name.endswith(".bias") and tp_degree > 1 and matched_sub_params_shape is None:
     weight = name[:-len("bias")] + "weight"
@@ -47,6 +48,8 @@ if name.endswith(".bias") and tp_degree > 1 and matched_sub_params_shape is None
         raise ValueError(f"the checkpoint does not state how {name} is cut, though {weight} is fused; "
                          "resume on the same ranks and convert what that run saves")
 """
+CUT = "sub_param_shape is not None and partition_dim is not None"
+BY_SIZES = "sub_param_shape is not None and sub_param_sizes is None"
 SHAPE_OF_BIAS = """
 if sub_param_shape is not None and conversion_meta.get('is_bias', False):
     sub_param_shape = sub_param_shape[:1]
@@ -73,11 +76,13 @@ def _with_widths(sub_params: "Any", slices: "Sequence[torch.Tensor]", name: str)
 def describe_biases(source: Source) -> None:
     """A bias is cut as its weight is, and upstream describes the weight alone."""
     collect = source.function("collect_autotp_universal_checkpoint_info")
+    parts = (CUT, "sub_param_shape = sub_param_shape[:1]")
+    source.check_parts({part: source.has(part, within=collect) for part in parts})
     described = source.branch(
-        "sub_param_shape is not None and partition_dim is not None and not conversion_meta.get('is_bias', False)",
+        f"{CUT} and not conversion_meta.get('is_bias', False)",
         within=collect,
     )
-    source.replace(described.test, "sub_param_shape is not None and partition_dim is not None")
+    source.replace(described.test, CUT)
     source.insert_before(described, SHAPE_OF_BIAS)
 
 
@@ -85,6 +90,8 @@ def describe_biases(source: Source) -> None:
 def merge_by_widths(source: Source) -> None:
     """Upstream takes the number for one width."""
     merge = source.function("merge_tp_slices")
+    parts = {part: source.has(part, within=merge) for part in (WITH_WIDTHS, OF_WEIGHT)}
+    source.check_parts({**source.functions_there("", _with_widths), **parts})
     source.insert_after(source.one(MATCHED, within=merge), WITHOUT_RULE)
     source.insert_after(source.one(PARTITION_DIM, within=merge), WITH_WIDTHS)
     source.insert_function_before(merge, _with_widths)
@@ -94,5 +101,7 @@ def merge_by_widths(source: Source) -> None:
 def load_by_widths(source: Source) -> None:
     """A parameter knows its widths, and upstream looks at the number first."""
     load = source.function("_resolve_autotp_partition")
+    if source.has(BY_SIZES, within=load):
+        raise AlreadyThere
     by_shape = source.branch("sub_param_shape is not None", within=load)
-    source.replace(by_shape.test, "sub_param_shape is not None and sub_param_sizes is None")
+    source.replace(by_shape.test, BY_SIZES)

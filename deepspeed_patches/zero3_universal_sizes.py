@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7585
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import NotConcerned, Source
 
 fix = Fix(
     __name__,
@@ -27,7 +27,7 @@ LOADS = {
 CHECK = """
 found, expected = {part}.numel(), param.partition_numel()
 if found != expected:
-    raise ValueError(f"{{param_name}} has another size: {{found}} elements for this rank, not {{expected}}")
+    raise ValueError(f"{{param_name}} has another size: {{found}} elements per rank, not {{expected}}")
 """
 
 
@@ -39,12 +39,12 @@ def compare_sizes(source: Source) -> None:
         raise NotConcerned
     if not source.has(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}")):
         raise NotConcerned  # up to 0.17.6 all are put together, and have to fill the buffer
-    for method, part in LOADS.items():
-        if f"def {method}(".encode() not in source.data:
-            continue
-        load = source.function(f"{CLASS}.{method}")
-        if source.has("found != expected", within=load):
-            raise AlreadyThere
-        source.insert_after(
-            source.one(f"{part} = self.load_hp_checkpoint_state(...)", within=load), CHECK.format(part=part)
-        )
+    loads = {
+        part: source.function(f"{CLASS}.{method}")
+        for method, part in LOADS.items()
+        if f"def {method}(".encode() in source.data
+    }
+    source.check_parts({part: source.has("found != expected", within=load) for part, load in loads.items()})
+    for part, load in loads.items():
+        loaded = source.one(f"{part} = self.load_hp_checkpoint_state(...)", within=load)
+        source.insert_after(loaded, CHECK.format(part=part))

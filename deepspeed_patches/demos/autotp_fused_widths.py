@@ -93,9 +93,9 @@ def own(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Of this rank, which shares its tensors with no other."""
     optimizer, names = run.optimizer, dt.names_of(run)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        groups = list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))
     else:
-        groups = iter(dt.flat_groups(run))
+        groups = dt.flat_groups(run)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for master, parameters in groups:
         for key, flat in {"fp32": master.detach(), **optimizer.optimizer.state[master]}.items():
