@@ -39,11 +39,8 @@ def compare_sizes(source: Source) -> None:
         raise NotConcerned
     if not source.has(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}")):
         raise NotConcerned  # up to 0.17.6 all are put together, and have to fill the buffer
-    loads = {
-        part: source.function(f"{CLASS}.{method}")
-        for method, part in LOADS.items()
-        if f"def {method}(".encode() in source.data
-    }
+    methods = {f"{CLASS}.{method}": part for method, part in LOADS.items()}
+    loads = {part: source.function(method) for method, part in methods.items() if source.has_function(method)}
     source.check_parts({part: source.has("found != expected", within=load) for part, load in loads.items()})
     for part, load in loads.items():
         loaded = source.one(f"{part} = self.load_hp_checkpoint_state(...)", within=load)

@@ -52,7 +52,7 @@ OUTCOMES: dict[str, str] = {
     "zero3_universal_groups": "0.12.0 -- 0.18.0 mm",
     "zero3_universal_rank": "0.12.0 - 0.14.5 m 0.18.0 t 0.19.3 b",
     "zero3_universal_save": "0.12.0 - 0.14.5 m 0.18.0 b",
-    "zero3_universal_sizes": "0.12.0 - 0.18.0 m",
+    "zero3_universal_sizes": "0.12.0 - 0.18.0 m1 0.19.3 m",
     "zero3_weights_of_tag": "0.12.0 m",
     "zero_to_fp32_bf16": "0.12.0 mm",
 }
