@@ -64,7 +64,7 @@ def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) ->
     cases += ["megatron_fp16"] if knows(version, "0.12.4") else []  # two sub-parameters, and a vocabulary
     cases += ["fused"] if knows(version, "0.14.1") else []
     if traits.in_tree(tree("deepspeed", version)) == (Traits(), ""):
-        cases += ["fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
+        cases += ["fused_counted", "fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
     checkpoints = parallel(*cases)
     if not knows(version, "0.14.0"):
         checkpoints = {case: copied_with_layers(source, tmp_path / case) for case, source in checkpoints.items()}

@@ -207,6 +207,19 @@ def test_other_steps_at_stage_3(tmp_path: Path) -> None:
     check_refused(folder, tmp_path / "out", "step 7, others are at 8")
 
 
+def test_a_count_of_sub_parameters_is_refused_where_deepspeed_takes_it_for_a_width(tmp_path: Path) -> None:
+    """The slices were joined one behind the other, so that q, k and v of both ranks were mixed."""
+    folder = parallel("fused_counted")["fused_counted"]
+    expected = "counted.weight: the checkpoint has the number 4 in place of the widths of its sub-parameters"
+    check_refused(folder, tmp_path / "out", expected, version="0.16.2")
+
+
+def test_the_bias_of_sub_parameters_is_refused_where_nothing_states_its_own(tmp_path: Path) -> None:
+    """It was joined one slice behind the other, as if it were one."""
+    expected = "fused.bias: the checkpoint does not state how it is cut, though fused.weight has sub-parameters"
+    check_refused(parallel("fused_bias")["fused_bias"], tmp_path / "out", expected)
+
+
 def test_the_undamaged_twin(folder: Path, tmp_path: Path) -> None:
     ours(folder, tmp_path / "out" / "universal")
 

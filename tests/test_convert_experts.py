@@ -170,6 +170,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
         missing("layer_1_expert_2_mp_rank_00_model_states.pt"),
         "expected one file layer_1_expert_2_mp_rank_*, found none",
     ),
+    "no shapes": (1, without_shapes, "before 0.19.3 DeepSpeed saved no checkpoint of experts that can be converted"),
     "an expert that nobody holds": (
         1,
         layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[2, 2])),

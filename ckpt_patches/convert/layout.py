@@ -128,8 +128,16 @@ def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> 
 
 
 def sub_params_even(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """As earlier converters do: a number in place of widths is one width, and the description stays."""
+    """As earlier converters do, but for a number in place of widths, which may be one width or a count.
+
+    AutoTP has written counts since 0.18.9, as (3, -1); up to 0.19.5 the converter takes them for a width.
+    """
     size, dim = sub.shape[sub.partition_dim], sub.partition_dim
+    if not isinstance(size, tuple) and size != sum(shape[dim] for shape in shapes):
+        raise UserError(
+            f"{name}: the checkpoint has the number {size} in place of the widths of its sub-parameters, and DeepSpeed "
+            "before 0.19.6, as installed, loads them in another order: install a later release, and convert it there"
+        )
     sizes = size if isinstance(size, tuple) else (size,)
     widths = [[size // len(shapes)] * len(shapes) for size in sizes]
     partition = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]

@@ -104,6 +104,13 @@ class Rules:
                 return key, None
         if matching:
             return SUB_PARAMS, matching
+        weight = f"{name.removesuffix('bias')}weight"
+        if name.endswith(".bias") and self._matching_sub_params(weight):
+            raise UserError(
+                f"{name}: the checkpoint does not state how it is cut, though {weight} has sub-parameters, as AutoTP "
+                "saved it before DeepSpeed 0.19.6: resume on the same ranks with a later release, and convert what it "
+                "saves"
+            )
         return (ROW_PARALLEL if self._matches(ROW_PARALLEL, name) else ""), None
 
     def _matches(self, key: str, name: str) -> bool:

@@ -6,6 +6,7 @@ OUTCOMES: dict[str, str] = {
     "async_dead_worker": "0.7.0 - 0.12.0 m",
     "async_save_staging": "0.7.0 -- 0.12.0 mm 0.17.0 tm",
     "async_strategy_fallback": "0.7.0 - 0.17.0 m",
+    "autotp_fused_widths": "0.12.0 --- 0.18.9 mmm 0.19.6 ---",
     "bf16_stage0_gradients": "0.12.0 - 0.17.6 m 0.18.6 t",
     "bf16_stage0_state": "0.12.0 -- 0.17.6 mm",
     "bf16_wrapper_name": "0.12.0 --- 0.17.6 m-- 0.18.3 mmm 0.18.5 ttt",
@@ -57,6 +58,7 @@ OUTCOMES: dict[str, str] = {
     "zero3_universal_groups": "0.12.0 -- 0.18.0 mm",
     "zero3_universal_rank": "0.12.0 - 0.14.5 m 0.18.0 t 0.19.3 b",
     "zero3_universal_save": "0.12.0 - 0.14.5 m 0.18.0 b",
+    "zero3_universal_sizes": "0.12.0 - 0.18.0 m1 0.19.3 m",
     "zero3_weights_of_tag": "0.12.0 m",
     "zero_to_fp32_bf16": "0.12.0 mm",
 }

@@ -342,6 +342,8 @@ def _autoep(
     """The parameters of AutoEP's layers, by name."""
     path = models[0][0]
     _check_no_tensor_parallel_experts(path, tp_degree)
+    for model_path, model in models:
+        _check_experts_shapes(model_path, model)
     experts.check_files(folder, layers)
     degree = required(layers[0], "ep_size", path)
     ranks = experts.ranks_of(folder.dp_degree, degree, experts.data_first(models))
@@ -352,17 +354,22 @@ def _autoep(
     return found
 
 
-def _local_experts(
-    folder: Folder, first: Mapping[str, Any], models: Sequence[tuple[Path, dict[str, Any]]]
-) -> dict[str, LocalExpert]:
-    """The parameters of the experts of `deepspeed.moe`'s layers, by their names in the ranks' files."""
-    path, model = models[0]
-    if folder.experts and "param_shapes" not in model:
+def _check_experts_shapes(path: Path, model: Mapping[str, Any]) -> None:
+    if "param_shapes" not in model:
         raise UserError(
             f"{path} does not say which shapes the parameters have (param_shapes): before 0.19.3 DeepSpeed saved no "
             "checkpoint of experts that can be converted; resume on the same ranks with a later one, and convert what "
             "it saves"
         )
+
+
+def _local_experts(
+    folder: Folder, first: Mapping[str, Any], models: Sequence[tuple[Path, dict[str, Any]]]
+) -> dict[str, LocalExpert]:
+    """The parameters of the experts of `deepspeed.moe`'s layers, by their names in the ranks' files."""
+    path, model = models[0]
+    if folder.experts:
+        _check_experts_shapes(path, model)
     found = experts.local_experts(
         path, model["param_shapes"], first.get("partition_count") or (), folder.dp_degree, experts.data_first(models)
     )

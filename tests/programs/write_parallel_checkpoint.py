@@ -75,9 +75,8 @@ def sub_params(name: str, shape: Sequence[Any], dim: int) -> dict[str, Any]:
 SUB_PARAMS = {
     "fused": sub_params(r"fused\.weight", ((8, 4, 4), 6), 0),
     "columns": sub_params(r"columns\.weight", (6, (8, 4)), 1),
-    "counted": sub_params(r"counted\.weight", (4, -1), 0),
 }
-FUSED = even(2, fused__weight=(8, 6), columns__weight=(6, 6), counted__weight=(8, 6), norm__weight=(6,))
+FUSED = even(2, fused__weight=(8, 6), columns__weight=(6, 6), norm__weight=(6,))
 
 
 def megatron() -> Case:
@@ -109,6 +108,20 @@ def fused() -> Case:
     """Sub-parameters, as metadata up to version 0.3 says them."""
     info = {"universal_checkpoint_version": 0.2, "parameter_with_sub_params": list(SUB_PARAMS.values())}
     return Case([FUSED], {**info, "tp_replicated_parameter_patterns": [r"norm\.weight"]}, equal=(r"norm\.weight",))
+
+
+def fused_counted() -> Case:
+    """The number of sub-parameters in place of their widths, as AutoTP says it from 0.18.9 to 0.19.5."""
+    described = [sub_params(r"^counted\.weight$", (4, -1), 0)]
+    info = {"universal_checkpoint_version": 0.3, "parameter_with_sub_params": described}
+    return Case([even(2, counted__weight=(8, 6))], info)
+
+
+def fused_bias() -> Case:
+    """A bias that is cut as its weight, of which AutoTP did not say so before 0.19.6."""
+    described = [sub_params(r"^fused\.weight$", ((8, 4, 4), -1), 0)]
+    info = {"universal_checkpoint_version": 0.3, "parameter_with_sub_params": described}
+    return Case([even(2, fused__weight=(8, 6), fused__bias=(8,))], info)
 
 
 def fused_uneven() -> Case:
@@ -203,6 +216,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "megatron": megatron,
     "megatron_fp16": megatron_fp16,
     "fused": fused,
+    "fused_counted": fused_counted,
+    "fused_bias": fused_bias,
     "fused_uneven": fused_uneven,
     "affine": affine,
     "zero3_uneven": lambda: zero3(fused_uneven()),

@@ -1,0 +1,107 @@
+"""Convert and load fused layers of AutoTP (`shape: [3, -1]`) by the widths of their sub-parameters, and their biases.
+
+https://github.com/deepspeedai/DeepSpeed/pull/8185
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    import torch
+
+
+LAYERS = "deepspeed.module_inject.layers"
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+LOADER = "deepspeed.checkpoint.universal_checkpoint"
+
+
+def publishes_counts(source: Source) -> bool:
+    """AutoTP describes its layers since 0.18.9, and since 0.19.6 by widths."""
+    return b"def collect_autotp_universal_" in source.data and b"sub_param_shard_widths" not in source.data
+
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8185",),
+    symptom="fused layers (qkv, gate_up) are converted and loaded in another order",
+    releases=(("0.18.9", "0.19.5"),),
+    stacks="universal checkpoints, AutoTP with `shape: [3, -1]` or fused biases",
+    silent=True,
+    stages=("merge", "universal load"),
+    concerns=LAYERS,
+    where=publishes_counts,
+    test="tests/unit/checkpoint/test_autotp_fused_widths.py",
+)
+
+MATCHED = "matched_sub_params_shape = get_matched_sub_params_pattern(name)"
+PARTITION_DIM = "partition_dim = matched_sub_params_shape.partition_dim"
+WITH_WIDTHS = "matched_sub_params_shape = _with_widths(matched_sub_params_shape, slices, name)"
+OF_WEIGHT = "get_matched_sub_params_pattern(weight)"
+WITHOUT_RULE = """
+if name.endswith(".bias") and tp_degree > 1 and matched_sub_params_shape is None:
+    weight = name[:-len("bias")] + "weight"
+    if get_matched_sub_params_pattern(weight) and not get_matched_pattern(replicated_parameters, name):
+        raise ValueError(f"the checkpoint does not state how {name} is cut, though {weight} is fused; "
+                         "resume on the same ranks and convert what that run saves")
+"""
+CUT = "sub_param_shape is not None and partition_dim is not None"
+BY_SIZES = "sub_param_shape is not None and sub_param_sizes is None"
+SHAPE_OF_BIAS = """
+if sub_param_shape is not None and conversion_meta.get('is_bias', False):
+    sub_param_shape = sub_param_shape[:1]
+"""
+
+
+def _with_widths(sub_params: "Any", slices: "Sequence[torch.Tensor]", name: str) -> "Any":
+    """Sub-parameters with their widths, where the metadata has their number, as in (3, -1)."""
+    shape, dim = list(sub_params.shape), sub_params.partition_dim
+    if isinstance(shape[dim], tuple):
+        return sub_params
+    size = sum(s.shape[dim] for s in slices) if len(shape) == slices[0].dim() else 0
+    count = shape[dim]
+    if count == size:  # one sub-parameter, of this width
+        return sub_params
+    if size == 0 or count < 1 or size % (count * len(slices)) != 0:
+        found = [tuple(s.shape) for s in slices]
+        raise ValueError(f"{name}: expected slices of {count} sub-parameters of equal width, found {found}")
+    shape[dim] = tuple([size // count] * count)
+    return type(sub_params)(patterns=sub_params.patterns, shape=tuple(shape), partition_dim=dim)
+
+
+@fix.edit(LAYERS)
+def describe_biases(source: Source) -> None:
+    """A bias is cut as its weight is, and upstream describes the weight alone."""
+    collect = source.function("collect_autotp_universal_checkpoint_info")
+    parts = (CUT, "sub_param_shape = sub_param_shape[:1]")
+    source.check_parts({part: source.has(part, within=collect) for part in parts})
+    described = source.branch(
+        f"{CUT} and not conversion_meta.get('is_bias', False)",
+        within=collect,
+    )
+    source.replace(described.test, CUT)
+    source.insert_before(described, SHAPE_OF_BIAS)
+
+
+@fix.edit(CONVERTER)
+def merge_by_widths(source: Source) -> None:
+    """Upstream takes the number for one width."""
+    merge = source.function("merge_tp_slices")
+    parts = {part: source.has(part, within=merge) for part in (WITH_WIDTHS, OF_WEIGHT)}
+    source.check_parts({**source.functions_there("", _with_widths), **parts})
+    source.insert_after(source.one(MATCHED, within=merge), WITHOUT_RULE)
+    source.insert_after(source.one(PARTITION_DIM, within=merge), WITH_WIDTHS)
+    source.insert_function_before(merge, _with_widths)
+
+
+@fix.edit(LOADER)
+def load_by_widths(source: Source) -> None:
+    """A parameter knows its widths, and upstream looks at the number first."""
+    load = source.function("_resolve_autotp_partition")
+    if source.has(BY_SIZES, within=load):
+        raise AlreadyThere
+    by_shape = source.branch("sub_param_shape is not None", within=load)
+    source.replace(by_shape.test, BY_SIZES)

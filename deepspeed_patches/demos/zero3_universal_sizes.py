@@ -1,0 +1,46 @@
+"""universal load at ZeRO-3, a larger vocabulary"""
+
+from pathlib import Path
+
+import torch
+
+from ckpt_patches.demo import deepspeed_training as dt
+from ckpt_patches.demo import show
+
+RANKS, CASE, LARGER = 2, "stage3-1", 9
+
+
+def run(folder: Path) -> str:
+    found = dt.results(save_and_load, RANKS, folder)[0]
+    return f"{found} masters of parameters whose size is the same differ, and no error" if found else ""
+
+
+def save_and_load(rank: int, folder: Path) -> int:
+    run = dt.engine_of(CASE, RANKS, universal=False, seed=0)
+    dt.train(run, rank, RANKS, first=0)
+    dt.save(run, folder)
+    saved = dt.snapshot(run)
+    dt.convert(folder)
+    dt.Tiny = Larger  # type: ignore[misc]
+    resumed = dt.engine_of(CASE, RANKS, universal=True, seed=1)
+    try:
+        dt.load(resumed, folder, dt.UNIVERSAL)
+    except ValueError as error:
+        if "another size" in str(error):
+            return 0
+        raise
+    found = dt.snapshot(resumed)
+    masters = [name for name in saved if name.endswith(".fp32") and not name.startswith("scale")]
+    return sum(not dt.same(found[name], saved[name]) for name in masters)
+
+
+class Larger(dt.Tiny):
+    """With a first parameter of more elements, as an embedding of more words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(LARGER))
+
+
+if __name__ == "__main__":
+    show(run, "refused, with the parameter's name and sizes")

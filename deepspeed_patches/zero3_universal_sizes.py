@@ -1,0 +1,47 @@
+"""Refuse at ZeRO-3 a universal checkpoint whose parameters have other sizes than the run's.
+
+https://github.com/deepspeedai/DeepSpeed/pull/7585
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import NotConcerned, Source
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7585",),
+    symptom="a parameter of another size shifts all parameters behind it",
+    releases=(("0.18.0", newest("deepspeed")),),
+    stacks="universal load, ZeRO 3, another vocabulary or hidden size",
+    silent=True,
+    stages=("universal load",),
+    test="tests/unit/checkpoint/test_zero3_universal_sizes.py",
+)
+
+CLASS = "DeepSpeedZeroOptimizer_Stage3"
+# By method, what it calls a rank's part of a loaded state.
+LOADS = {
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "key_layer_state_partition",
+    "load_module_checkpoint_state_from_checkpoint_dir_stage3": "param_partition",
+}
+CHECK = """
+found, expected = {part}.numel(), param.partition_numel()
+if found != expected:
+    raise ValueError(f"{{param_name}} has another size: {{found}} elements per rank, not {{expected}}")
+"""
+
+
+@fix.edit("deepspeed.runtime.zero.stage3")
+def compare_sizes(source: Source) -> None:
+    """Upstream copies as many elements as there are, and goes on behind them."""
+    first = next(iter(LOADS))
+    if f"def {first}(".encode() not in source.data:
+        raise NotConcerned
+    if not source.has(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}")):
+        raise NotConcerned  # up to 0.17.6 all are put together, and have to fill the buffer
+    methods = {f"{CLASS}.{method}": part for method, part in LOADS.items()}
+    loads = {part: source.function(method) for method, part in methods.items() if source.has_function(method)}
+    source.check_parts({part: source.has("found != expected", within=load) for part, load in loads.items()})
+    for part, load in loads.items():
+        loaded = source.one(f"{part} = self.load_hp_checkpoint_state(...)", within=load)
+        source.insert_after(loaded, CHECK.format(part=part))
