@@ -45,28 +45,34 @@ def check(data: bytes) -> None:
     Raises:
         UnpicklingError: it keeps a value at a place beyond all that it can hold, is cut off, or is no pickle.
     """
-    at, size = 0, len(data)
-    widths, run = _WIDTHS, _RUN.match
+    at, size, run = 0, len(data), _RUN.match
     while at < size:
         if found := run(data, at):
             at = found.end()
-            continue
-        opcode = data[at]
-        width = widths[opcode]
-        if width >= 0:
-            if opcode == _STOP:
-                return
-            at += 1 + width
-        elif opcode == _KEEP:
-            if int.from_bytes(data[at + 1 : at + 5], "little") > size:
-                raise _too_far(at)
-            at += 5
-        elif opcode in _COUNTED:
-            begin = at + 1 + _COUNTED[opcode]
-            at = begin + int.from_bytes(data[at + 1 : begin], "little")
+        elif data[at] == _STOP:
+            return
         else:
-            at = _behind_lines(data, at, opcode)
+            at = end_of(data, at)
     raise UnpicklingError(f"expected the end of a pickle, found that of its {size} bytes")
+
+
+def end_of(data: bytes, at: int) -> int:
+    """Where an opcode ends, with what is behind it; that can be beyond the end of a pickle that is cut off.
+
+    Raises:
+        UnpicklingError: it keeps a value at a place beyond all that the pickle can hold, or is no opcode.
+    """
+    opcode = data[at]
+    if (width := _WIDTHS[opcode]) >= 0:
+        return at + 1 + width
+    if opcode == _KEEP:
+        if int.from_bytes(data[at + 1 : at + 5], "little") > len(data):
+            raise _too_far(at)
+        return at + 5
+    if opcode in _COUNTED:
+        begin = at + 1 + _COUNTED[opcode]
+        return begin + int.from_bytes(data[at + 1 : begin], "little")
+    return _behind_lines(data, at, opcode)
 
 
 def _behind_lines(data: bytes, at: int, opcode: int) -> int:

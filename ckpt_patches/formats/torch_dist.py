@@ -8,8 +8,9 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 
 import functools
 import io
+import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ INDEX = ".metadata"
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 Offsets = tuple[int, ...]
+LARGE = 8 << 20  # bytes of an index
+REPEATED = frozenset(("ChunkStorageMetadata", "MetadataIndex", "WriteItem"))  # its classes with very many objects
 
 
 class Place(NamedTuple):
@@ -59,9 +62,16 @@ class Index:
 
     def same_places(self) -> Iterator[tuple[str, str]]:
         """Two entries that are at the same bytes, by their names."""
-        first: dict[tuple[str, int], tuple[str, Offsets]] = {}  # an index can have millions: no text is made of them
-        for key, place in self._places():
-            if (other := first.setdefault((place.file, place.offset), key)) is not key:
+        begins: dict[str, set[int]] = {}  # an index can have millions: of those alone that are the same more is kept
+        same: set[tuple[str, int]] = set()
+        for _, (file, begin, _) in self._places():
+            known = begins.setdefault(file, set())
+            if begin in known:
+                same.add((file, begin))
+            known.add(begin)
+        first: dict[tuple[str, int], tuple[str, Offsets]] = {}
+        for key, (file, begin, _) in self._places() if same else ():
+            if (file, begin) in same and (other := first.setdefault((file, begin), key)) is not key:
                 yield _called(*other), _called(*key)
 
     def _places(self) -> Iterator[tuple[tuple[str, Offsets], Place]]:
@@ -79,9 +89,7 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
         with without_garbage_collection():
-            data = path.read_bytes()
-            pickles.check(data)
-            return _index(folder, _Unpickler(data).load().fields)
+            return _large_index(folder, path) or _index(folder, _load(path.read_bytes()).fields)
     except UserError:
         raise
     except OSError as error:
@@ -103,11 +111,32 @@ class _Entry:
 class _Unpickler(pickle.Unpickler):
     """Finds stand-ins only."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-
     def find_class(self, module: str, name: str) -> Any:
-        return _KEPT.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+        return _found_class(module, name)
+
+
+def _found_class(module: str, name: str) -> Any:
+    return _KEPT.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+
+
+def _load(data: bytes) -> Any:
+    pickles.check(data)
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def _large_index(folder: Path, path: Path) -> Index | None:
+    """The index of very many chunks, in a fraction of the memory; None if it is another one, or not sound."""
+    if path.stat().st_size < LARGE:
+        return None
+    try:
+        from ckpt_patches.formats import repetitions  # with NumPy, which the ordinary way does without
+
+        loaded = repetitions.Loaded(path.read_bytes(), _found_class, REPEATED)
+        found = _index(folder, loaded.value.fields, repetitions.starmap)
+        loaded.check()
+    except Exception:  # whatever it is, the ordinary way reads it, or tells what is wrong
+        return None
+    return found
 
 
 _OF_TORCH = "torch.distributed.checkpoint"
@@ -120,30 +149,40 @@ _KEPT: dict[str, Any] = {
 }
 
 
-def _index(folder: Path, index: dict[str, Any]) -> Index:
+Rows = Callable[[Callable[..., tuple[Any, ...]], Iterable[tuple[Any, ...]]], Iterable[tuple[Any, ...]]]
+
+
+def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) -> Index:
+    """The index that a pickle holds. `rows` applies a function to objects, of which it can have many as arrays."""
     found = Index({}, {})
     for name, entry in index["state_dict_metadata"].items():
         if "chunks" in entry.fields and isinstance(name, str):
-            found.tensors[name] = _tensor(name, entry.fields, index.get("mcore_data") or {})
-    for key, stored in index["storage_data"].items():
-        name, where = key.fields["fqn"], stored.fields
-        place = Place(where["relative_path"], *_numbers((where["offset"], where["length"])))
+            found.tensors[name] = _tensor(name, entry.fields, index.get("mcore_data") or {}, rows)
+    same = {name: dict(zip(own.chunks, own.chunks, strict=True)) for name, own in found.tensors.items()}
+    for name, offsets, file, begin, nbytes in rows(_stored, index["storage_data"].items()):
+        place = Place(file, *_numbers((begin, nbytes)))
         if name in found.tensors:
-            found.tensors[name].places[_numbers(key.fields["offset"])] = place
+            key = _numbers(offsets)
+            found.tensors[name].places[same[name].get(key, key)] = place  # of equal offsets one is kept in memory
         elif isinstance(name, str):
             found.objects[name] = place
     for file in {place.file for tensor in found.tensors.values() for place in tensor.places.values()}:
         path_within(folder, file)
     for place in found.objects.values():
         path_within(folder, place.file)
-    return replace(found, absent=tuple(_absent(index, found)))
+    return replace(found, absent=tuple(_absent(index, found, rows)))
 
 
-def _absent(index: dict[str, Any], found: Index) -> Iterator[str]:
+def _stored(key: Any, place: Any) -> tuple[Any, ...]:
+    where = place.fields
+    return key.fields["fqn"], key.fields.get("offset"), where["relative_path"], where["offset"], where["length"]
+
+
+def _absent(index: dict[str, Any], found: Index, rows: Rows) -> Iterator[str]:
     """Objects and chunks without a place. megatron-core keeps in an index what every rank has planned to write."""
     there = found.tensors.keys() | found.objects.keys()
     listed = [name for name in index["state_dict_metadata"] if isinstance(name, str)]
-    planned = list(_planned(index.get("all_local_plans")))
+    planned = list(_planned(index.get("all_local_plans"), rows))
     yield from sorted({*listed, *(name for name, _ in planned)} - there)
     for name, offsets in planned:
         if name in found.tensors and offsets and offsets not in found.tensors[name].chunks:
@@ -154,22 +193,26 @@ def _called(name: str, offsets: Offsets) -> str:
     return f"{name} at {offsets}" if offsets else name
 
 
-def _planned(plans: Any) -> Iterator[tuple[str, Offsets]]:
+def _planned(plans: Any, rows: Rows) -> Iterator[tuple[str, Offsets]]:
     """Name and place of each item of the plans; nothing of plans in a form that is not known here."""
     for plan in plans if isinstance(plans, list) else ():
-        for item in getattr(plan, "fields", {}).get("items") or ():
-            own = getattr(getattr(item, "fields", {}).get("index"), "fields", {})
-            if isinstance(own.get("fqn"), str):
-                offsets = own.get("offset")
-                yield own["fqn"], tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
+        for name, offsets in rows(_planned_item, zip(getattr(plan, "fields", {}).get("items") or (), strict=False)):
+            if isinstance(name, str):
+                yield name, tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
 
 
-def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:
+def _planned_item(item: Any) -> tuple[Any, Any]:
+    own = getattr(getattr(item, "fields", {}).get("index"), "fields", {})
+    return own.get("fqn"), own.get("offset")
+
+
+def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]], rows: Rows) -> Tensor:
     dtype = entry["properties"].state[0] if isinstance(entry["properties"].state, tuple) else None
     dtype = dtype or entry["properties"].fields["dtype"]
-    chunks = {_numbers(c.fields["offsets"]): _numbers(c.fields["sizes"]) for c in entry["chunks"]}
+    described = rows(lambda chunk: (chunk.fields["offsets"], chunk.fields["sizes"]), zip(entry["chunks"], strict=False))
+    chunks = {_numbers(offsets): _numbers(sizes) for offsets, sizes in described}
     size, whole = _numbers(entry["size"]), of_megatron.get(name, {}).get("nd_reformulated_orig_global_shape")
-    if any(not len(offsets) == len(sizes) == len(size) for offsets, sizes in chunks.items()):
+    if {*map(len, chunks), *map(len, chunks.values())} - {len(size)}:
         raise ValueError(f"expected chunks of {len(size)} dimensions in {name}, found {shown(chunks)}")
     return Tensor(name, dtype.__name__, size, None if whole is None else _numbers(whole), chunks)
 
