@@ -71,7 +71,7 @@ def by_repetitions(data: bytes) -> tuple[Index, int]:
     loaded = repetitions.Loaded(data, torch_dist._found_class, torch_dist.REPEATED)
     index = torch_dist._index(FOLDER, loaded.value.fields, repetitions.starmap)
     loaded.check()
-    return index, sum(segment.count for run in loaded._runs for segment in run.segments)
+    return index, sum(run.count for run in loaded._runs)
 
 
 def in_order(index: Index) -> Any:

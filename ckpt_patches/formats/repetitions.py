@@ -101,17 +101,10 @@ class _Mark(_Inert):
 
     __slots__ = ("number", "run")
 
-    def __init__(self, run: "_Run", number: int) -> None:
+    def __init__(self, run: "Run", number: int) -> None:
         self.run, self.number = run, number
 
     __hash__ = object.__hash__  # a run of keys and values is two keys and two values
-
-
-class _Run:
-    """Segments, one behind the other."""
-
-    def __init__(self, segments: "list[Segment]") -> None:
-        self.segments, self.times_read = segments, 0
 
 
 class _Template:
@@ -121,7 +114,9 @@ class _Template:
         self.opcodes = opcodes  # kind of argument, or "", and the bytes, which are empty if they differ
         self.slots = sum(map(_fills, opcodes))  # of the memo
         self.example: tuple[Any, ...] = ()
-        self.places: range | None = None  # of what an example has in these slots, in the memo of the shorter pickle
+        self.slots_of_example: range | None = (
+            None  # of what an example has in these slots, in the memo of the shorter pickle
+        )
         self.found = _Found(-1)
         self.steps: list[tuple[str, bytes, int]] = []  # of equal bytes one; and how many slots are filled before
         slots = 0
@@ -149,23 +144,81 @@ def _fills(opcode: tuple[str, bytes]) -> bool:
 
 
 class _Found:
-    """The objects of a template that begin in a block."""
+    """The objects of a template that begin in a block of the pickle."""
 
     def __init__(self, block: int) -> None:
         self.block = block
-        self.starts = self.ends = self.last = self.first_puts = np.empty(0, np.int64)
+        self.starts = self.ends = self.first_puts = np.empty(0, np.int64)
         self.columns: list[npt.NDArray[Any]] = []  # of a text two: where it begins, and ends
 
 
+class _Candidates:
+    """The objects of all templates of a class that begin in a block, in their order."""
+
+    def __init__(self, templates: list[_Template], block: int) -> None:
+        self.templates, self.block = tuple(templates), block
+        own = [template.found for template in templates]
+        starts = np.concatenate([found.starts for found in own])
+        order = np.argsort(starts, kind="stable")
+        order = order[np.diff(starts[order], prepend=-1) > 0]
+        self.starts = starts[order]
+        self.ends = np.concatenate([found.ends for found in own])[order]
+        self.rows = np.concatenate([np.arange(len(found.starts)) for found in own])[order]  # of its template's
+        self.kinds = np.repeat(np.arange(len(own)), [len(found.starts) for found in own])[order]
+        self.slots = np.array([template.slots for template in templates])[self.kinds]
+        without = [found.first_puts if len(found.first_puts) else np.full(len(found.starts), -1) for found in own]
+        self.first_puts = np.concatenate(without)[order]  # -1: of a pickle that does not number its slots
+        follows = self.ends[:-1] == self.starts[1:]
+        step = np.where(self.first_puts[:-1] < 0, 0, self.slots[:-1])
+        follows &= np.diff(self.first_puts) == step
+        self.last = np.flatnonzero(np.concatenate([~follows, np.full(min(len(order), 1), True)]))
+
+
+class Run:
+    """Objects one behind the other that templates tell."""
+
+    def __init__(self, first: int, slots: npt.NDArray[Any], kinds: npt.NDArray[Any]) -> None:
+        self.count, self.times_read = len(kinds), 0
+        self.ends = first + np.cumsum(slots)  # slots of the memo that they fill
+        self.first, self.end = first, int(self.ends[-1])
+        self.more = 0  # how many slots the pickle has filled at its end that the shorter one has not
+        self.kinds = kinds
+        self.segments: dict[int, Segment] = {}  # by kind
+
+    def at(self, number: int) -> "tuple[Segment, int, int]":
+        """Which object fills a slot, as one of its segment, and its slot there."""
+        own = int(np.searchsorted(self.ends, number, "right"))
+        segment = self.segments[int(self.kinds[own])]
+        first = self.first if own == 0 else int(self.ends[own - 1])
+        return segment, int(np.searchsorted(segment.places, own)), number - first
+
+    def rows(self, function: Callable[..., tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
+        """What a function has of each of the objects."""
+        made = [
+            (segment.places, zip(*map(segment.values, function(*segment.template.example)), strict=True))
+            for segment in self.segments.values()
+        ]
+        if len(made) == 1:
+            return made[0][1]
+        found: list[tuple[Any, ...]] = [()] * self.count
+        for places, rows in made:
+            for place, row in zip(places.tolist(), rows, strict=True):
+                found[place] = row
+        return found
+
+
 class Segment:
-    """Objects that the same opcodes make, one behind the other."""
+    """Those objects of a run that the same opcodes make."""
 
     def __init__(
-        self, owner: "_Shortened", template: _Template, count: int, columns: list[npt.NDArray[Any] | list[str]]
+        self,
+        owner: "_Shortened",
+        template: _Template,
+        places: npt.NDArray[Any],
+        columns: list[npt.NDArray[Any] | list[str]],
     ) -> None:
-        self._owner, self.template, self.count, self._columns = owner, template, count, columns
-        self.first, self.end = owner.slots, owner.slots + count * template.slots  # slots of the memo that they fill
-        self.more = 0  # how many slots the pickle has filled at its end that the shorter one has not
+        self._owner, self.template, self._columns = owner, template, columns
+        self.places, self.count = places, len(places)  # in the run
 
     def values(self, part: Any) -> Iterable[Any]:
         """What each of the objects has where the example has this.
@@ -206,8 +259,8 @@ class Segment:
 
     def in_slot(self, slot: int) -> list[Any]:
         """What each of them has in one of the slots that it fills."""
-        assert self.template.places is not None
-        part = self._owner.memo[self.template.places[slot]]
+        assert self.template.slots_of_example is not None
+        part = self._owner.memo[self.template.slots_of_example[slot]]
         return list(self.values(part)) if isinstance(part, (Hole, tuple)) else [_Unmade()] * self.count
 
 
@@ -248,8 +301,7 @@ def starmap(function: Callable[..., tuple[Any, ...]], items: Iterable[tuple[Any,
             raise IrregularError("a run that is not complete")
         elif len(marks) == MARKS:
             marks[0].run.times_read += 1
-            for segment in marks[0].run.segments:
-                yield from zip(*map(segment.values, function(*segment.template.example)), strict=True)
+            yield from marks[0].run.rows(function)
             marks = []
     if marks:
         raise IrregularError("a run that is not complete")
@@ -288,14 +340,14 @@ class _Shortened:
         self.out = bytearray()
         self.inserted: list[Any] = []  # marks, holes, and objects of segments, by their persistent ids
         self.examples: dict[int, list[_Template]] = {}
-        self.runs: list[_Run] = []
+        self.runs: list[Run] = []
         self.slots = 0  # that are filled, as in the pickle
         self.memo: dict[int, Any] = {}
         self._data, self._starts = data, {name.encode() for name in starts}
-        self._segments: list[Segment] = []
         self._firsts: list[int] = []
         self._more = 0
         self._templates: dict[bytes, list[_Template]] = {}  # by how the class is fetched
+        self._candidates: dict[bytes, _Candidates] = {}
         self._classes: set[int] = set()  # their slots
         self._count = 0  # of templates
         # Of each open mark how the class of the last object is fetched, the number of its opcode, and since when.
@@ -306,7 +358,7 @@ class _Shortened:
         self._texts: dict[bytes, str] = {}
         self._bytes = _Bytes(data)
         self._read()
-        del self._data, self._bytes, self._texts, self._templates
+        del self._data, self._bytes, self._texts, self._templates, self._candidates
 
     def _read(self) -> None:
         data, end_of, text, limit = self._data, pickles.end_of, b"", SPARE
@@ -381,13 +433,12 @@ class _Shortened:
         at = bisect_right(self._firsts, number) - 1
         if at < 0:
             return b"j%b" % number.to_bytes(4, "little")
-        segment = self._segments[at]
-        if number >= segment.end:
-            return b"j%b" % (number - segment.more).to_bytes(4, "little")
-        own, slot = divmod(number - segment.first, segment.template.slots)
-        assert segment.template.places is not None
+        if number >= self.runs[at].end:
+            return b"j%b" % (number - self.runs[at].more).to_bytes(4, "little")
+        segment, own, slot = self.runs[at].at(number)
+        assert segment.template.slots_of_example is not None
         return b"j%bJ%b\x86Q" % (
-            segment.template.places[slot].to_bytes(4, "little"),
+            segment.template.slots_of_example[slot].to_bytes(4, "little"),
             self._insert((segment, own)),
         )
 
@@ -400,28 +451,22 @@ class _Shortened:
         if numbers.strides == (0,) and len(numbers):
             return self.objects(numbers[:1].copy()) * len(numbers)
         found: list[Any] = []
-        low = high = first = slots = more = 0
-        columns: dict[int, list[Any]] | None = None
+        low = high = 0
+        made: dict[tuple[int, int], list[Any]] = {}  # by segment and slot
         for number in numbers.tolist():
             if not low <= number < high:
                 at = bisect_right(self._firsts, number) - 1
-                segment = self._segments[at] if at >= 0 else None
+                run = self.runs[at] if at >= 0 else None
                 following = self._firsts[at + 1] if at + 1 < len(self._firsts) else self.slots
-                columns = None
-                if segment is None:
-                    low, high, more = 0, following, 0
-                elif number >= segment.end:
-                    low, high, more = segment.end, following, segment.more
-                else:
-                    low, high, first, slots = segment.first, segment.end, segment.first, segment.template.slots
-                    columns, of = {}, segment
-            if columns is None:
-                found.append(self.memo[number - more])
+                inside = run is not None and number < run.end
+                low, high = (run.first, run.end) if run and inside else (run.end if run else 0, following)
+            if run is None or not inside:
+                found.append(self.memo[number - (run.more if run else 0)])
                 continue
-            own, slot = divmod(number - first, slots)
-            if slot not in columns:
-                columns[slot] = of.in_slot(slot)
-            found.append(columns[slot][own])
+            segment, own, slot = run.at(number)
+            if (id(segment), slot) not in made:
+                made[id(segment), slot] = segment.in_slot(slot)
+            found.append(made[id(segment), slot][own])
         return found
 
     # Templates
@@ -452,34 +497,25 @@ class _Shortened:
 
     def _take_run(self, key: bytes) -> bool:
         """Leave out what the templates of a class tell from here on, if that is enough."""
-        before = self._at, self.slots
-        segments: list[Segment] = []
-        while (segment := self._segment(key, before[1])) is not None:
-            segments.append(segment)
-        if sum(segment.count for segment in segments) < LEAST:
-            self._at, self.slots = before
+        run, end = self._run(key)
+        if run is None:
             return False
-        end, self._at = self._at, before[0]
-        new = list({id(own.template): own.template for own in segments if own.template.places is None}.values())
-        filled = before[1] - self._more  # slots of the shorter pickle
+        used = [segment.template for segment in run.segments.values()]
+        new = [template for template in used if template.slots_of_example is None]
         made = [self._example(template) for template in new]
+        filled = self.slots - self._more  # slots of the shorter pickle
         for template in new:
-            template.places = range(filled, filled + template.slots)
+            template.slots_of_example = range(filled, filled + template.slots)
             filled += template.slots
-        run = _Run(segments)
-        self.runs.append(run)
         marks = [self._insert(_Mark(run, number)) for number in range(MARKS)]
         self.examples[len(self.inserted) - MARKS] = new
         first = b"(%bt" % b"".join(b"(%bt" % own for own in made) if made else b""
         self._replace(end, first + b"J%b" % marks[0] + (b"\x86Q" if made else b"Q"))
-        self._copied = end
         self.out += b"".join(b"J%bQ" % mark for mark in marks[1:])
-        self._more = self.slots - filled
-        for segment in segments:
-            segment.more = self._more
-            self._segments.append(segment)
-            self._firsts.append(segment.first)
-        self._at = end
+        self._at, self.slots = end, run.end
+        self._more = run.more = self.slots - filled
+        self.runs.append(run)
+        self._firsts.append(run.first)
         self._forget()
         return True
 
@@ -498,36 +534,52 @@ class _Shortened:
                 made.append(own)
         return b"".join(made)
 
-    def _segment(self, key: bytes, start: int) -> Segment | None:
-        known = self._templates.get(key, [])
-        for number, template in enumerate(known):
-            if (found := self._matched(template, start)) is not None:
-                known.insert(0, known.pop(number))
-                return found
-        return None
+    def _found(self, key: bytes) -> _Candidates | None:
+        """The objects of a class in this block."""
+        templates, block = self._templates.get(key, []), self._at // BLOCK
+        known = self._candidates.get(key)
+        if not templates or (known and known.block == block and known.templates == tuple(templates)):
+            return known
+        for template in templates:
+            if template.found.block != block:
+                template.found = self._bytes.find(template, block)
+        self._candidates[key] = _Candidates(templates, block)
+        return self._candidates[key]
 
-    def _matched(self, template: _Template, start: int) -> Segment | None:
-        """The objects of a template that begin here, one behind the other; `start` slots are filled before the run."""
-        found = template.found
-        if found.block != self._at // BLOCK:
-            found = template.found = self._bytes.find(template, self._at // BLOCK)
-        row = int(np.searchsorted(found.starts, self._at))
-        if row == len(found.starts) or found.starts[row] != self._at:
-            return None
+    def _run(self, key: bytes) -> tuple[Run | None, int]:
+        """The objects of a class from here on, and where they end; none if they are few, or fetch what is not there."""
+        found = self._found(key)
+        row = 0 if found is None else int(np.searchsorted(found.starts, self._at))
+        if found is None or row == len(found.starts) or found.starts[row] != self._at:
+            return None, 0
         stop = int(found.last[np.searchsorted(found.last, row)]) + 1
-        if template.highest >= start or (len(found.first_puts) and int(found.first_puts[row]) != self.slots):
+        if stop - row < LEAST or found.first_puts[row] not in (-1, self.slots):
+            return None, 0
+        kinds = _compact(found.kinds[row:stop])
+        run = Run(self.slots, found.slots[row:stop], kinds)
+        for kind in np.unique(kinds).tolist():
+            template, places = found.templates[kind], np.flatnonzero(kinds == kind)
+            firsts = run.ends[places] - template.slots
+            columns = self._columns(template, found.rows[row:stop][places], firsts)
+            if columns is None:
+                return None, 0
+            run.segments[kind] = Segment(self, template, places, columns)
+        return run, int(found.ends[stop - 1])
+
+    def _columns(
+        self, template: _Template, rows: npt.NDArray[Any], firsts: npt.NDArray[Any]
+    ) -> list[npt.NDArray[Any] | list[str]] | None:
+        """The arguments of objects whose first slots are these; None if one fetches what is not there."""
+        if template.highest >= self.slots:
             return None
-        firsts = self.slots + np.arange(stop - row) * template.slots
         columns: list[npt.NDArray[Any] | list[str]] = []
-        left = iter(found.columns)
+        left = iter(template.found.columns)
         for kind, slots in template.columns:
-            column = next(left)[row:stop]
+            column = next(left)[rows]
             if kind == GET and not (column < firsts + slots).all():
                 return None
-            columns.append(self._read_texts(column, next(left)[row:stop]) if kind == TEXT else _compact(column))
-        segment = Segment(self, template, stop - row, columns)
-        self._at, self.slots = int(found.ends[stop - 1]), segment.end
-        return segment
+            columns.append(self._read_texts(column, next(left)[rows]) if kind == TEXT else _compact(column))
+        return columns
 
     def _read_texts(self, starts: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[str]:
         """The same ones come again and again."""
@@ -579,12 +631,9 @@ class _Bytes:
         in_order = [put == puts[0] + number for number, put in enumerate(puts)]
         rows = self._kept(rows, np.all([rows[0] >= 0, *in_order], axis=0))
         found.starts, found.ends = rows[:2]
-        follows = found.ends[:-1] == found.starts[1:]
         if puts:
             found.first_puts = rows[2 + kinds.index(PUT)]
-            follows &= np.diff(found.first_puts) == template.slots
         found.columns = [column for kind, column in zip(kinds, rows[2:], strict=True) if kind != PUT]
-        found.last = np.flatnonzero(np.concatenate([~follows, np.full(min(len(found.starts), 1), True)]))
         return found
 
     def _kept(self, rows: list[Any], good: npt.NDArray[np.bool_]) -> list[Any]:
