@@ -1,6 +1,7 @@
 """An index whose repetitions are read as arrays is the one that Python's own unpickler reads."""
 
 import pickle
+import pickletools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -21,21 +22,23 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ckpt_patches.formats import repetitions, torch_dist
 from ckpt_patches.formats.torch_dist import Index
+from ckpt_patches.formats.torch_file import BadFileError
 
 SEEDS = range(6)
+AXES, CHUNKS = 6, 150  # tensors, of none to five axes; chunks of each
 FOLDER = Path("/a/checkpoint")
 LIMITS = [70_000, 3_000_000_000, 5 << 40]  # of offsets: two, four and more bytes
 
 
-def metadata(seed: int, chunks: int = 60) -> Metadata:
+def metadata(seed: int, chunks: int = CHUNKS) -> Metadata:
     """Of a few tensors, as torch and megatron-core make it; what varies is drawn."""
     draw = random.Random(seed)
     described: dict[str, Any] = {}
     stored: list[tuple[MetadataIndex, _StorageInfo]] = []
     items: list[WriteItem] = []
     files = [f"__{rank}_0.distcp" for rank in range(4)]
-    for number in range(6):
-        name, axes = f"decoder.layers.{number}.weight", draw.randrange(5)
+    for axes in range(AXES):
+        name = f"decoder.layers.{axes}.weight"
         places = {tuple(draw.randrange(draw.choice([1, 300, *LIMITS])) for _ in range(axes)) for _ in range(chunks)}
         sizes = torch.Size([draw.choice([1, 64, 1000]) for _ in range(axes)])
         own = [ChunkStorageMetadata(torch.Size(at), draw.choice([sizes, torch.Size(sizes)])) for at in places]
@@ -82,7 +85,9 @@ def in_order(index: Index) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder is there; and an index is large, and of several blocks, from a few kilobytes on."""
     monkeypatch.setattr(torch_dist, "path_within", lambda folder, file: folder / file)
+    monkeypatch.setattr(torch_dist, "LARGE", 0)
     monkeypatch.setattr(repetitions, "BLOCK", 5000)
 
 
@@ -90,23 +95,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_index_is_the_same(seed: int, protocol: int) -> None:
-    data = pickle.dumps(metadata(seed, chunks=400), protocol)
+    made = metadata(seed)
+    data = pickle.dumps(made, protocol)
     found, repeated = by_repetitions(data)
     assert in_order(found) == in_order(ordinary(data))
-    print(seed, protocol, len(data), repeated)
+    listed = sum(len(tensor.chunks) for tensor in found.tensors.values())
+    planned = sum(len(plan.items) for plan in vars(made).get("all_local_plans", []))
+    assert repeated > 0.8 * (listed + len(made.storage_data) + planned)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_damaged_index_is_the_same_or_refused(seed: int) -> None:
-    whole, draw = pickle.dumps(metadata(seed), 2 + seed % 4), random.Random(seed)
+    whole, draw = pickle.dumps(metadata(seed, chunks=14), 2 + seed % 4), random.Random(seed)
+    opcodes = [at for _, _, at in pickletools.genops(whole)]
     same = 0
-    for _ in range(500):
-        data = bytearray(whole)
-        for _ in range(draw.randrange(1, 4)):
-            at, length = draw.randrange(len(data)), draw.randrange(4)
-            data[at : at + length] = draw.choice(
-                [bytes(length), draw.randbytes(length), draw.choice(b"()0124RbuetaN2\x94").to_bytes(1, "big")]
-            )
+    for _ in range(150):
+        data, at = bytearray(whole), draw.choice(opcodes)
+        first = draw.randrange(len(opcodes) - 80)
+        copied = whole[opcodes[first] : opcodes[first + draw.randrange(80)]]
+        data[at:at] = draw.choice([b"", copied, *(bytes([code]) for code in b"()012NRabdelostu]}\x85\x86\x94")])
+        data[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
         try:
             found, _ = by_repetitions(bytes(data))
         except Exception:
@@ -114,4 +122,49 @@ def test_a_damaged_index_is_the_same_or_refused(seed: int) -> None:
         assert in_order(found) == in_order(ordinary(bytes(data)))
         same += 1
     assert same
-    print(seed, same)
+
+
+def index_file(folder: Path, data: bytes) -> Path:
+    (folder / torch_dist.INDEX).write_bytes(data)
+    return folder
+
+
+def test_a_large_index_is_read_by_its_repetitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(metadata(0))
+    expected = ordinary(data)
+    monkeypatch.setattr(torch_dist, "_load", None)
+    assert in_order(torch_dist.read_index(index_file(tmp_path, data))) == in_order(expected)
+
+
+def test_what_is_no_repetition_is_read_the_ordinary_way(tmp_path: Path) -> None:
+    """Plans of the objects themselves that say where a chunk lies: nothing is known of those in arrays."""
+    made = metadata(0)
+    items = [WriteItem(index=index, type=WriteItemType.SHARD) for index in made.storage_data]
+    vars(made)["all_local_plans"] = [SavePlan(items)]
+    data = pickle.dumps(made)
+    with pytest.raises(repetitions.IrregularError):
+        by_repetitions(data)
+    assert in_order(torch_dist.read_index(index_file(tmp_path, data))) == in_order(ordinary(data))
+
+
+def test_an_index_that_ends_early_is_corrupt(tmp_path: Path) -> None:
+    data = pickle.dumps(metadata(1))
+    for end in (len(data) - 1, len(data) // 2, 100):
+        with pytest.raises(BadFileError):
+            torch_dist.read_index(index_file(tmp_path, data[:end]))
+
+
+HOSTILE = {
+    "marks": b"(" * 1000,
+    "no repetitions": b"N0" * 500,
+    "many kinds of objects": b"\x8c\x01m\x94\x8c\x0dMetadataIndex\x94\x93\x94"
+    + b"".join(b"h\x02)\x81" + b"N" * length for length in range(1, 60)),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_would_take_long_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repetitions, "SPARE", 500 if what != "many kinds of objects" else 1 << 20)
+    monkeypatch.setattr(repetitions, "MOST_TEMPLATES", 50)
+    with pytest.raises(repetitions.IrregularError, match=r"other opcodes|too many kinds"):
+        by_repetitions(HOSTILE[what] + b".")

@@ -179,7 +179,7 @@ class Run:
 
     def __init__(self, first: int, slots: npt.NDArray[Any], kinds: npt.NDArray[Any]) -> None:
         self.count, self.times_read = len(kinds), 0
-        self.ends = first + np.cumsum(slots)  # slots of the memo that they fill
+        self.ends = _compact(first + np.cumsum(slots))  # slots of the memo that they fill
         self.first, self.end = first, int(self.ends[-1])
         self.more = 0  # how many slots the pickle has filled at its end that the shorter one has not
         self.kinds = kinds
@@ -218,7 +218,7 @@ class Segment:
         columns: list[npt.NDArray[Any] | list[str]],
     ) -> None:
         self._owner, self.template, self._columns = owner, template, columns
-        self.places, self.count = places, len(places)  # in the run
+        self.places, self.count = _compact(places), len(places)  # in the run
 
     def values(self, part: Any) -> Iterable[Any]:
         """What each of the objects has where the example has this.
@@ -342,7 +342,8 @@ class _Shortened:
         self.examples: dict[int, list[_Template]] = {}
         self.runs: list[Run] = []
         self.slots = 0  # that are filled, as in the pickle
-        self.memo: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}  # of the shorter pickle, once it is loaded
+        self._outside: dict[int, Any] = {}  # what is in slots that are in no run, as far as it was fetched
         self._data, self._starts = data, {name.encode() for name in starts}
         self._firsts: list[int] = []
         self._more = 0
@@ -451,17 +452,16 @@ class _Shortened:
         if numbers.strides == (0,) and len(numbers):
             return self.objects(numbers[:1].copy()) * len(numbers)
         found: list[Any] = []
-        low = high = 0
         made: dict[tuple[int, int], list[Any]] = {}  # by segment and slot
         for number in numbers.tolist():
-            if not low <= number < high:
-                at = bisect_right(self._firsts, number) - 1
-                run = self.runs[at] if at >= 0 else None
-                following = self._firsts[at + 1] if at + 1 < len(self._firsts) else self.slots
-                inside = run is not None and number < run.end
-                low, high = (run.first, run.end) if run and inside else (run.end if run else 0, following)
-            if run is None or not inside:
+            if number in self._outside:
+                found.append(self._outside[number])
+                continue
+            at = bisect_right(self._firsts, number) - 1
+            run = self.runs[at] if at >= 0 else None
+            if run is None or number >= run.end:
                 found.append(self.memo[number - (run.more if run else 0)])
+                self._outside[number] = found[-1]
                 continue
             segment, own, slot = run.at(number)
             if (id(segment), slot) not in made:
@@ -559,7 +559,7 @@ class _Shortened:
         run = Run(self.slots, found.slots[row:stop], kinds)
         for kind in np.unique(kinds).tolist():
             template, places = found.templates[kind], np.flatnonzero(kinds == kind)
-            firsts = run.ends[places] - template.slots
+            firsts = run.ends[places].astype(np.int64) - template.slots
             columns = self._columns(template, found.rows[row:stop][places], firsts)
             if columns is None:
                 return None, 0

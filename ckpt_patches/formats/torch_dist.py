@@ -64,11 +64,12 @@ class Index:
         """Two entries that are at the same bytes, by their names."""
         begins: dict[str, set[int]] = {}  # an index can have millions: of those alone that are the same more is kept
         same: set[tuple[str, int]] = set()
-        for _, (file, begin, _) in self._places():
-            known = begins.setdefault(file, set())
-            if begin in known:
-                same.add((file, begin))
-            known.add(begin)
+        for places in (*(tensor.places.values() for tensor in self.tensors.values()), self.objects.values()):
+            for file, begin, _ in places:
+                known = begins.setdefault(file, set())
+                if begin in known:
+                    same.add((file, begin))
+                known.add(begin)
         first: dict[tuple[str, int], tuple[str, Offsets]] = {}
         for key, (file, begin, _) in self._places() if same else ():
             if (file, begin) in same and (other := first.setdefault((file, begin), key)) is not key:
@@ -160,7 +161,9 @@ def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) 
             found.tensors[name] = _tensor(name, entry.fields, index.get("mcore_data") or {}, rows)
     same = {name: dict(zip(own.chunks, own.chunks, strict=True)) for name, own in found.tensors.items()}
     for name, offsets, file, begin, nbytes in rows(_stored, index["storage_data"].items()):
-        place = Place(file, *_numbers((begin, nbytes)))
+        if not (type(begin) is type(nbytes) is int and begin >= 0 <= nbytes):
+            raise ValueError(f"expected a place in a file, found {shown((begin, nbytes))}")
+        place = tuple.__new__(Place, (file, begin, nbytes))
         if name in found.tensors:
             key = _numbers(offsets)
             found.tensors[name].places[same[name].get(key, key)] = place  # of equal offsets one is kept in memory
