@@ -45,8 +45,9 @@ def metadata(seed: int, chunks: int = CHUNKS) -> Metadata:
         properties = TensorProperties(dtype=draw.choice([torch.float32, torch.bfloat16]))
         described[name] = TensorStorageMetadata(properties, torch.Size([1 << 50] * axes), own)
         for hint, chunk in enumerate(own):
-            offset = draw.choice([chunk.offsets, torch.Size(chunk.offsets)])
-            index = MetadataIndex(name, offset, index=draw.choice([hint, None]) if seed % 2 else None)
+            index = MetadataIndex(name, chunk.offsets, index=draw.choice([hint, None]) if seed % 2 else None)
+            if seed > 3:
+                object.__setattr__(index, "offset", chunk.offsets)  # the same object, of which torch makes another one
             file = "".join([*draw.choice(files)]) if seed % 3 == 0 else draw.choice(files)
             if draw.random() > 0.03:  # a chunk in no file
                 stored.append((index, _StorageInfo(file, draw.randrange(draw.choice(LIMITS)), 1200)))
@@ -107,7 +108,7 @@ def test_an_index_is_the_same(seed: int, protocol: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_damaged_index_is_the_same_or_refused(seed: int) -> None:
     whole, draw = pickle.dumps(metadata(seed, chunks=14), 2 + seed % 4), random.Random(seed)
-    opcodes = [at for _, _, at in pickletools.genops(whole)]
+    opcodes = [at for _, _, at in pickletools.genops(whole) if at is not None]
     same = 0
     for _ in range(150):
         data, at = bytearray(whole), draw.choice(opcodes)

@@ -27,6 +27,7 @@ BLOCK = 1 << 20  # bytes that are compared with a template at a time
 ATTEMPT = 256  # bytes of these that it costs if no run begins where one could
 MOST_TEMPLATES, MOST_OF_A_CLASS = 256, 16
 MOST_OPCODES = 256  # of an object
+MOST_FETCHED = 1 << 16  # objects of runs that others fetch; torch makes its indexes of new ones
 MARKS = 4  # that stand for a run: no opcode takes so many from the stack but those that take all from a mark
 
 # Opcodes by their argument. Numbers can be negative in `J` and `\x8a`; these are in no segment.
@@ -114,9 +115,7 @@ class _Template:
         self.opcodes = opcodes  # kind of argument, or "", and the bytes, which are empty if they differ
         self.slots = sum(map(_fills, opcodes))  # of the memo
         self.example: tuple[Any, ...] = ()
-        self.slots_of_example: range | None = (
-            None  # of what an example has in these slots, in the memo of the shorter pickle
-        )
+        self.slots_of_example: range | None = None  # in the shorter pickle
         self.found = _Found(-1)
         self.steps: list[tuple[str, bytes, int]] = []  # of equal bytes one; and how many slots are filled before
         slots = 0
@@ -257,11 +256,10 @@ class Segment:
             return tuple(self.at(own, number) for own in part)
         return part if part is None or isinstance(part, (str, int)) else _Unmade()
 
-    def in_slot(self, slot: int) -> list[Any]:
-        """What each of them has in one of the slots that it fills."""
-        assert self.template.slots_of_example is not None
-        part = self._owner.memo[self.template.slots_of_example[slot]]
-        return list(self.values(part)) if isinstance(part, (Hole, tuple)) else [_Unmade()] * self.count
+    @property
+    def slots_of_example(self) -> range:
+        assert self.template.slots_of_example is not None  # as it is in the shorter pickle
+        return self.template.slots_of_example
 
 
 class Loaded:
@@ -343,6 +341,7 @@ class _Shortened:
         self.runs: list[Run] = []
         self.slots = 0  # that are filled, as in the pickle
         self.memo: dict[int, Any] = {}  # of the shorter pickle, once it is loaded
+        self._fetched_of_runs = 0
         self._outside: dict[int, Any] = {}  # what is in slots that are in no run, as far as it was fetched
         self._data, self._starts = data, {name.encode() for name in starts}
         self._firsts: list[int] = []
@@ -437,11 +436,8 @@ class _Shortened:
         if number >= self.runs[at].end:
             return b"j%b" % (number - self.runs[at].more).to_bytes(4, "little")
         segment, own, slot = self.runs[at].at(number)
-        assert segment.template.slots_of_example is not None
-        return b"j%bJ%b\x86Q" % (
-            segment.template.slots_of_example[slot].to_bytes(4, "little"),
-            self._insert((segment, own)),
-        )
+        example = segment.slots_of_example[slot].to_bytes(4, "little")
+        return b"j%bJ%b\x86Q" % (example, self._insert((segment, own)))
 
     def _insert(self, what: Any) -> bytes:
         self.inserted.append(what)
@@ -452,7 +448,6 @@ class _Shortened:
         if numbers.strides == (0,) and len(numbers):
             return self.objects(numbers[:1].copy()) * len(numbers)
         found: list[Any] = []
-        made: dict[tuple[int, int], list[Any]] = {}  # by segment and slot
         for number in numbers.tolist():
             if number in self._outside:
                 found.append(self._outside[number])
@@ -463,10 +458,11 @@ class _Shortened:
                 found.append(self.memo[number - (run.more if run else 0)])
                 self._outside[number] = found[-1]
                 continue
+            self._fetched_of_runs += 1
+            if self._fetched_of_runs > MOST_FETCHED:
+                raise IrregularError("many objects that are fetched from runs")
             segment, own, slot = run.at(number)
-            if (id(segment), slot) not in made:
-                made[id(segment), slot] = segment.in_slot(slot)
-            found.append(made[id(segment), slot][own])
+            found.append(segment.at(self.memo[segment.slots_of_example[slot]], own))
         return found
 
     # Templates
