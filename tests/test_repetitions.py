@@ -125,6 +125,18 @@ def test_a_damaged_index_is_the_same_or_refused(seed: int) -> None:
     assert same
 
 
+@pytest.mark.parametrize("more", ["within a number", 1, 1 << 40])
+def test_a_frame_that_ends_within_an_opcode_is_refused(more: int | str) -> None:
+    """Python's unpickler reads such a file otherwise than its opcodes tell."""
+    data = pickle.dumps(metadata(0), 4)
+    assert data[2:3] == pickle.FRAME
+    end = 11 + int.from_bytes(data[3:11], "little")
+    inside = max(at for opcode, _, at in pickletools.genops(data) if opcode.code == "J" and at is not None and at < end)
+    end = inside + 2 if isinstance(more, str) else end + more
+    with pytest.raises(repetitions.IrregularError, match=r"frame|other opcodes"):
+        by_repetitions(data[:3] + (end - 11).to_bytes(8, "little") + data[11:])
+
+
 def index_file(folder: Path, data: bytes) -> Path:
     (folder / torch_dist.INDEX).write_bytes(data)
     return folder

@@ -45,10 +45,15 @@ def check(data: bytes) -> None:
     Raises:
         UnpicklingError: it keeps a value at a place beyond all that it can hold, is cut off, or is no pickle.
     """
-    at, size, run = 0, len(data), _RUN.match
+    at, size, run, counted = 0, len(data), _RUN.match, _COUNTED.get
     while at < size:
         if found := run(data, at):
             at = found.end()
+        elif width := counted(data[at]):  # as most are, with the next
+            begin = at + 1 + width
+            at = begin + int.from_bytes(data[at + 1 : begin], "little")
+        elif data[at] == _KEEP and int.from_bytes(data[at + 1 : at + 5], "little") <= size:
+            at += 5
         elif data[at] == _STOP:
             return
         else:
