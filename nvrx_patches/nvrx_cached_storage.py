@@ -33,9 +33,6 @@ def _storages_of(tensors: "list[torch.Tensor]") -> list[tuple[object, ...]]:
     return [(ten.device, ten.data_ptr() or unknown(), ten.stride()) for ten in tensors]
 
 
-KEPT = "FileSystemWriterAsync._cached_storages"
-
-
 @fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
 def follow_storages(source: Source) -> None:
     """The key of what the worker has consists of names, shapes and types, which a new allocation has as well."""
@@ -49,16 +46,19 @@ def follow_storages(source: Source) -> None:
         {
             **source.functions_there("", _storages_of),
             "they are kept": source.has("_cached_storages: dict = {}", within=writer),
-            "compared": source.has(f"{KEPT}.get(key) == _storages_of(gpu_data)", within=prepare),
-            "noted": source.has(f"{KEPT}[key] = _storages_of(gpu_data)", within=prepare),
+            "looked at": source.has("storages = _storages_of(gpu_data)", within=prepare),
+            "compared": source.has("self._cached_storages.get(key) == storages", within=prepare),
+            "noted": source.has("self._cached_storages[key] = storages", within=prepare),
         }
     )
-    reuse = source.branch("gpu_items and self.use_cpu_shm_for_gpu_tensors", prepare).orelse[0]
+    paths = source.branch("gpu_items and self.use_cpu_shm_for_gpu_tensors", prepare)
+    reuse = paths.orelse[0]
     if not isinstance(reuse, ast.If) or source.text(reuse.test) != "cache_exists":
         raise NoMatch(f"expected `elif cache_exists` in {prepare.name}")
-    source.insert_at(reuse.test, f" and {KEPT}.get(key) == _storages_of(gpu_data)", end=True)
+    source.insert_before(paths, "storages = _storages_of(gpu_data)")
+    source.insert_at(reuse.test, " and self._cached_storages.get(key) == storages", end=True)
     sent = source.one("FileSystemWriterAsync._cached_identifiers.add(key)", reuse.orelse[0])
-    source.insert_after(sent, f"{KEPT}[key] = _storages_of(gpu_data)")
+    source.insert_after(sent, "self._cached_storages[key] = storages")
     identifiers = source.one("_cached_identifiers: set = set()", writer)
     source.insert_after(
         identifiers,

@@ -60,7 +60,7 @@ zarr | save | Write zarr
 async | save | Write torch_dist, in the background
   a worker reads copies of the tensors
   writes: a file each, then the index
-  @ dist_checkpointing.strategies.async_utils
+  @ dist_checkpointing.strategies.async_utils dist_checkpointing.strategies.torch
 megatron files | disk | Megatron checkpoint | audit · repair · fingerprint
   zarr: a folder an array, a file a chunk
   torch_dist: *.distcp and .metadata
@@ -80,7 +80,7 @@ groups | load | Give param groups their settings
 optimizer | load | Copy the state into the optimizer
   each rank reads its part, or what rank 0 scatters
   sets: masters, moments, step
-  @ optimizer.distrib_optimizer
+  @ optimizer.distrib_optimizer optimizer.optimizer
 offload | load | Refresh the copies of CPU offload
   the hybrid optimizer reads weights and state
   sets: its copies on CPU and GPU
@@ -158,7 +158,7 @@ NVRX_STAGES = """\
 nvrx | save | Write torch_dist, in the background
   a worker receives the trainer's tensors
   writes: a file each, then the index
-  @ checkpointing.async_ckpt.filesystem_async checkpointing.utils
+  @ checkpointing.async_ckpt.core checkpointing.async_ckpt.filesystem_async checkpointing.utils
 nvrx files | disk | torch_dist checkpoint | audit
   *.distcp and .metadata
 """

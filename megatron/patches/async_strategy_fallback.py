@@ -20,9 +20,9 @@ fix = Fix(
 )
 
 FALL_BACK = """warnings.warn(
-    "expected nvidia-resiliency-ext for `async_strategy=\\"nvrx\\"`, found no compatible one:"
-    " asynchronous saves go on with `mcore`. All ranks need the same packages; install it, or"
-    " set `async_strategy` to `mcore`."
+    "expected nvidia-resiliency-ext for `async_strategy`=nvrx, found no compatible one:"
+    " asynchronous saves go on with mcore. All ranks need the same packages:"
+    " install it, or set `async_strategy` to mcore."
 )
 imports = _import_mcore_async()
 async_strategy = "mcore"
