@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import edits
-from upstream import affected, checkpoint_formats, newest_affected, run_lines, tree, with_fix, without_fix
+from upstream import affected, checkpoint_formats, newest_affected, run_json, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
@@ -78,3 +78,22 @@ def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_t
     assert resumes(NEWEST, "hook", tmp_path / "fixed", names, root=copy) == {names[0]: {"bit-equal"}}
     plain = resumes(NEWEST, "none", tmp_path / "plain", names, root=copy)
     assert plain != {names[0]: {"bit-equal"}}
+
+
+def from_old(folder: Path, steps: int, **env: str) -> str:
+    """What a resume with the fix says of a checkpoint that was saved without it, with nothing offloaded."""
+    on = tree("megatron-core", NEWEST)
+    run_json("hybrid_old_step", folder, "save", "--steps", str(steps), tree=on)
+    found: str = run_json("hybrid_old_step", folder, "load", tree=on, delivery="hook", env=env)
+    return found
+
+
+def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
+    found = from_old(tmp_path, 5)
+    assert found.startswith("expected the optimizer's step in the checkpoint, found moments that are not zeros")
+    assert "Set CKPT_PATCHES_OFFLOAD_STEP to the number of steps" in found
+
+
+@pytest.mark.parametrize(("named", "found"), [("5", "right"), ("4", "wrong")])
+def test_the_user_can_name_the_step(named: str, found: str, tmp_path: Path) -> None:
+    assert from_old(tmp_path, 5, CKPT_PATCHES_OFFLOAD_STEP=named) == found

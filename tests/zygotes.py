@@ -48,6 +48,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "exact_resume",
             "gather_on_many_ranks",
             "gpt_resume",
+            "hybrid_old_step",
             "hybrid_reload",
             "lean_gather",
             "megatron_healthy",

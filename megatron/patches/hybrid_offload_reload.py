@@ -80,7 +80,12 @@ class DistributedOptimizer:
         if state_dict is not None:
             sources = self._build_model_param_to_state_dict_param_map(state_dict)
         # Megatron-FSDP has no such map: its params are the hybrid optimizer's own.
-        indices = getattr(self, "model_param_group_index_map", {})
+        indices = getattr(self, "model_param_group_index_map", None)
+        if indices is None:
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    self.optimizer.reload_param(param, param.detach())
+            return
         for model_param, (group_index, group_order) in indices.items():
             param_range = self._get_model_param_range_map(model_param)["param"]
             source = sources.get(model_param, model_param).detach()

@@ -42,6 +42,8 @@ LOADS = (
     "load_parameter_state_from_fs_bucket_space",
     "load_parameter_state_from_dp_reshardable",
 )
+LOOK_FOR_STEP = """if isinstance(self.optimizer, HybridDeviceOptimizer) and "optimizer" in state_dict:
+    self._look_for_step(state_dict["optimizer"]["param_groups"])"""
 SYNC = "self.optimizer._sync_hdo_state_to_sub_optimizers()"
 
 
@@ -73,16 +75,44 @@ class HybridDeviceOptimizer:
 
 
 class DistributedOptimizer:
-    """The method that upstream's class of this name gets."""
+    """The methods that upstream's class of this name gets."""
 
-    @staticmethod
-    def _state_of_hybrid_optimizer(tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    if TYPE_CHECKING:
+        _has_no_step: bool
+
+    def _look_for_step(self, saved_groups: "list[dict[str, Any]]") -> None:
+        """Complete the saved param groups with the step that the user names, if they have none.
+
+        Releases without this change saved no step where nothing was offloaded.
+        """
+        import os
+
+        self._has_no_step = not any("step" in group for group in saved_groups)
+        if self._has_no_step and (named := os.environ.get("CKPT_PATCHES_OFFLOAD_STEP")):
+            for group in saved_groups:
+                group["step"] = int(named)
+            self._has_no_step = False
+
+    def _state_of_hybrid_optimizer(
+        self, tensors: "dict[str, torch.Tensor]"
+    ) -> "dict[str, torch.Tensor]":
         """What the hybrid optimizer gets of a parameter's loaded state.
 
         Its state holds a copy of the main param too. The step is loaded with the param groups,
         and the padding flag of dp_reshardable is no state.
         The tensors are copied, as it keeps them: a slice would keep all that was loaded alive.
+
+        Raises:
+            RuntimeError: the checkpoint has no step, and these moments are not those of step 0.
         """
+        moments = [value for key, value in tensors.items() if key.startswith("exp_avg")]
+        if getattr(self, "_has_no_step", False) and any(bool(value.any()) for value in moments):
+            raise RuntimeError(
+                "expected the optimizer's step in the checkpoint, found moments that are not zeros"
+                " and no step: the run saved none, with no part of the optimizer offloaded. Set"
+                " CKPT_PATCHES_OFFLOAD_STEP to the number of steps that the optimizer had taken:"
+                " the iteration, less those that were skipped."
+            )
         state = {
             key: value.clone()
             for key, value in tensors.items()
@@ -172,11 +202,18 @@ def sync_after_every_load(source: Source) -> None:
 def load_into_state(source: Source) -> None:
     """Every load ends here; upstream looks for the state's own keys in the checkpoint."""
     load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
-    method = DistributedOptimizer._state_of_hybrid_optimizer
-    called = source.has("self._state_of_hybrid_optimizer(tensors)", within=load)
+    groups_load = source.function("DistributedOptimizer.load_state_dict")
+    methods = (DistributedOptimizer._look_for_step, DistributedOptimizer._state_of_hybrid_optimizer)
     source.check_parts(
-        {**source.functions_there("DistributedOptimizer.", method), "it is called": called}
+        {
+            **source.functions_there("DistributedOptimizer.", *methods),
+            "the step is looked for": source.has("self._look_for_step(...)", within=groups_load),
+            "the state is completed": source.has(
+                "self._state_of_hybrid_optimizer(tensors)", within=load
+            ),
+        }
     )
+    source.insert_at_start(groups_load, LOOK_FOR_STEP)
     look_up = source.one(
         "group_index, group_order = self.model_param_group_index_map[model_param]", within=load
     )
@@ -185,7 +222,8 @@ def load_into_state(source: Source) -> None:
         """if isinstance(self.optimizer, HybridDeviceOptimizer):
     tensors = self._state_of_hybrid_optimizer(tensors)""",
     )
-    source.insert_method_before(load, method)
+    for method in methods:
+        source.insert_method_before(load, method)
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")

@@ -14,13 +14,16 @@ from ckpt_patches.demo import show
 SET_UPS = list(itertools.product((False, True), (0.0, 0.5, 1.0), (False, True)))
 
 
+COUNT = len(SET_UPS) + 1  # and with Megatron-FSDP
+
+
 def run(folder: Path) -> str:
     lost = sum(map(any, zip(*mt.results(load_and_step, 2), strict=True)))
-    return f"weights lost in {lost} of {len(SET_UPS)} set-ups, and no error" if lost else ""
+    return f"weights lost in {lost} of {COUNT} set-ups, and no error" if lost else ""
 
 
 def load_and_step(rank: int) -> list[bool]:
-    return [weights_lost(*set_up) for set_up in SET_UPS]
+    return [*(weights_lost(*set_up) for set_up in SET_UPS), weights_lost_with_fsdp()]
 
 
 def weights_lost(precision_aware: bool, fraction: float, overlap: bool) -> bool:
@@ -41,5 +44,29 @@ def weights_lost(precision_aware: bool, fraction: float, overlap: bool) -> bool:
     return not mt.equal(loaded, mt.weights(model))
 
 
+def weights_lost_with_fsdp() -> bool:
+    """The distributed optimizer of Megatron-FSDP has no map of shards: its parameters are the inner optimizer's."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    shard = torch.nn.Parameter(torch.zeros(6).cuda())
+    inner = HybridDeviceOptimizer(
+        [{"params": [shard], "lr": 0.0, "weight_decay": 0.0}],
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+    )
+    optimizer = object.__new__(DistributedOptimizer)
+    optimizer.optimizer, optimizer.is_stub_optimizer = inner, False
+    with torch.no_grad():
+        shard.fill_(0.75)  # weights are loaded
+    optimizer.reload_model_params()
+    shard.grad = torch.ones_like(shard)
+    inner.step()
+    return not bool(shard.eq(0.75).all())
+
+
 if __name__ == "__main__":
-    show(run, f"weights kept in all {len(SET_UPS)} set-ups")
+    show(run, f"weights kept in all {COUNT} set-ups")

@@ -75,6 +75,15 @@ def test_every_copy_of_precision_aware_optimizer_follows():
     assert torch.equal(master_param, loaded)
 
 
+def test_copies_follow_the_params_of_megatron_fsdp():
+    """There is no map of shards: the params of the optimizer are those that were loaded."""
+    param, clone = torch.nn.Parameter(torch.rand(NUMEL)), torch.zeros(NUMEL)
+    optimizer = _optimizer(param, param, clone=clone)
+    del optimizer.model_param_group_index_map
+    optimizer.reload_model_params()
+    assert torch.equal(clone, param.detach())
+
+
 def test_state_dict_keeps_its_precision():
     if "state_dict" not in inspect.signature(DistributedOptimizer.reload_model_params).parameters:
         pytest.skip("weights come from the model params only")

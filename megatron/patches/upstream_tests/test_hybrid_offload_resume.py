@@ -46,6 +46,18 @@ def _set(optimizer, model_param, tensors):
         optimizer._set_main_param_and_optimizer_states(model_param, tensors)
 
 
+@pytest.mark.parametrize("groups", [[{}], [{"step": 5}]])
+def test_moments_without_a_step_are_refused(hybrid, groups):
+    optimizer, model_param = _distributed(hybrid)
+    moments = {"param": torch.ones(NUMEL), "exp_avg": torch.ones(NUMEL)}
+    optimizer._look_for_step(groups)
+    if "step" in groups[0]:
+        assert "exp_avg" in optimizer._state_of_hybrid_optimizer(moments)
+        return
+    with pytest.raises(RuntimeError, match="no step"):
+        _set(optimizer, model_param, moments)
+
+
 def test_cpu_clones_get_loaded_main_params(hybrid):
     """A clone of an fp32 shard is no fp32 copy of a 16-bit one, and is stepped all the same."""
     (param,) = hybrid.param_groups[0]["params"]
