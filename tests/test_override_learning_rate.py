@@ -178,19 +178,3 @@ def test_upstreams_own_fix_is_there_already(tmp_path: Path) -> None:
     method = "\n    def _restore_param_group_scheduler_overrides(self):\n        pass\n"
     edits.rewrite(copy, SCHEDULER, last, last + theirs + method)
     assert edits.check_not_needed(copy, FIX) == "fixed upstream"
-
-
-def test_the_lines_that_it_brings_to_what_is_there() -> None:
-    _, made = edits.plan(tree("megatron-core", NEWEST), FIX)
-    lines = edits.added_lines(made)["optimizer_param_scheduler"]
-    assert [line for line in lines if "own_bounds" in line and "self" in line] == [
-        "self.own_bounds = [",
-        "self.keep_own_bounds = False",
-        "def _restore_own_bounds(self) -> None:",
-        "assert len(param_groups) == len(self.own_bounds), (",
-        'f"expected the {len(self.own_bounds)} param groups that the scheduler was made with,"',
-        "for param_group, own_bounds in zip(param_groups, self.own_bounds, strict=True):",
-        "if self.keep_own_bounds:",
-        "self._restore_own_bounds()",
-        "self.keep_own_bounds = self.override_opt_param_scheduler",
-    ]

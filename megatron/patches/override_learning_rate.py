@@ -65,15 +65,17 @@ REMEMBER = """# A load puts the checkpoint's bounds into the param groups.
 self.own_bounds = [
     _bounds_of_param_group(param_group) for param_group in optimizer.param_groups
 ]
-self.keep_own_bounds = False"""
-KEEP = "self.keep_own_bounds = self.override_opt_param_scheduler"
-RESTORE = """if self.keep_own_bounds:
+self.restores_left = 0"""
+KEEP = """# In the step of this load, and in the next one: the optimizer may be loaded between them.
+self.restores_left = 2 if self.override_opt_param_scheduler else 0"""
+RESTORE = """if self.restores_left > 0:
+    self.restores_left -= 1
     self._restore_own_bounds()"""
 
 
 @fix.edit(SCHEDULER)
 def keep_own_bounds(source: Source) -> None:
-    """At every step after a load, as the optimizer may be loaded after the scheduler, or be told global bounds."""
+    """At the load, and once more at the next step: the optimizer may be loaded meanwhile, or be told global bounds."""
     if source.has_function(f"{CLASS}.{UPSTREAMS}"):
         raise AlreadyThere
     init, step, load = (
@@ -84,8 +86,8 @@ def keep_own_bounds(source: Source) -> None:
             **source.functions_there("", _bounds_of_param_group),
             **source.functions_there(f"{CLASS}.", OptimizerParamScheduler._restore_own_bounds),
             "own_bounds in __init__": source.has("self.own_bounds = ...", within=init),
-            f"{KEEP} in load_state_dict": source.has(KEEP, within=load),
-            "_restore_own_bounds in step": source.has(RESTORE, within=step),
+            "restores_left in load_state_dict": source.has("self.restores_left = ...", within=load),
+            "_restore_own_bounds in step": source.has("self._restore_own_bounds()", within=step),
         }
     )
     source.insert_after(source.one("self.optimizer = optimizer", within=init), REMEMBER)

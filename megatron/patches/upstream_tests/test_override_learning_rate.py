@@ -63,6 +63,17 @@ def test_override_holds_where_the_optimizer_is_told_something_else_afterwards():
     )
 
 
+def test_bounds_that_are_changed_later_hold():
+    scheduler = make_scheduler(OWN, bounds=OWN, override_opt_param_scheduler=True)
+    resume(scheduler, SAVED)
+    scheduler.step(increment=1)
+
+    scheduler.optimizer.param_groups[0].update(DECOUPLED)
+    scheduler.step(increment=10)
+
+    assert scheduler.optimizer.param_groups[0]["lr"] == DECOUPLED["min_lr"]
+
+
 def test_override_of_a_weight_decay_of_a_group():
     scheduler = make_scheduler(OWN, bounds=OWN, override_opt_param_scheduler=True)
 
