@@ -6,14 +6,18 @@ CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches tests
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest quick test-all lint check bench stacks demo compatibility pictures clean
+.PHONY: test rest older quick test-all lint check bench stacks demo compatibility pictures clean
 
 # Formatting, lint, types, and on the newest releases what holds for each fix and each format.
 test: lint check
 
-# What `test` leaves out: older releases, fixes in place, combinations. Both together are what CI runs.
+# What takes long on the newest releases, and that upstream has the bugs.
 rest: $(VENV)/ready
 	CKPT_PATCHES_TEST_REST=1 $(PYTEST)
+
+# Older releases, fixes in place, combinations. All three together are what CI runs.
+older: $(VENV)/ready
+	CKPT_PATCHES_TEST_OLDER=1 $(PYTEST)
 
 # The tests of the engine, the hook, formats and planners: less than a minute.
 quick: $(VENV)/ready

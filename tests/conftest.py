@@ -44,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
-    config.addinivalue_line("markers", "slow: left out by `make test`; `make rest` and `make test-all` run it")
+    config.addinivalue_line("markers", "long: left out by `make test`; `make rest` runs it")
+    config.addinivalue_line("markers", "slow: left out by `make test` and `make rest`; `make older` runs it")
     config.addinivalue_line(
         "markers",
         "compat(fix): the outcome is a cell of docs/compatibility.md; takes parameters `version` and `delivery` "
@@ -83,10 +84,12 @@ def _hook_is_active() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is quick; skip what needs a GPU where there is none; refuse a `compat` test that is in no cell."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
-        rest = left_to_the_rest(items)
-        wanted = rest if os.environ.get("CKPT_PATCHES_TEST_REST") == "1" else set(items) - rest
-        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
-        items[:] = [item for item in items if item in wanted]
+        wanted = next(
+            (part for part in (OLDER, REST) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1"), TEST
+        )
+        chosen = {item for item, part in parts(items).items() if part == wanted}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
@@ -103,21 +106,27 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def left_to_the_rest(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What `make test` leaves to `make rest`: what is marked slow, all releases but a case's newest, fixes in place.
+# What `make test`, `make rest` and `make older` run: each test is in one of them.
+TEST, REST, OLDER = "test", "rest", "older"
 
-    The text in place is that of the hook, which another test compares.
+
+def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
+    """Which of the three targets runs each test.
+
+    older: all releases but a case's newest, fixes in place (the text in place is that of the hook, which another test
+    compares), and what is marked slow. rest: that upstream has a bug, and what is marked long. test: all others.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:
         newest[_case(item)] = max(newest.get(_case(item), ()), _release(item))
-    return {
-        item
-        for item in items
-        if item.get_closest_marker("slow")
-        or (_parameters(item).get("delivery") == "in place" and not _on_main(item))
-        or _release(item) < newest[_case(item)]
-    }
+    return {item: _part(item, is_newest=_release(item) == newest[_case(item)]) for item in items}
+
+
+def _part(item: pytest.Item, *, is_newest: bool) -> str:
+    delivery = _parameters(item).get("delivery")
+    if item.get_closest_marker("slow") or (delivery == "in place" and not _on_main(item)) or not is_newest:
+        return OLDER
+    return REST if item.get_closest_marker("long") or (delivery == "none" and not _on_main(item)) else TEST
 
 
 def _case(item: pytest.Item) -> str:

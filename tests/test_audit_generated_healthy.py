@@ -15,6 +15,8 @@ from ckpt_patches.formats.zero import look
 from upstream import newest, run_json, tree
 from zero_checkpoints import convert
 
+pytestmark = pytest.mark.long
+
 TABLE = Path(__file__).parent.parent / "docs/audit.md"
 # Why one can be UNKNOWN: docs/audit.md, "Detection coverage".
 REASONS = {"parameter_without_moments", "unusual", "mask_or_damage", "moment_gap", "not_read", "no_optimizer_state"}

@@ -41,6 +41,8 @@ from test_audit_many import Arrays, arrays
 from test_audit_many import written as written_by_hand
 from upstream import all_releases, run, tree
 
+pytestmark = pytest.mark.long
+
 HYBRID = Configuration(ranks=2, backend="torch_dist", iterations="0,1", reload="hybrid")
 
 

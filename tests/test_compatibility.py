@@ -197,7 +197,12 @@ def test_fix(version, delivery, record_property):
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    for variable in ("CKPT_PATCHES_TEST_ALL", "CKPT_PATCHES_TEST_REST", *upstream.MAIN_VARIABLES.values()):
+    for variable in (
+        "CKPT_PATCHES_TEST_ALL",
+        "CKPT_PATCHES_TEST_REST",
+        "CKPT_PATCHES_TEST_OLDER",
+        *upstream.MAIN_VARIABLES.values(),
+    ):
         monkeypatch.delenv(variable, raising=False)
     tests = pytester.mkdir("tests")
     for name in ("conftest.py", "recorded_results.py"):
@@ -251,18 +256,20 @@ def test_outcomes_on_a_main_branch_are_recorded_with_its_commit(
     }
 
 
-def test_the_default_run_is_of_the_newest_release_by_the_hook_and_the_rest_of_all_else(
+def test_the_default_run_is_of_the_newest_release_by_the_hook_and_two_more_of_all_else(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marked = TESTS + "\n@pytest.mark.slow\ndef test_slow():\n    pass\n"
+    marked = TESTS + "".join(f"\n@pytest.mark.{m}\ndef test_{m}():\n    pass\n" for m in ("long", "slow"))
     (project.path / "tests" / "test_one.py").write_text(marked)
-    default = {"test_fix[0.8.0-none]", "test_fix[0.8.0-hook]"}
-    rest = {"test_slow", "test_fix[0.8.0-in place]", *(f"test_fix[0.7.0-{d}]" for d in ("none", "hook", "in place"))}
+    default, rest = {"test_fix[0.8.0-hook]"}, {"test_long", "test_fix[0.8.0-none]"}
+    older = {"test_slow", "test_fix[0.8.0-in place]", *(f"test_fix[0.7.0-{d}]" for d in ("none", "hook", "in place"))}
     assert collected(project) == default
     monkeypatch.setenv("CKPT_PATCHES_TEST_REST", "1")
     assert collected(project) == rest
+    monkeypatch.setenv("CKPT_PATCHES_TEST_OLDER", "1")
+    assert collected(project) == older
     monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
-    assert collected(project) == default | rest
+    assert collected(project) == default | rest | older
 
 
 def collected(project: pytest.Pytester) -> set[str]:

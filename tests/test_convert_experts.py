@@ -16,6 +16,8 @@ from test_audit_coverage import experts
 from universal import both, changed, check_refused, load, ours, save
 from upstream import all_releases, newest, run, tree
 
+pytestmark = pytest.mark.long
+
 NEWEST = newest("deepspeed")
 NEIGHBOURS = "neighbours"  # ranks 0 and 1 share experts, and not 0 and 2
 TRAINED_AT: dict[int, tuple[Any, ...]] = {1: (1, NEIGHBOURS), 3: (3,)}

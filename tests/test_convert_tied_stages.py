@@ -17,6 +17,8 @@ from ckpt_patches.formats import torch_file
 from removals import DELETED, Change
 from upstream import newest, run_json, tree
 
+pytestmark = pytest.mark.long
+
 NEWEST = newest("deepspeed")
 TIED = "tied_modules.embedding.weight"
 OPTIONS = Options(workers=1, sync=False)

@@ -8,6 +8,8 @@ import pytest
 import edits
 from upstream import affected, newest, newest_by_default, run_json, tree
 
+pytestmark = pytest.mark.long
+
 PACKAGES = {"async_dead_worker": "megatron-core", "nvrx_dead_worker": "nvidia-resiliency-ext"}
 CASES = [
     pytest.param(package, *each.values, id=f"{package}-{each.values[0]}", marks=each.marks)

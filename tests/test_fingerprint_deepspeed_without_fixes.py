@@ -23,6 +23,8 @@ from upstream import TIMEOUT, environment_for, newest, newest_affected, run, tre
 from zero_checkpoints import convert, of_ranks
 from zero_resumes import PROGRAM
 
+pytestmark = pytest.mark.long
+
 CAUGHT = "FingerprintError: fingerprint: the state after the load is not what was saved: "
 
 

@@ -8,6 +8,8 @@ import pytest
 from ckpt_patches.cli import command_line
 from upstream import checkpoint_formats, newest, run, tree
 
+pytestmark = pytest.mark.long
+
 NEWEST = newest("megatron-core")
 
 

@@ -18,6 +18,8 @@ from megatron_resumes import resumes
 from test_resume_param_groups import SAME
 from upstream import all_releases, newest, newest_affected, newest_by_default, numbers, releases, run, tree
 
+pytestmark = pytest.mark.long
+
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 CAUGHT = "FingerprintError: fingerprint: the state after the load is not what was saved: "
 

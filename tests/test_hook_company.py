@@ -10,6 +10,8 @@ import pytest
 import upstream
 from small_tree import IS_PATCHED, IS_PATCHED_SECOND, MODULE, SECOND, UPSTREAM, make, make_two, python
 
+pytestmark = pytest.mark.long
+
 # Imported by the command line, so that it is the last thing that is looked for in sys.meta_path.
 LATER = "later"
 STRICT = {"CKPT_PATCHES": "strict"}

@@ -25,6 +25,8 @@ from file_changes import Act, before_each_change, in_child
 from installed_tree import ZARR, apply, everything, make_installed, revert, snapshot
 from upstream import all_releases
 
+pytestmark = pytest.mark.long
+
 BOTH = {"apply": apply, "revert": revert}
 KEPT = ".ckpt-patches-before"
 MOST = 300  # changes that neither apply nor revert comes near

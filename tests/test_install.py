@@ -17,6 +17,8 @@ from ckpt_patches.engine.registry import FIXES, SWITCHED
 from installs import SHOW_HOOK, Environment, copy_working_tree, without_roots_rights
 from small_tree import make_two
 
+pytestmark = pytest.mark.long
+
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """
 import importlib, pkgutil, ckpt_patches, ckpt_patches.engine.fix, ckpt_patches.engine.registry

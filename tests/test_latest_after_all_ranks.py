@@ -10,6 +10,8 @@ from ckpt_patches.demo.ranks import free_port
 from upstream import newest_affected, run_lines, tree
 from zero_checkpoints import PERMISSIVE
 
+pytestmark = pytest.mark.long
+
 FIX = "latest_after_all_ranks"
 
 NEWEST = newest_affected(FIX)[1]

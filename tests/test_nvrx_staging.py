@@ -6,6 +6,8 @@ import pytest
 
 from upstream import releases, run_json, tree
 
+pytestmark = pytest.mark.long
+
 STATE, SLACK = 64 << 20, 24 << 20  # bytes: the state that is saved, and what else a trainer gets meanwhile
 
 

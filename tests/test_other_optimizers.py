@@ -16,6 +16,8 @@ from ckpt_patches.formats import torch_file
 from universal import load, save
 from upstream import newest, run, run_json, tree
 
+pytestmark = pytest.mark.long
+
 NEWEST = newest("deepspeed")
 FLAT = ["Lion-1", "SGD-2", "momentum-2", "AMSGrad-1", "Muon-1", "Muon-2"]  # stage 1 and 2
 CASES = [*FLAT, "Lion-3", "SGD-3", "momentum-3", "AMSGrad-3", "Muon-3"]

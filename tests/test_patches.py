@@ -26,6 +26,8 @@ from ckpt_patches.engine.registry import DEEPSPEED, FIXES
 from upstream import MAIN, all_releases, main_branch, newest, newest_affected, numbers, run_pytest, runnable, tree
 from upstream_suites import as_installed
 
+pytestmark = pytest.mark.long
+
 # The releases that contributors work on; the last of each is in the default run.
 PINNED = {
     "megatron-core": ("0.16.1", newest("megatron-core")),

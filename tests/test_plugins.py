@@ -16,6 +16,8 @@ from ckpt_patches.engine.requirements import _holds, parse
 from small_tree import IS_PATCHED, MODULE, make, python
 from upstream import REPOSITORY, needed, tree
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = REPOSITORY / "tests" / "plugin" / "example_fixes"
 EXAMPLES = ("skyrl_fp32_params", "skyrl_loaded_step", "torch_save_format")
 OURS_SKIPPED = {"CKPT_PATCHES_SKIP": ",".join(FIXES)}

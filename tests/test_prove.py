@@ -12,6 +12,8 @@ from ckpt_patches.demo.prove import prove, variables
 from ckpt_patches.demo.run import Demonstration
 from upstream import TIMEOUT, environment_for, newest, tree
 
+pytestmark = pytest.mark.long
+
 # Takes the import hook out of the processes that run demonstrations, and of those that they start.
 WITHOUT = """
 import sys

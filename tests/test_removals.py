@@ -23,6 +23,8 @@ from megatron_checkpoints import written as written_by_megatron
 from removals import DELETED, Change, changes, make
 from upstream import newest, run, run_json, tree
 
+pytestmark = pytest.mark.long
+
 NEWEST = newest("megatron-core")
 KINDS = [
     "stage2",

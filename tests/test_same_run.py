@@ -22,6 +22,8 @@ from every_checkpoint import put, tensors
 from upstream import newest, run, tree
 from zero_checkpoints import trained
 
+pytestmark = pytest.mark.long
+
 STEPS = (2, 10, 50)
 
 

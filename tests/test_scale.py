@@ -7,6 +7,8 @@ import pytest
 import growth
 from growth import Size
 
+pytestmark = pytest.mark.long
+
 SMALL, LARGE = Size(ranks=2, layers=2, hidden=32, chunks=16), Size(ranks=4, layers=4, hidden=64, chunks=80)
 RUNS = [
     growth.MEGATRON,

@@ -3,7 +3,11 @@
 At stages 1, 2 and 3, saved on 2 ranks and loaded on 3, and the other way round.
 """
 
+import pytest
+
 from upstream import affected, demonstrate, with_fix, without_fix
+
+pytestmark = pytest.mark.long
 
 FIX = "universal_frozen_and_buffers"
 

@@ -15,6 +15,8 @@ from ckpt_patches.engine.registry import CORE, FIXES
 from small_tree import MODULE, SECOND, make, make_two, python
 from upstream import in_place, newest_affected, run, run_json, tree
 
+pytestmark = pytest.mark.long
+
 DISTRIB_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 STRICT = {"CKPT_PATCHES": "strict"}
 # As SkyRL and MindSpeed do: a function of another package in place of upstream's.

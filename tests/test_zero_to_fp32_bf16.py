@@ -1,6 +1,10 @@
 """zero_to_fp32_bf16: what goes wrong on the real DeepSpeed, and what comes out with the fix."""
 
+import pytest
+
 from upstream import affected, demonstrate, releases, with_fix, without_fix
+
+pytestmark = pytest.mark.long
 
 FIX = "zero_to_fp32_bf16"
 

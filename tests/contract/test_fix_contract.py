@@ -199,6 +199,7 @@ def recorded_words(name: str, version: str) -> set[str]:
 # What it edits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "version"), FORMS)
 def test_the_lines_that_a_fix_adds_are_the_recorded_ones(name: str, version: str) -> None:
     assert added_lines.lines(name, version) == added_lines.recorded(name, version), added_lines.COMMAND
@@ -237,6 +238,7 @@ def test_an_anchor_in_a_comment_or_a_string_is_none(
     assert edits.added_lines(made) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "version"), FORMS)
 def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, version: str, tmp_path: Path) -> None:
     """Each of its edits is left out in turn. It is never taken for a release in which the bug is fixed."""
