@@ -61,6 +61,7 @@ async | save | Write torch_dist, in the background
   a worker reads copies of the tensors
   writes: a file each, then the index
   @ dist_checkpointing.strategies.async_utils dist_checkpointing.strategies.torch
+  @ dist_checkpointing.strategies.filesystem_async
 megatron files | disk | Megatron checkpoint | audit · repair · fingerprint
   zarr: a folder an array, a file a chunk
   torch_dist: *.distcp and .metadata

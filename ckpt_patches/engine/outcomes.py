@@ -39,6 +39,7 @@ OUTCOMES: dict[str, str] = {
     "sharding_type_default": "0.7.0 - 0.16.0 m",
     "stage0_weights_alone": "0.12.0 m",
     "torch_adam_step": "0.7.0 --- 0.10.0 m1mm2 0.11.0 mmm2 0.15.0 m1mm2 0.16.0 m1mt2",
+    "torch_dist_write_item": "0.7.0 m 0.13.0 t",
     "torch_load_weights_only": "0.12.0 m2m2m2m2m2m2-m2rm2 0.14.1 m2m2m2m2m2m2m2rrm2 0.14.5 m2m2m2m2m2m2m2rm2m2 0.16.0 t2r2r2r2r2r2rrrr 0.19.7 t2r2r2r2r2r2rrr-",
     "universal_all_moments": "0.12.0 --- 0.13.2 mmm 0.14.1 ---",
     "universal_empty_group": "0.12.0 - 0.14.1 m",

@@ -1,0 +1,65 @@
+"""Write torch_dist with a torch whose function for one item takes more than it did: transforms, and a format.
+
+https://github.com/ROCm/Megatron-LM/pull/83
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from torch.distributed.checkpoint.filesystem import _write_item
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/ROCm/Megatron-LM/pull/83",
+        "https://github.com/pytorch/pytorch/pull/151452",
+        "https://github.com/modelscope/ms-swift/issues/4111",
+    ),
+    symptom="`_write_item() missing … 'serialization_format'` in a save",
+    releases=(("0.7.0", "0.12.3"),),
+    stacks="torch_dist format, torch 2.7 or later",
+    stages=("async",),
+    requires=("torch>=2.7",),
+    test="tests/unit_tests/dist_checkpointing/test_torch_dist_write_item.py",
+)
+
+
+def _write_one(stream: "Any", data: "Any", write_item: "Any", storage_key: str) -> "Any":
+    """Write an item by torch's function.
+
+    It has transforms in front since torch 2.7, and a serialization format behind since 2.8.
+    """
+    import inspect
+
+    from torch.distributed.checkpoint import filesystem
+
+    parameters = inspect.signature(_write_item).parameters
+    arguments: tuple[Any, ...] = (stream, data, write_item, storage_key)
+    if "transforms" in parameters:
+        arguments = (filesystem._StorageWriterTransforms(), *arguments)
+    if "serialization_format" in parameters:
+        arguments = (*arguments, filesystem.SerializationFormat.TORCH_SAVE)
+    return _write_item(*arguments)
+
+
+@fix.edit("megatron.core.dist_checkpointing.strategies.filesystem_async")
+def give_torch_what_it_asks_for(source: Source) -> None:
+    """Upstream does since 0.13."""
+    calls = source.all("local_results.append(_write_item(...))")
+    called = source.all("local_results.append(_write_one(...))")
+    there = source.functions_there("", _write_one)
+    if b"serialization_format" in source.data and not called and not any(there.values()):
+        raise AlreadyThere
+    source.check_parts(
+        {**there, "it is called": bool(called), "always": bool(called) and not calls}
+    )
+    if len(calls) != 2:
+        raise NoMatch(f"expected two calls of _write_item, found {len(calls)}")
+    for call in calls:
+        arguments = ", ".join(map(source.text, call.args[0].args[-4:]))
+        source.replace(call, f"local_results.append(_write_one({arguments}))")
+    source.insert_function_before(source.class_named("FileSystemWriterAsync"), _write_one)
