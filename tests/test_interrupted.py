@@ -62,7 +62,7 @@ class Tool:
 
 
 TOOLS = {
-    "convert": Tool("convert", "conversion", write_zero, convert.MARK, (LATEST,), frozenset(), 40),
+    "convert": Tool("convert", "conversion", write_zero, convert.MARK, (LATEST,), frozenset(), 30),
     "migrate": Tool(
         "migrate", "migration", write_old, migrate.MARK, (), frozenset({"common.pt", "metadata.json", ".metadata"}), 20
     ),
@@ -253,7 +253,7 @@ def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
 
 
 def interrupted(source: Path, output: Path) -> None:
-    killed("convert", source, output, 40)
+    killed("convert", source, output, TOOLS["convert"].changes)
     assert complete_files(TOOLS["convert"], unfinished(output))
 
 
