@@ -1,5 +1,7 @@
 # Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.
 
+from inspect import signature
+
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -30,12 +32,16 @@ def test_items_are_written_with_the_installed_torch(tmp_path):
     )
     item = WriteItem(MetadataIndex("w"), WriteItemType.TENSOR, tensor_data=data)
     bucket = (str(tmp_path / "__0_0.distcp"), "__0_0.distcp", ([], [(item, tensor)]))
-    arguments = [0, bucket, Results(), Results(), False]
-    if "transform_list" in FileSystemWriterAsync.write_preloaded_data.__code__.co_varnames:
-        arguments.insert(0, [])
-    if "write_results" in FileSystemWriterAsync.write_preloaded_data.__code__.co_varnames:
-        arguments = [0, bucket, {}, False]
-
-    FileSystemWriterAsync.write_preloaded_data(*arguments)
+    arguments = {
+        "transform_list": [],
+        "local_proc_idx": 0,
+        "write_bucket": bucket,
+        "write_results": {},
+        "results_queue": Results(),
+        "count_queue": Results(),
+        "use_fsync": False,
+    }
+    write = FileSystemWriterAsync.write_preloaded_data
+    write(**{name: arguments[name] for name in signature(write).parameters})
 
     assert torch.equal(torch.load(bucket[0]), tensor)
