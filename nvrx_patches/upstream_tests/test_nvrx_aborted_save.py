@@ -42,7 +42,10 @@ def test_aborted_call_is_not_finalized():
 
     calls.close(abort=True)
 
-    process.join()
+    process.join(timeout=10)
+    is_alive = process.is_alive()
+    process.kill()
+    assert not is_alive
     assert calls.maybe_finalize_async_calls(blocking=True) == []
     assert finalized == []
 

@@ -61,7 +61,8 @@ def test_ended_persistent_worker_is_an_error():
     caller = PersistentAsyncCaller()
     caller.process = EndedWorker()
 
-    with pytest.raises(RuntimeError, match='exit code -9'):
-        caller.is_current_async_call_done()
-
-    caller.process = None
+    try:
+        with pytest.raises(RuntimeError, match='exit code -9'):
+            caller.is_current_async_call_done()
+    finally:
+        caller.process = None

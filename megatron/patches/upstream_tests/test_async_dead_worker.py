@@ -46,7 +46,8 @@ def test_ended_persistent_worker_is_an_error(monkeypatch):
     caller._persistent_comp_q = caller.comp_q = torch.multiprocessing.get_context("spawn").Queue()
     caller.process = EndedWorker()
 
-    with pytest.raises(RuntimeError, match="exit code -9"):
-        caller.is_current_async_call_done()
-
-    caller.process = None
+    try:
+        with pytest.raises(RuntimeError, match="exit code -9"):
+            caller.is_current_async_call_done()
+    finally:
+        caller.process = None
