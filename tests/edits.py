@@ -21,6 +21,8 @@ def copy_of(tree: Path, fix: str, to: Path) -> Path:
         if os.path.exists(source):
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copyfile(source, target)
+    for recorded in tree.glob("*.dist-info"):  # which alone says the release of NVRx
+        (to / recorded.name).mkdir(exist_ok=True)
     return to
 
 

@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.7.0", "0.12.3"),),
     stacks="torch_dist format, torch 2.7 or later",
     stages=("async",),
-    requires=("torch>=2.7",),
     test="tests/unit_tests/dist_checkpointing/test_torch_dist_write_item.py",
 )
 
