@@ -121,6 +121,8 @@ def checkout_of(distribution: str, version: str, folder: Path) -> Path:
     else:
         top = PACKAGES[distribution].partition(".")[0]
         shutil.copytree(source / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        if distribution == "nvidia-resiliency-ext":  # whose package does not say its release
+            (checkout / f"nvidia_resiliency_ext-{version}.dist-info").mkdir()
     git(checkout, "init", "--quiet")
     git(checkout, "add", "--all", "--force")
     git(checkout, "commit", "--quiet", "--message", version)
