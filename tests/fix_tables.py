@@ -16,8 +16,8 @@ def silent_bugs() -> str:
     """What users see of the silent ones, and the fix: for README.md, whose length is bounded."""
     ((title, rows), *others) = groups(map(load, FIXES))
     linked = [(*cells, f"[`{name}`](docs/{name}.md)") for *cells, name in rows]
-    more = ", ".join(f"{len(rows)} {title[0].lower()}{title[1:]}" for title, rows in others)
-    return f"**{title}**\n\n{generated.table(HEADS, linked)}\n\n{more}: [all of them](docs/README.md#bugs)."
+    more = "; ".join(other for other, _ in others)
+    return f"**{title}**\n\n{generated.table(HEADS, linked)}\n\n**{more}**: [all bugs](docs/README.md#bugs)"
 
 
 def index() -> str:
