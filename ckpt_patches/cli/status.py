@@ -13,7 +13,7 @@ from ckpt_patches import Switches, __version__
 from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, FOLDERS, packages
+from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, packages
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -30,7 +30,7 @@ INACTIVE = "inactive"
 # The bug is there, and its fix is not.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
 # Fixes of asynchronous saves: the beginning of their names in megatron-core, and the one that replaces an absent NVRx.
-ASYNC, FALLBACK, NVRX = "async_", "async_strategy_fallback", "nvidia_resiliency_ext"
+ASYNC, FALLBACK = "async_", "async_strategy_fallback"
 NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT, Outcome.NOT_NEEDED.value)
 
 

@@ -151,6 +151,12 @@ class Source:
             raise NoMatch(f"expected {name} to be a function, found a class")
         return found
 
+    def function_of_release(self, name: str) -> Function:
+        """The one function of that name, which a release may not have. Raises NotConcerned where it has none."""
+        if not self.has_function(name):
+            raise NotConcerned
+        return self.function(name)
+
     def class_named(self, name: str) -> ast.ClassDef:
         """The one class of the module of that name. Raises NoMatch."""
         found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]

@@ -6,7 +6,7 @@ megatron-core's classes and those of nvidia-resiliency-ext have one origin, and 
 import ast
 from collections.abc import Callable
 
-from ckpt_patches.engine.source import Function, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
         NotConcerned: a release without persistent workers.
     """
     schedule, done, close = (
-        _method(source, f"PersistentAsyncCaller.{name}")
+        source.function_of_release(f"PersistentAsyncCaller.{name}")
         for name in ("schedule_async_call", "is_current_async_call_done", "close")
     )
     forked, together = (
@@ -119,12 +119,6 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
     for method in of_all:
         source.insert_method_before(together, method)
     source.insert_method_before(schedule, PersistentAsyncCaller._join_or_worker_ends)
-
-
-def _method(source: Source, name: str) -> Function:
-    if not source.has_function(name):
-        raise NotConcerned
-    return source.function(name)
 
 
 def _joined(source: Source, function: Function, queue: str) -> ast.Expr:

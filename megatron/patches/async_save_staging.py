@@ -5,7 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/2288
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def _own_tensors(staged: object) -> object:
 @fix.edit(ASYNC_UTILS, independent=True)
 def hold_staged_tensors(source: Source) -> None:
     """A forked writer shares pinned memory with the trainer, which is handed out again once nobody holds it."""
-    schedule = _method(source, "TemporalAsyncCaller.schedule_async_call")
-    close = _method(source, "TemporalAsyncCaller.close")
+    schedule = source.function_of_release("TemporalAsyncCaller.schedule_async_call")
+    close = source.function_of_release("TemporalAsyncCaller.close")
     stage = "async_fn_args[1] = async_req.preload_fn()"
     if source.has("self.preloaded_holder = async_fn_args[1]", within=schedule):
         raise AlreadyThere  # since 0.17
@@ -64,16 +64,9 @@ def hold_staged_tensors(source: Source) -> None:
 @fix.edit(ASYNC_UTILS, independent=True)
 def own_shared_tensors(source: Source) -> None:
     """The trainer waits while a persistent worker stages, and changes its tensors while they are written."""
-    loop = _method(source, "PersistentAsyncCaller.async_loop")
+    loop = source.function_of_release("PersistentAsyncCaller.async_loop")
     called = source.has("_own_tensors(item.preload_fn())", within=loop)
     source.check_parts({**source.functions_there("", _own_tensors), "it is called": called})
     stage = source.one("async_fn_args[1] = item.preload_fn()", within=loop)
     source.replace(stage.value, "_own_tensors(item.preload_fn())")
     source.insert_function_before(source.class_named("PersistentAsyncCaller"), _own_tensors)
-
-
-def _method(source: Source, name: str) -> Function:
-    """Raises NotConcerned in a release that has no such caller: before 0.12."""
-    if not source.has_function(name):
-        raise NotConcerned
-    return source.function(name)

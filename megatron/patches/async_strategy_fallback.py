@@ -7,7 +7,7 @@ import ast
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -32,9 +32,7 @@ async_strategy = "mcore"
 @fix.edit("megatron.core.dist_checkpointing.strategies.torch")
 def fall_back_to_mcore(source: Source) -> None:
     """Its import is tried when the first save starts, hours after the start of the training."""
-    if not source.has_function("get_async_strategy"):
-        raise NotConcerned  # before 0.17
-    choose = source.function("get_async_strategy")
+    choose = source.function_of_release("get_async_strategy")  # since 0.17
     tries = source.all_of(ast.Try, choose)
     if len(tries) != 1 or len(tries[0].handlers) != 1:
         raise NoMatch(f"expected one `try` with one handler in {choose.name}")

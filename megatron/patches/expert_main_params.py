@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/3676
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 fix = Fix(
     __name__,
@@ -21,9 +21,7 @@ fix = Fix(
 @fix.edit("megatron.core.optimizer.optimizer")
 def follow_chunks(source: Source) -> None:
     """Dense and expert optimizers are of the same model chunks, which upstream gives to one of them alone."""
-    if not source.has_function("ChainedOptimizer._split_state_dict"):
-        raise NotConcerned
-    split = source.function("ChainedOptimizer._split_state_dict")
+    split = source.function_of_release("ChainedOptimizer._split_state_dict")
     number = "number_of[chunk]"
     to_each = "state_dicts = [state_dict] * len(self.chained_optimizers)"
     if source.has(to_each, within=split) and not source.has("offset", within=split):
