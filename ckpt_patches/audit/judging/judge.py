@@ -108,7 +108,9 @@ def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) ->
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
-    """What is wrong with a shard."""
+    """What is wrong with a shard; padding can hold anything."""
+    if shard.is_padding:
+        return
     view = View(shard, odd, found)
     for function in JUDGES:
         yield from _limited(list(function(view)))
@@ -228,8 +230,6 @@ def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterat
     """The elements with a bit; those that lie near to each other as one range."""
     if not view.shard.has_rows:
         kind = damages.ODD_IN_BUCKET
-        if view.shard.is_padding:
-            return
     chosen = view.runs.code & bit > 0
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]
     if not len(begin):
@@ -303,7 +303,7 @@ def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Find
         return
     empty: dict[str, list[tuple[Shard, bool]]] = {}
     for shard in found.shards:
-        if set(MOMENTS) <= shard.streams.keys() and shard.numel:
+        if set(MOMENTS) <= shard.streams.keys() and shard.numel and not shard.is_padding:
             empty.setdefault(shard.parameter, []).append((shard, id(shard) in without_moments))
     without = {name for name, shards in empty.items() if all(is_empty for _, is_empty in shards)}
     detail = f"step {found.step}"
