@@ -65,7 +65,7 @@ def is_replaced() -> bool:
 
 
 class Switches:
-    """The environment's switches: the mode, the fixes to skip, and what was wrong with them."""
+    """The environment's switches: the mode, the fixes to skip or to enable, and what was wrong with them."""
 
     def __init__(self, environ: "os._Environ[str] | dict[str, str]") -> None:
         self.errors: list[str] = []
@@ -76,31 +76,40 @@ class Switches:
             self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
             self.errors.append(self.unknown_mode)
             self.mode = meant
-        self.skip: frozenset[str] = frozenset()
-        if "CKPT_PATCHES_SKIP" in environ:
-            self._read_skip(environ["CKPT_PATCHES_SKIP"])
+        self.told_to_skip = self._names(environ, "CKPT_PATCHES_SKIP", "skips")
+        self.enabled = self._names(environ, "CKPT_PATCHES_ENABLE", "enables")
         self.overlays: tuple[str, ...] = ()  # what is laid over upstream besides the fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
             self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
         if removed := [name for name in REMOVED if name in environ]:
             self.errors.append(f"{', '.join(removed)}: removed, does nothing (CHANGELOG.md, upgrade notes)")
 
-    def _read_skip(self, value: str) -> None:
+    @property
+    def skip(self) -> frozenset[str]:
+        """The fixes that are left out: those that it names, and those that are off by default and not enabled."""
+        from ckpt_patches.engine.registry import OFF_BY_DEFAULT
+
+        return self.told_to_skip.union(OFF_BY_DEFAULT.keys() - self.enabled)
+
+    def _names(self, environ: "os._Environ[str] | dict[str, str]", variable: str, verb: str) -> frozenset[str]:
+        """The fixes that a variable names."""
+        if variable not in environ:
+            return frozenset()
         from ckpt_patches.engine.registry import EVERYTHING, FIXES
 
-        names = [name for name in map(str.strip, value.split(",")) if name]
+        names = [name for name in map(str.strip, environ[variable].split(",")) if name]
         unknown_names = [name for name in names if name not in EVERYTHING]
         if unknown_names:
             from ckpt_patches.engine import plugins
 
             unknown_names = [name for name in unknown_names if name not in plugins.names()]
-        self.skip = frozenset(names).difference(unknown_names)
         for wrong in unknown_names:
             from ckpt_patches.errors import unknown
 
             self.errors.append(
-                f"CKPT_PATCHES_SKIP={wrong}: skips nothing: {unknown('fix', wrong, FIXES, 'ckpt-patches list')}"
+                f"{variable}={wrong}: {verb} nothing: {unknown('fix', wrong, FIXES, 'ckpt-patches list')}"
             )
+        return frozenset(names).difference(unknown_names)
 
     def _read_fingerprint(self, value: str) -> None:
         if value in SWITCHED_OFF:

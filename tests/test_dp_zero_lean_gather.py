@@ -3,6 +3,7 @@
 The program holds the package's methods against those of upstream's own file, in one process and on one state.
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ import pytest
 
 import edits
 from ckpt_patches.engine.registry import FIXES
-from upstream import affected, newest, newest_affected, numbers, releases, run_lines, tree, with_fix, without_fix
+from upstream import (
+    affected,
+    in_place,
+    newest,
+    newest_affected,
+    numbers,
+    releases,
+    run_lines,
+    tree,
+    with_fix,
+    without_fix,
+)
 
 FIX = "dp_zero_lean_gather"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -20,7 +32,7 @@ NEWEST = newest_affected(FIX)[1]
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
 SLACK = 0.7  # MiB; a shard of the memory tests has 0.5, a bucket 2
-PIECES = 8  # MiB
+PIECES = 256  # MiB
 
 
 def lean_gather(
@@ -83,10 +95,10 @@ def shards_of(rank: int, ranks: list[dict[str, Any]]) -> int:
     return sum(rank * padded // len(ranks) < unpadded for padded, unpadded in ranks[0]["buckets"])
 
 
-def check_memory(ranks: list[dict[str, Any]]) -> None:
+def check_memory(ranks: list[dict[str, Any]], pieces: int = PIECES) -> None:
     """What the process grew by, beyond the state that a rank returns."""
     bucket, shard = ranks[0]["bucket"], ranks[0]["shard"]
-    pieces = min(bucket, PIECES)  # of all ranks, in one buffer; Gloo has another one
+    pieces = min(bucket, pieces)  # of all ranks, in one buffer; Gloo has another one
     assert ranks[0]["gloo"] < SLACK
     for rank in ranks:
         assert rank["gloo"] < 3 * shard + SLACK  # of all three states
@@ -97,11 +109,20 @@ def check_memory(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", releases("megatron-core", oldest=NEWEST))
-def test_what_goes_through_a_buffer_does_so_in_pieces(version: str) -> None:
-    """Of a bucket that is four times as large."""
-    found = lean_gather(version, "hook", "--parts", "memory", "--ranks", "2", "--elements", str(4 * PIECES * 2**18))
-    assert found["memory"][0]["bucket"] == 4 * PIECES
-    check_memory(found["memory"])
+def test_what_goes_through_a_buffer_does_so_in_pieces(version: str, tmp_path: Path) -> None:
+    """Of a bucket that is four times as large as they are; they are made smaller, so that it need not be 1 GiB."""
+    pieces = 8  # MiB
+    copy = tmp_path / f"megatron-core-{version}"
+    shutil.copytree(in_place(tree("megatron-core", version)), copy)
+    file = copy / "megatron/core/optimizer/distrib_optimizer.py"
+    text = file.read_text(encoding="utf-8")
+    assert text.count("2**26") == 1
+    file.write_text(text.replace("2**26", "2**21"), encoding="utf-8")
+    options = ("--parts", "memory", "--ranks", "2", "--elements", str(4 * pieces * 2**18))
+    upstream_file = tree("megatron-core", version) / file.relative_to(copy)
+    (found,) = run_lines("lean_gather", upstream_file, *options, tree=copy)
+    assert found["ranks"][0]["bucket"] == 4 * pieces
+    check_memory(found["ranks"], pieces)
 
 
 @pytest.mark.slow

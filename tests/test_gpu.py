@@ -1,20 +1,25 @@
-"""On a real GPU, without the stand-in: the hybrid optimizer and a save, as the other tests do them on the CPU."""
+"""On a real GPU, without the stand-in, as the other tests do it on the CPU.
+
+Several ranks share the GPU: NCCL takes them for ranks of different hosts, and sends over sockets.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from upstream import newest, run_lines, tree
+from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.engine.registry import FIXES
+from upstream import demonstrate, newest, newest_affected, run, run_lines, tree
 
 pytestmark = pytest.mark.gpu
-NEWEST = newest("megatron-core")
+NEWEST, NVRX = newest("megatron-core"), newest("nvidia-resiliency-ext")
 ON_A_GPU = {"MEGATRON_TRAINING_ON_A_GPU": "1"}
 
 
-def lines(program: str, *options: str | Path, delivery: str) -> list[dict[str, Any]]:
+def lines(program: str, *options: str | Path, delivery: str, ranks: int = 1) -> list[dict[str, Any]]:
     on = tree("megatron-core", NEWEST)
-    return run_lines(program, *options, "--ranks", "1", tree=on, delivery=delivery, env=ON_A_GPU)
+    return run_lines(program, *options, "--ranks", str(ranks), tree=on, delivery=delivery, env=ON_A_GPU)
 
 
 def test_the_hybrid_optimizer_keeps_the_loaded_weights() -> None:
@@ -30,10 +35,32 @@ def test_an_empty_state_is_saved_and_resumed(tmp_path: Path) -> None:
         assert (result["error"], result["resume"]) == ("", "bit-equal")
 
 
-def test_the_state_gathered_in_its_place_is_upstreams() -> None:
-    """One rank, so NCCL sends nothing; the shards go through the GPU."""
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_state_gathered_in_its_place_is_upstreams(ranks: int) -> None:
     file = tree("megatron-core", NEWEST) / "megatron/core/optimizer/distrib_optimizer.py"
-    (found,) = lines("lean_gather", file, "--parts", "equal", delivery="hook")
-    (rank,) = found["ranks"]
-    assert set(rank["save"].values()) == {""}
-    assert rank["load"] == ""
+    (found,) = lines("lean_gather", file, "--parts", "equal", delivery="hook", ranks=ranks)
+    assert len(found["ranks"]) == ranks
+    for rank in found["ranks"]:
+        assert set(rank["save"].values()) == {""}
+        assert rank["load"] == ""
+
+
+@pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
+def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
+    """What upstream leaves unwritten is memory that had been used before."""
+    options = ("--ranks=2", "--iterations=1,3", f"--format={form}", "--backend=torch_dist")
+    run("megatron_saving", tmp_path, *options, tree=tree("megatron-core", NEWEST), delivery="none", env=ON_A_GPU)
+    for folder in sorted(tmp_path.glob("iter_*")):
+        report = audit(folder)
+        assert report.verdict == WHOLE, report.findings
+
+
+SHOWN = [fix for fix in FIXES if newest_affected(fix) in {("megatron-core", NEWEST), ("nvidia-resiliency-ext", NVRX)}]
+
+
+@pytest.mark.parametrize("fix", SHOWN)
+def test_the_demonstration_of_a_fix(fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ON_A_GPU.items():
+        monkeypatch.setenv(name, value)
+    assert demonstrate(fix, "none").bug
+    assert not demonstrate(fix, "hook").bug

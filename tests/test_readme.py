@@ -52,7 +52,7 @@ def test_the_table_of_bugs_has_four_columns_and_the_command_for_one_release() ->
 def test_the_end_has_support_reports_security_and_affiliation_in_order() -> None:
     end = README.partition(f"## {SECTIONS[-1]}")[2]
     parts = [
-        "Never run on a GPU or over NCCL",
+        "Hardly run on GPUs",
         "Python 3.10",
         "project URL",
         "SECURITY.md",

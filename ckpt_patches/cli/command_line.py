@@ -16,7 +16,7 @@ from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import FIXES, TARGETS, packages
+from ckpt_patches.engine.registry import FIXES, OFF_BY_DEFAULT, TARGETS, packages
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -379,9 +379,9 @@ def _row(package: "Installed") -> tuple[str, ...]:
 
 def _print_fixes(found: "Status", package: "Installed") -> None:
     """The fixes of a package that is installed, problems first."""
-    from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, MISSING, NOT_NEEDED
+    from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, AVAILABLE, MISSING, NOT_NEEDED
 
-    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, *NOT_NEEDED))}
+    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, AVAILABLE, *NOT_NEEDED))}
     own = [fix for fix in found.fixes if DISTRIBUTIONS[fix.package] == package.name]
     if not package.version or not own:
         return
@@ -482,11 +482,12 @@ def _edited_modules() -> list[str]:
 
 
 def _apply(options: argparse.Namespace) -> int:
-    """All that were asked for but those in CKPT_PATCHES_SKIP, as the hook has it."""
+    """All that were asked for but those that the hook would leave out; one that is off by default by its name alone."""
     from ckpt_patches import Switches
     from ckpt_patches.inplace import rewrite
 
-    skip = Switches(os.environ).skip
+    switches = Switches(os.environ)
+    skip = switches.told_to_skip if options.fixes else switches.skip
     results: list[FixResult] = []
     for selection in select(options.fixes, options.tree):
         before = rewrite.read_state(selection.root, selection.package).fixes
@@ -495,7 +496,8 @@ def _apply(options: argparse.Namespace) -> int:
         results += [_as_before(r, before) for r in plan.results if r.name in names]
         for name in (name for name in selection.names if name in skip):
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
-            print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
+            why = "CKPT_PATCHES_SKIP" if name in switches.told_to_skip else f"off by default: {OFF_BY_DEFAULT[name]}"
+            print(f"{name}: {left} ({why})", file=sys.stderr)
     return _tell(results)
 
 

@@ -13,7 +13,7 @@ from ckpt_patches import Switches, __version__
 from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, packages
+from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, packages
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -26,6 +26,7 @@ FIXED_UPSTREAM = "fixed upstream"
 NOT_PRESENT = "not present"
 NO_MATCH = "NO MATCH"
 SWITCHED_OFF = "switched off"
+AVAILABLE = "available"  # off by default
 INACTIVE = "inactive"
 # The bug is there, and its fix is not.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
@@ -92,11 +93,12 @@ class Status:
         """The number of fixes by what they do, of the packages that are installed."""
         here = {package.name for package in self.installed if package.version}
         states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
-        in_place = states.count(APPLIED_IN_PLACE)
+        in_place, available = states.count(APPLIED_IN_PLACE), states.count(AVAILABLE)
         return ", ".join(
             [
                 f"{states.count(ACTIVE)} active",
                 *([f"{in_place} applied in place"] if in_place else []),
+                *([f"{available} available"] if available else []),
                 f"{sum(state in NOT_NEEDED for state in states)} not needed",
                 f"{sum(state in MISSING for state in states)} missing",
             ]
@@ -123,7 +125,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
         fixes = [_inactive(fix, switches) for fix in fixes]
-    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip]
+    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.told_to_skip]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
         if root
@@ -236,8 +238,12 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
     elif result.outcome is Outcome.NOT_NEEDED:
         state, reason = result.outcome.value, result.reason
     elif result.outcome is Outcome.APPLIES:
-        skipped = result.name in switches.skip
-        state, reason = (SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}") if skipped else (ACTIVE, "")
+        state, reason = ACTIVE, ""
+        if result.name in switches.told_to_skip:
+            state, reason = SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}"
+        elif result.name in switches.skip:
+            off = f"{OFF_BY_DEFAULT[result.name]}; CKPT_PATCHES_ENABLE={result.name} switches it on"
+            state, reason = AVAILABLE, off
     return FixStatus(result.name, package, state, reason)
 
 

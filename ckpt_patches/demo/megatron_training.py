@@ -17,7 +17,9 @@ from ckpt_patches.demo.ranks import results as run_ranks
 
 # Without the stand-in, on a real GPU; the tests marked `gpu` set it.
 REAL_GPU = os.environ.get("MEGATRON_TRAINING_ON_A_GPU") == "1"
-if not REAL_GPU:
+if REAL_GPU:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a process that has asked for GPUs cannot fork ranks
+else:
     fake_gpu.install()
 
 import torch  # noqa: E402  the stand-in GPU has to be there first
@@ -79,19 +81,19 @@ def _start(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks)
     )
     if REAL_GPU:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if ranks > torch.cuda.device_count():
+            os.environ["NCCL_HOSTID"] = str(rank)  # NCCL lets ranks share a GPU only if it takes them for other hosts
     fork_keeper_of_results()
     dist.init_process_group("cpu:gloo,cuda:nccl" if REAL_GPU else "gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(*parallel)
     without_transformer_engine()
-    try:
-        result = worker(rank, *args)
-        dist.barrier()
-        return result
-    finally:
-        dist.destroy_process_group()
+    result = worker(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()  # after an error NCCL would wait here for the other ranks
+    return result
 
 
 def use_inner_optimizer(name: str) -> None:

@@ -8,16 +8,14 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import fake_gpu
 from ckpt_patches.demo.keeper import fork_keeper
+from ckpt_patches.demo.megatron_training import REAL_GPU
 from ckpt_patches.demo.ranks import call_after, free_port
 
-fake_gpu.install()
-
-import torch  # noqa: E402  the stand-in GPU has to be there first
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.multiprocessing.reductions import reduce_tensor  # noqa: E402
+import torch  # isort: skip  the stand-in GPU has to be there first
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.multiprocessing.reductions import reduce_tensor
 
 PARAMETERS, NUMEL = 12, 1000
 TENSORS = 4 * PARAMETERS  # with step, exp_avg and exp_avg_sq
@@ -83,6 +81,11 @@ def _reduce_by_memory(tensor: OnDevice) -> Any:
 
 
 ForkingPickler.register(OnDevice, _reduce_by_memory)
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the GPU, or its stand-in."""
+    return tensor.cuda() if REAL_GPU else tensor.as_subclass(OnDevice)
 
 
 def load(folder: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

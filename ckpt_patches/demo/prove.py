@@ -60,7 +60,7 @@ def variables(environ: Mapping[str, str], *, tree: str | None, mode: str) -> dic
 
     A fix that does not match keeps the others from being shown in no mode, so `strict` is `warn`.
     """
-    kept = {name: environ[name] for name in ("CKPT_PATCHES_SKIP",) if name in environ}
+    kept = {name: environ[name] for name in ("CKPT_PATCHES_SKIP", "CKPT_PATCHES_ENABLE") if name in environ}
     path = [tree] if tree is not None else []
     path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
     return {

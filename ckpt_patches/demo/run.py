@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.engine.fix import path_of
-from ckpt_patches.engine.registry import FOLDERS, PLUGINS, folder
+from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, PLUGINS, folder
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
@@ -69,9 +69,13 @@ def read(path: Path) -> Demonstration:
 
 
 def environment(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
-    """The variables of a demonstration: those of `environ`, with the import hook on or off for all fixes."""
+    """The variables of a demonstration: those of `environ`, with the import hook on or off for all fixes.
+
+    On also for those that are off by default.
+    """
     kept = {k: v for k, v in environ.items() if k not in NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
-    return {**kept, "CKPT_PATCHES": "strict" if patched else "off", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    hook = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
+    return {**kept, **(hook if patched else {"CKPT_PATCHES": "off"}), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:

@@ -77,8 +77,8 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int
     checked.discard((fix, tuple(ranks)))
     raise RuntimeError(
         f"{fix.partition('.')[0]}: {found}. With and without this fix ranks wait for each other for ever: expected it "
-        "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES and "
-        "CKPT_PATCHES_SKIP"
+        "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES, "
+        "CKPT_PATCHES_ENABLE and CKPT_PATCHES_SKIP"
     )
 
 

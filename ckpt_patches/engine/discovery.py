@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 # Fixes: by name, the modules that they edit or look at, all of one upstream package.
 Modules = dict[str, tuple[str, ...]]
-STATED = ("concerns", "depends_on", "switch")  # arguments of a Fix that are looked at
+STATED = ("concerns", "depends_on", "off_because", "switch")  # arguments of a Fix that are looked at
 
 
-def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules]]:
-    """The fixes in the order in which they are applied, and by switch what else is edited where that is set.
+def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules], dict[str, str]]:
+    """The fixes in the order in which they are applied, by switch what else is edited, and which fixes are off and why.
 
     A fix comes after those that it depends on; otherwise folders are taken in turn, and names in alphabetical order.
     """
     fixes: Modules = {}
     switched: dict[str, Modules] = {}
+    off: dict[str, str] = {}
     for folder in folders:
         read = {
             file.removesuffix(".py"): _read(os.path.join(folder, file))
@@ -39,25 +40,29 @@ def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules]]:
             fixes[name] = found[name].modules
 
         for name, definition in found.items():
+            if definition.off_because:
+                off[name] = definition.off_because
             if definition.switch:
                 switched.setdefault(definition.switch, {})[name] = definition.modules
             elif name not in fixes:
                 add(name)
-    return fixes, switched
+    return fixes, switched, off
 
 
 def index_text(folders: "Iterable[str]") -> str:
     """`index.py` of a wheel."""
-    fixes, switched = find_fixes(folders)
-    return f'"""Made by setup.py from the files of the fixes."""\n\nFIXES = {fixes!r}\nSWITCHED = {switched!r}\n'
+    fixes, switched, off = find_fixes(folders)
+    heading = '"""Made by setup.py from the files of the fixes."""\n\n'
+    return f"{heading}FIXES = {fixes!r}\nSWITCHED = {switched!r}\nOFF_BY_DEFAULT = {off!r}\n"
 
 
 class _Definition:
     """What the file of a fix states, as literals or by names of its own constants."""
 
-    def __init__(self, modules: tuple[str, ...], depends_on: tuple[str, ...], switch: str) -> None:
+    def __init__(self, modules: tuple[str, ...], depends_on: tuple[str, ...], off_because: str, switch: str) -> None:
         self.modules = modules
         self.depends_on = depends_on
+        self.off_because = off_because
         self.switch = switch
 
 
@@ -85,6 +90,7 @@ def _read(path: str) -> _Definition | None:
     return _Definition(
         modules=tuple(dict.fromkeys((*edited, *concerned))),
         depends_on=stated.get("depends_on", ()),
+        off_because="".join(stated.get("off_because", ())),
         switch="".join(stated.get("switch", ())),
     )
 

@@ -46,6 +46,7 @@ class Fix:
     stages: tuple[str, ...] = ()  # of a save, a conversion or a load, where the bug sits: tests/map_page.py
     requires: tuple[str, ...] = ()  # versions of packages without which it is not needed: `torch>=2.8,<2.10`
     concerns: str = ""  # module without which the fix is not for this release
+    off_because: str = ""  # off by default, and why: active where CKPT_PATCHES_ENABLE names it
     switch: str = ""  # not a fix: active only where CKPT_PATCHES_<SWITCH> asks for it
     where: Callable[[Source], bool] | None = None  # of that module's source: whether it is
     edits: list[Edit] = field(default_factory=list)

@@ -32,19 +32,20 @@ def folder(package: str) -> str:
     return next(filter(os.path.isdir, folders), folders[0])
 
 
-def _found() -> "tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[str, ...]]]]":
+def _found() -> "tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[str, ...]]], dict[str, str]]":
     try:
         from ckpt_patches.engine import index  # type: ignore[attr-defined,unused-ignore]
     except ImportError:
         from ckpt_patches.engine.discovery import find_fixes
 
         return find_fixes(map(folder, FOLDERS))
-    return index.FIXES, index.SWITCHED
+    return index.FIXES, index.SWITCHED, index.OFF_BY_DEFAULT
 
 
 # Fix: the modules it edits or looks at, all of one upstream package. And by switch (CKPT_PATCHES_<NAME>) what is not a
 # fix, and edits upstream only where that is set: applied last, it decorates what the fixes have edited.
-FIXES, SWITCHED = _found()
+# Of the fixes, those that are left out where CKPT_PATCHES_ENABLE does not name them, and why.
+FIXES, SWITCHED, OFF_BY_DEFAULT = _found()
 EVERYTHING: dict[str, tuple[str, ...]] = {**FIXES}
 for _parts in SWITCHED.values():
     EVERYTHING |= _parts

@@ -25,6 +25,7 @@ fix = Fix(
     releases=(("0.7.0", newest("megatron-core")),),
     stacks="torch and fully_reshardable formats, distributed optimizer",
     silent=False,
+    off_because="it has not run over NCCL on several GPUs",
     stages=("gather", "optimizer"),
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_lean_gather.py",
 )
@@ -169,10 +170,10 @@ class DistributedOptimizer:
         """Receive the shards of all states of a bucket on the ranks that have world tensors.
 
         By one collective for a piece of every rank's shard, which goes through a buffer that is as
-        large as all those pieces: 8 MiB, or with many ranks 64 KiB for each.
+        large as all those pieces: 256 MiB, or with many ranks 64 KiB for each.
         """
         device = "cpu" if use_gloo_comm else torch.cuda.current_device()
-        piece_numel = max(2**21 // len(shard_ranges), 2**14)
+        piece_numel = max(2**26 // len(shard_ranges), 2**14)
         shard_numel = max(len(shard_range) for shard_range in shard_ranges)
         for key, shard in local_shards.items():
             for start in range(0, shard_numel, piece_numel):

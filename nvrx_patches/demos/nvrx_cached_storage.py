@@ -27,7 +27,7 @@ def save_thrice(rank: int, folder: Path) -> int:
     with nvrx_saving.calls() as calls:
         for step in range(1, 4):
             state = {
-                f"w{number}": torch.full((NUMEL,), step).as_subclass(nvrx_saving.OnDevice)
+                f"w{number}": nvrx_saving.on_device(torch.full((NUMEL,), step))
                 for number in range(TENSORS)
             }
             asked = nvrx_saving.request(state, folder / str(step), use_cached_data_structure=True)

@@ -4,7 +4,7 @@ Prints a line of JSON for each part: what differs from upstream, which collectiv
 memory and time the save and the load took.
 
     lean_gather.py UPSTREAM_FILE [--parts equal,memory,cost] [--inner fused|torch] [--precision-aware] [--ranks 4]
-        [--elements 524288] [--out FOLDER]
+        [--elements 524288] [--case gloo] [--out FOLDER]
 """
 
 import argparse
@@ -40,7 +40,7 @@ COLLECTIVES = (
 def main() -> None:
     options = parsed(
         {"upstream_file": str}, parts="equal,memory", inner="fused", precision_aware=False, ranks=4,
-        elements=MIB // 2, out=str,
+        elements=MIB // 2, case="gloo", out=str,
     )  # fmt: skip
     return_freed_memory()
     mt.spawn(worker, options.ranks, options)
@@ -229,21 +229,26 @@ def memory(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cost(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """MiB and seconds of a gather, and of a save in the `torch` format, in pairs of the package and upstream's file."""
+    """MiB and seconds of a gather, and of a save in the `torch` format, in pairs of the package and upstream's file.
+
+    What is saved goes over Gloo; of another case there is the gather alone.
+    """
     distributed = large(options.elements)
-    file = Path(options.out, "distrib_optim.pt")
+    arguments = cases(distributed)[options.case]
     found: dict[str, Any] = {"buckets": buckets(distributed), "gathered": 0.0}
     classes = {"ours": type(distributed), "upstream": upstream}
     originals = {name: cls.get_parameter_state_dp_zero for name, cls in classes.items()}
     for pair in range(PAIRS):
         for name in list(classes)[:: 1 if pair % 2 else -1]:
             classes["ours"].get_parameter_state_dp_zero = originals[name]
-            gathered, *used = peak(distributed.get_parameter_state_dp_zero)
+            gathered, *used = peak(functools.partial(distributed.get_parameter_state_dp_zero, **arguments))
             found.setdefault(f"{name}, gather", []).append(used)
             found["gathered"] = size(gathered)
             del gathered
-            _, *used = peak(functools.partial(distributed.save_parameter_state, str(file)))
-            found.setdefault(f"{name}, save", []).append(used)
+            if options.case == "gloo":
+                file = Path(options.out, "distrib_optim.pt")
+                _, *used = peak(functools.partial(distributed.save_parameter_state, str(file)))
+                found.setdefault(f"{name}, save", []).append(used)
     return found
 
 
