@@ -13,7 +13,8 @@ import edits
 from ckpt_patches.engine.format_patch import message_of, page
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.engine.series import plan_series
-from megatron.patches.resume_param_groups import _pair_param_groups
+from megatron.patches import resume_param_groups
+from megatron.patches.resume_param_groups import KEYS, _pair_param_groups
 from upstream import newest_affected, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "resume_param_groups"
@@ -186,28 +187,33 @@ def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_p
     runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", "decoupled_lr": 1e-4}]
     _, ((found,)) = programs(NEWEST, "hook", tmp_path, runs)
     assert found["error"].splitlines()[1:-1] == [
+        "  wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 0",
+        "  wd_mult 1.0, lr_mult 1.0, is_decoupled_lr True, max_lr 0.0001, min_lr 1e-05, eps 1e-08: cannot be told",
+        "  wd_mult 0.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 1",
+        "and in the checkpoint",
         "  0: wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08",
         "  1: wd_mult 0.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08",
-        "and in this run, with the number of the saved group",
-        "  wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 0",
-        "  wd_mult 1.0, lr_mult 1.0, max_lr 0.0001, min_lr 1e-05, eps 1e-08, a rate of its own: cannot be told",
-        "  wd_mult 0.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 1",
     ]
 
 
-def test_what_an_unpatched_resume_has_saved_goes_on_as_it_was_and_is_told(tmp_path: Path) -> None:
-    """All weights train on at the embedding's rate there, and the checkpoint says so."""
+def test_what_an_unpatched_resume_has_saved_is_refused(tmp_path: Path) -> None:
+    """All weights train on at the embedding's rate there, and the checkpoint says so: nobody's rate is theirs.
+
+    Without this fix the run's own rates come into force by the override.
+    """
     decoupled = {"decoupled_lr": 1e-4}
     runs: list[Run] = [
         {"do": "save", "name": "x", **decoupled},
         {"do": "load", "name": "x", "resave": "y", **decoupled},
     ]
-    _, damaged = programs(WITH_COLLISIONS, "none", tmp_path, runs)
-    (loaded,) = programs(WITH_COLLISIONS, "hook", tmp_path, [{"do": "load", "name": "y", **decoupled}])
-    assert differences(damaged, loaded) == []
-    (warning,) = loaded[0]["warnings"]
-    assert "max_lr 0.001" in warning.partition("resumes with")[0]
-    assert "max_lr 0.0001" in warning.partition("resumes with")[2]
+    programs(WITH_COLLISIONS, "none", tmp_path, runs)
+    ((found,),) = programs(WITH_COLLISIONS, "hook", tmp_path, [{"do": "load", "name": "y", **decoupled}])
+    assert "max_lr 0.001, min_lr 0.0001, eps 1e-08: cannot be told" in found["error"]
+    mended = {"do": "load", "name": "y", **decoupled, "keep": "override"}
+    right = {"do": "load", "name": "x", **decoupled, "keep": "override"}
+    (loaded,) = programs(WITH_COLLISIONS, "hook", tmp_path, [mended], fixes=["override_learning_rate"])
+    (expected,) = programs(WITH_COLLISIONS, "hook", tmp_path, [right])
+    assert differences(expected, loaded) == []
 
 
 @pytest.mark.parametrize(
@@ -278,40 +284,36 @@ def shuffled(data: st.DataObject, groups: list[dict[str, Any]]) -> tuple[list[in
     return order, [groups[index] for index in order]
 
 
-@given(data=st.data(), traits=TRAITS, factor=st.sampled_from([1.0, 0.3, 0.1, 10.0]), more=st.integers(0, 2))
+@given(data=st.data(), traits=TRAITS, factor=st.sampled_from([1.0, 0.3, 0.1, 10.0]))
 def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
-    data: st.DataObject, traits: list[Any], factor: float, more: int
+    data: st.DataObject, traits: list[Any], factor: float
 ) -> None:
-    """Those whose kind and rate are the ordinary one, or their own, and which differ in the rates alone among these."""
+    """All of them at the saved rates, and at new ones each that is the only one of its kind; of others none."""
     groups = [group(*one) for one in traits]
-    different = len({one[:2] for one in traits}) == len(traits)
     order, saved = shuffled(data, groups)
-    if factor == 1.0 or different:
-        expected = [order.index(index) for index in range(len(groups))]
-        assert _pair_param_groups(scaled(groups, factor), saved) == expected
+    kinds = [one[:2] for one in traits]
+    found = _pair_param_groups(scaled(groups, factor), saved)
+    for index, kind in enumerate(kinds):
+        if factor == 1.0 or kinds.count(kind) == 1:
+            assert found[index] == order.index(index)
 
 
 @given(traits=TRAITS, factor=st.sampled_from([0.1, 1.0, 3.0]))
 def test_a_run_that_loads_its_own_groups_changes_nothing(traits: list[Any], factor: float) -> None:
     """As every load of a sharded format does first, with groups that are the same as well."""
     groups = scaled([group(*one) for one in [*traits, *traits[:2]]], factor)
-    assert _pair_param_groups(groups, groups) == list(range(len(groups)))
+    assert _pair_param_groups(groups, groups) == {index: index for index in range(len(groups))}
 
 
-@given(ours=TRAITS, theirs=TRAITS, data=st.data())
-def test_a_saved_group_goes_to_one_of_its_kind_once_or_nothing_is_paired(
-    ours: list[Any], theirs: list[Any], data: st.DataObject
-) -> None:
-    saved = [group(*one) for one in theirs]
-    current = [group(*one) for one in ours]
-    try:
-        pairs = _pair_param_groups(current, saved)
-    except ValueError:
-        return
-    assert len(set(pairs)) == len(pairs) == len(current)
-    assert [theirs[index][0] for index in pairs] == [kind for kind, *_ in ours]
-    for own, index in zip(ours, pairs, strict=True):
-        assert own not in theirs or theirs[index] == own
+@given(ours=TRAITS, theirs=TRAITS)
+def test_a_group_gets_its_own_settings_or_those_of_the_only_one_of_its_kind(ours: list[Any], theirs: list[Any]) -> None:
+    """And whether a rate is a group's own is a part of the kind."""
+    pairs = _pair_param_groups([group(*one) for one in ours], [group(*one) for one in theirs])
+    assert len(set(pairs.values())) == len(pairs)
+    for index, pair in pairs.items():
+        kind = ours[index][:2]
+        assert theirs[pair][:2] == kind
+        assert ours[index] == theirs[pair] or [one[:2] for one in (*ours, *theirs)].count(kind) == 2
 
 
 ORDINARY, NO_DECAY = (1.0, 1.0, False), (0.0, 1.0, False)
@@ -319,9 +321,16 @@ MAIN, EMBEDDING = group(ORDINARY, False, (1e-3, 1e-4)), group(ORDINARY, True, (1
 BIASES = group(NO_DECAY, False, (1e-3, 1e-4))
 
 
-def test_several_groups_with_rates_of_their_own_keep_their_order() -> None:
-    saved = [group(ORDINARY, True, rates) for rates in ((1e-2, 1e-3), (1e-4, 1e-5), (1e-3, 1e-4))]
-    assert _pair_param_groups(scaled([saved[2], saved[0], saved[1]], 0.5), saved) == [2, 0, 1]
+def test_two_groups_that_nothing_tells_apart_take_the_settings_of_one() -> None:
+    assert _pair_param_groups([BIASES, MAIN, BIASES], [BIASES, MAIN]) == {0: 0, 1: 1, 2: 0}
+
+
+def test_optimizers_tell_groups_apart_where_all_say_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of upstream's keys since 0.19."""
+    monkeypatch.setattr(resume_param_groups, KEYS, (*resume_param_groups.param_group_identifier_keys, "optimizer"))
+    adam, muon = ({**MAIN, "optimizer": name} for name in ("adam", "muon"))
+    assert _pair_param_groups([adam, muon], [muon, adam]) == {0: 1, 1: 0}
+    assert _pair_param_groups([adam, BIASES], [MAIN, BIASES]) == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize(
@@ -330,6 +339,10 @@ def test_several_groups_with_rates_of_their_own_keep_their_order() -> None:
         ([MAIN, BIASES], [BIASES]),
         ([EMBEDDING, BIASES], [MAIN, BIASES]),  # up to 0.13.1: the first stage has no such group
         ([MAIN, EMBEDDING], [MAIN, BIASES]),
+        # two groups with rates of their own, both new: their order says nothing
+        ([group(ORDINARY, True, (n, 1.0)) for n in (2.0, 4.0)], [group(ORDINARY, True, (n, 1.0)) for n in (10.0, 5.0)]),
+        # what an unpatched resume has saved
+        ([MAIN, EMBEDDING], [EMBEDDING, EMBEDDING]),
         # two saved groups for one, at other rates than both
         ([group(ORDINARY, True, (2.0, 1.0))], [group(ORDINARY, True, (3.0, 1.0)), group(ORDINARY, True, (4.0, 1.0))]),
         # two of this run at one rate, and two in the checkpoint
@@ -338,29 +351,22 @@ def test_several_groups_with_rates_of_their_own_keep_their_order() -> None:
         ([MAIN], [group((1.0, 1.0, True), False, (1e-3, 1e-4))]),
     ],
 )
-def test_what_cannot_be_told_is_an_error(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="Cannot tell whose settings a param group resumes with"):
-        _pair_param_groups(current, saved)
+def test_what_cannot_be_told_is_no_pair(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    assert len(_pair_param_groups(current, saved)) < len(current)
 
 
 def test_a_saved_group_that_this_run_does_not_have_is_left() -> None:
-    assert _pair_param_groups([MAIN, BIASES], [BIASES, EMBEDDING, MAIN]) == [2, 0]
+    assert _pair_param_groups([MAIN, BIASES], [BIASES, EMBEDDING, MAIN]) == {0: 2, 1: 0}
 
 
 def test_names_of_nemo_and_of_older_releases() -> None:
     nemo = [{"pre_wd_mult": one["wd_mult"], "pre_lr_mult": 1.0, "max_lr": one["max_lr"]} for one in (MAIN, BIASES)]
-    assert _pair_param_groups([BIASES, MAIN], nemo) == [1, 0]
+    assert _pair_param_groups([BIASES, MAIN], nemo) == {0: 1, 1: 0}
     older = [{key: value for key, value in one.items() if key != "default_config"} for one in (MAIN, EMBEDDING)]
     older[1]["is_decoupled_lr"] = True
-    assert _pair_param_groups(scaled([EMBEDDING, MAIN], 0.1), older) == [1, 0]
-
-
-def test_a_checkpoint_that_does_not_say_whose_a_rate_is() -> None:
-    """As main's between 7d3f4a0122 and 41cedd6277."""
-    saved = [{**one, "default_config": True} for one in (MAIN, EMBEDDING)]
-    assert _pair_param_groups([EMBEDDING, MAIN], saved) == [1, 0]
+    assert _pair_param_groups(scaled([EMBEDDING, MAIN], 0.1), older) == {0: 1, 1: 0}
 
 
 def test_groups_that_say_nothing_are_taken_in_their_order() -> None:
     """Of an optimizer that somebody has made otherwise."""
-    assert _pair_param_groups([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == [0, 1]
+    assert _pair_param_groups([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == {0: 0, 1: 1}

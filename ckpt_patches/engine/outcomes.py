@@ -34,7 +34,7 @@ OUTCOMES: dict[str, str] = {
     "rank_order": "0.12.0 mm 0.14.1 tm 0.14.2 tt",
     "reshardable_padding_flag": "0.7.0 - 0.11.0 m1 0.17.0 t1",
     "reshardable_padding_save": "0.7.0 -- 0.11.0 m- 0.15.0 m1m1",
-    "resume_param_groups": "0.7.0 m2m 0.13.0 m1m 0.14.0 -- 0.16.0 m1m 0.19.0 mm",
+    "resume_param_groups": "0.7.0 m1m 0.13.0 mm 0.14.0 -- 0.16.0 mm",
     "round_robin_links": "0.12.0 mm",
     "sharding_type_default": "0.7.0 - 0.16.0 m",
     "stage0_weights_alone": "0.12.0 m",

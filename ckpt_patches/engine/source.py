@@ -310,14 +310,6 @@ class Source:
             return self._span(statement)[0]
         return self._lines[len(lines) - len(comment)] + len(self._indent(statement))
 
-    def replace_comment_above(self, statement: ast.stmt, about: str, text: str) -> None:
-        """Put a comment in place of the one right above a statement, if that names what it is `about`."""
-        start = self._comment_above(statement, about)
-        stop = self._lines[statement.lineno - 1] + len(self._indent(statement))
-        if start < stop:
-            indent = self._indent(statement)
-            self._edit(start, stop, self._indented(text, indent) + self._newline + indent)
-
     def remove(self, statement: ast.stmt) -> None:
         """Take a statement out, with the line breaks in front of it and a comment behind it. One above it stays.
 

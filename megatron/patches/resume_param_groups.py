@@ -12,7 +12,6 @@ from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
     from logging import getLogger
 
     import torch
@@ -47,118 +46,61 @@ fix = Fix(
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 LONGEST_LINE = 100  # of upstream's formatter
+KEYS = "param_group_identifier_keys"
+# As 0.13.0 to 0.18.2 have it; before there was none.
+param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def _param_group_traits(group: "dict[str, Any]") -> "tuple[Any, ...]":
-    """What a param group is told by: its kind, whether its rate is its own, and its rates.
+def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[str, Any]]":
+    """The kind of a param group, and its rates: all that identifies it.
 
     NeMo writes `pre_` in front of the multipliers' names. That a rate is a group's own is in
     `is_decoupled_lr`, or in `default_config`.
     """
-    kind = (
-        group.get("wd_mult", group.get("pre_wd_mult", 1.0)),
-        group.get("lr_mult", group.get("pre_lr_mult", 1.0)),
-        bool(group.get("is_expert_parallel")),
-    )
-    own_rate = bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
-    rates = (group.get(key) for key in ("max_lr", "min_lr", "start_wd", "end_wd", "eps"))
-    return kind, own_rate, tuple(rates)
+    rates = {key: group.get(key) for key in ("max_lr", "min_lr", "start_wd", "end_wd", "eps")}
+    kind = {
+        key: group.get(key, group.get(f"pre_{key}"))
+        for key in param_group_identifier_keys
+        if key not in rates
+    }
+    kind["lr_mult"] = kind["lr_mult"] or 1.0
+    kind["is_expert_parallel"] = bool(kind["is_expert_parallel"])
+    kind["is_decoupled_lr"] = bool(kind["is_decoupled_lr"]) or group.get("default_config") is False
+    return kind, rates
 
 
 def _param_group_text(group: "dict[str, Any]") -> str:
-    """What a param group is told by, for people."""
-    (wd_mult, lr_mult, of_experts), own_rate, rates = _param_group_traits(group)
-    found = [f"wd_mult {wd_mult}", f"lr_mult {lr_mult}"]
-    names = ("max_lr", "min_lr", "start_wd", "end_wd", "eps")
-    found += [f"{name} {rate}" for name, rate in zip(names, rates, strict=True) if rate is not None]
-    found += ["experts"] if of_experts else []
-    found += ["a rate of its own"] if own_rate else []
-    found += [f"optimizer {group['optimizer']}"] if "optimizer" in group else []
-    return ", ".join(found)
-
-
-def _alike_param_groups(current: "list[Any]", saved: "list[Any]") -> "Iterable[Any]":
-    """Pairs of (index, traits) where several saved groups are the same, as many as this run has.
-
-    An earlier resume has put one group's settings on others: they trained on with these.
-    """
-    alike = len({traits for _, traits in saved}) == 1
-    return zip(current, saved, strict=True) if alike and len(current) == len(saved) > 1 else ()
-
-
-def _param_groups_by_rates(current: "list[Any]", saved: "list[Any]") -> "Iterable[Any]":
-    """Pairs of (index, traits) in the order of the rates, which a new learning rate keeps."""
-
-    def rates(group: "tuple[Any, ...]") -> "list[Any]":
-        return [(rate is not None, rate or 0.0) for rate in group[1][-1]]
-
-    different = [len({traits[-1] for _, traits in side}) for side in (current, saved)]
-    if len(current) != len(saved) or different != [len(current), len(saved)]:
-        return ()
-    return zip(sorted(current, key=rates), sorted(saved, key=rates), strict=True)
+    """What identifies a param group, for people."""
+    kind, rates = _param_group_traits(group)
+    found = {**kind, **rates}.items()
+    return ", ".join(
+        f"{key} {value}" for key, value in found if value is not None and value is not False
+    )
 
 
 def _pair_param_groups(
     current_groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]"
-) -> "list[int]":
-    """Index of the saved param group whose settings each of this run's groups takes.
+) -> "dict[int, int]":
+    """By the index of a param group of this run that of the saved one, where that can be told.
 
-    Neither the order of the groups nor their number is the same on all pipeline stages and in all
-    versions. They are paired by what they are, one of the same kind with one, none twice.
-
-    Args:
-        current_groups (list[dict]): the param groups of this run's optimizer.
-        saved_groups (list[dict]): those of the checkpoint.
-
-    Raises:
-        ValueError: a group of this run has no counterpart, or it cannot be told which one it is.
+    Neither the order of the groups nor their number is the same on all pipeline stages. Either all
+    groups of a kind are saved with the same rates, or there is one of the kind on each side.
     """
-
-    def by(
-        common: "Callable[..., Any]", groups: "list[dict[str, Any]]", taken: "Collection[int]"
-    ) -> "dict[Any, Any]":
-        found: dict[Any, list[Any]] = {}
-        for index, group in enumerate(groups):
-            if index not in taken:
-                traits = _param_group_traits(group)
-                key = common(*traits), group.get("optimizer") if optimizers_are_known else None
-                found.setdefault(key, []).append((index, traits))
-        return found
-
-    steps = (
-        (lambda kind, own_rate, rates: kind, _alike_param_groups),
-        (lambda kind, own_rate, rates: (kind, own_rate, rates), zip),
-        (lambda kind, own_rate, rates: (kind, own_rate), _param_groups_by_rates),
-        # A checkpoint may not say whose a rate is.
-        (lambda kind, own_rate, rates: (kind, rates), zip),
-    )
-    both = (*current_groups, *saved_groups)
-    optimizers_are_known = all("optimizer" in group for group in both)
+    ours = [_param_group_traits(group) for group in current_groups]
+    theirs = [_param_group_traits(group) for group in saved_groups]
+    if not all("optimizer" in group for group in (*current_groups, *saved_groups)):
+        for kind, _ in (*ours, *theirs):
+            kind.pop("optimizer", None)
     pairs: dict[int, int] = {}
-    for common, pair in steps:
-        saved = by(common, saved_groups, pairs.values())
-        for key, groups in by(common, current_groups, pairs).items():
-            pairs.update((own[0], other[0]) for own, other in pair(groups, saved.get(key, [])))
-    if len(pairs) < len(current_groups):
-        found = [
-            f"  {index}: {_param_group_text(group)}" for index, group in enumerate(saved_groups)
-        ]
-        wanted = [
-            f"  {_param_group_text(group)}: {pairs.get(index, 'cannot be told')}"
-            for index, group in enumerate(current_groups)
-        ]
-        raise ValueError(
-            "Cannot tell whose settings a param group resumes with. Expected in the checkpoint, for"
-            " each group of this run, one with the same wd_mult, lr_mult and experts, and where"
-            " several have these, the same rates or as many groups as here. Found in the"
-            " checkpoint\n"
-            + "\n".join(found)
-            + "\nand in this run, with the number of the saved group\n"
-            + "\n".join(wanted)
-            + "\nResume with the options for learning rates and weight decay that the checkpoint"
-            " was saved with, or without the optimizer's state."
-        )
-    return [pairs[index] for index in range(len(pairs))]
+    for index, (kind, _) in enumerate(ours):
+        of_kind = [traits for traits in ours if traits[0] == kind]
+        saved = [number for number, traits in enumerate(theirs) if traits[0] == kind]
+        same = [number for number in saved if theirs[number] == ours[index]]
+        if all(theirs.count(traits) in (1, ours.count(traits)) for traits in of_kind):
+            pairs[index] = same[min(ours[:index].count(ours[index]), len(same) - 1)]
+        elif len(saved) == len(of_kind) == 1:
+            pairs[index] = saved[0]
+    return pairs
 
 
 def saved_param_groups_in_order(
@@ -176,25 +118,39 @@ def saved_param_groups_in_order(
     Raises:
         ValueError: it cannot be told which saved group is whose.
     """
-    found = [saved_groups[index] for index in _pair_param_groups(current_groups, saved_groups)]
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for current, saved in zip(current_groups, found, strict=True):
-            if _param_group_traits(current) != _param_group_traits(saved):
-                logger.warning(
-                    f"The param group of this run with {_param_group_text(current)} resumes with"
-                    f" the settings saved for {_param_group_text(saved)}. These rates hold as"
-                    " well, unless override_opt_param_scheduler is set."
-                )
+    pairs = _pair_param_groups(current_groups, saved_groups)
+    ours, theirs = (
+        list(map(_param_group_text, groups)) for groups in (current_groups, saved_groups)
+    )
+    if len(pairs) < len(ours):
+        raise ValueError(
+            "Cannot tell whose settings a param group resumes with. Expected in the checkpoint all"
+            " groups of a kind with the rates of this run, or one of the kind. Found in this run,"
+            " with the number of the saved group,\n"
+            + "\n".join(
+                f"  {text}: {pairs.get(index, 'cannot be told')}" for index, text in enumerate(ours)
+            )
+            + "\nand in the checkpoint\n"
+            + "\n".join(f"  {number}: {text}" for number, text in enumerate(theirs))
+            + "\nResume with the options for learning rates and weight decay that it was saved"
+            " with, or without the optimizer's state."
+        )
+    is_first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    for text, pair in zip(ours, pairs.values(), strict=True):
+        if text != theirs[pair] and is_first_rank:
+            logger.warning(
+                f"The param group of this run with {text} resumes with the settings saved for"
+                f" {theirs[pair]}. These rates hold unless override_opt_param_scheduler is set."
+            )
     return [
-        {**saved, "params": group["params"]} for saved, group in zip(found, params_of, strict=False)
+        {**saved_groups[pair], "params": group["params"]}
+        for pair, group in zip(pairs.values(), params_of, strict=False)
     ]
 
 
 FUNCTIONS = (
     _param_group_traits,
     _param_group_text,
-    _alike_param_groups,
-    _param_groups_by_rates,
     _pair_param_groups,
     saved_param_groups_in_order,
 )
@@ -214,11 +170,6 @@ Returns:
 Raises:
     ValueError: a current group has no counterpart, or more than one.
 """'''
-KEYS = "param_group_identifier_keys"
-OVERRIDE_KEYS = "_param_group_override_keys"
-COMMENT = """# Per-group keys that the param groups of the common state are sorted by, so that two saves of one
-# run agree; a load pairs groups with ``saved_param_groups_in_order``. The fields of
-# ``ParamGroupOverride`` are read from its annotations; ``_get_param_groups`` sets the others."""
 INNER = "inner_state_dict = self.optimizer.state_dict()"
 IN_ORDER = f"""state_dict_param_groups = {CALL}(
     inner_state_dict["param_groups"],
@@ -266,10 +217,12 @@ def pair_groups(source: Source) -> None:
             source.insert_before(
                 source.one(f"self.optimizer.load_state_dict({saved})", within=function), text
             )
+    if not source.has(f"{KEYS} = ..."):
+        source.insert_before(
+            source.class_named("MegatronOptimizer"), f"{KEYS} = {param_group_identifier_keys}"
+        )
     for inserted in FUNCTIONS:
         source.insert_function_before(source.class_named("MegatronOptimizer"), inserted)
-    if source.has_function(OVERRIDE_KEYS):
-        source.replace_comment_above(source.function(OVERRIDE_KEYS), "MegatronOptimizer", COMMENT)
 
 
 @fix.edit(DISTRIB_OPTIMIZER)

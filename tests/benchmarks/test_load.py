@@ -8,7 +8,7 @@ import pytest
 
 from upstream import newest, run, tree
 
-PAIRS, LOADS = 4, 15
+PAIRS, LOADS = 8, 30
 
 
 @pytest.mark.parametrize("case", ["stage1", "stage2", "stage3", "universal-stage1", "universal-stage3"])

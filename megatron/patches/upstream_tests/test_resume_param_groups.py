@@ -62,15 +62,16 @@ def test_a_new_learning_rate():
     assert load(optimizer, *saved) == ["main", "embedding", "bias"]
 
 
-def test_groups_of_different_optimizers():
-    adam, muon = ({**MAIN, "optimizer": name, "name": name} for name in ("adam", "muon"))
-    optimizer = make_optimizer(adam, muon)
-
-    assert load(optimizer, muon, adam) == ["adam", "muon"]
-
-
 def test_a_group_without_a_saved_one_is_told():
     optimizer = make_optimizer(MAIN, EMBEDDING)
 
     with pytest.raises(ValueError, match="Cannot tell whose settings a param group resumes with"):
         load(optimizer, {**MAIN, "name": "main"}, {**BIAS, "name": "bias"})
+
+
+def test_new_rates_of_two_groups_of_a_kind_are_refused():
+    other = {**EMBEDDING, "max_lr": 5e-5}
+    optimizer = make_optimizer({**EMBEDDING, "max_lr": 2e-5}, {**other, "max_lr": 4e-5})
+
+    with pytest.raises(ValueError, match="Cannot tell whose settings a param group resumes with"):
+        load(optimizer, {**EMBEDDING, "name": "embedding"}, {**other, "name": "other"})
