@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import edits
+from ckpt_patches.audit.audit import UNKNOWN, audit
 from upstream import affected, checkpoint_formats, newest_affected, run_json, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
@@ -92,6 +93,10 @@ def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
     found = from_old(tmp_path, 5)
     assert found.startswith("expected the optimizer's step in the checkpoint, found moments that are not zeros")
     assert "Set CKPT_PATCHES_OFFLOAD_STEP to the number of steps" in found
+    report = audit(tmp_path / "checkpoint")
+    assert (report.verdict, report.checkpoint.step) == (UNKNOWN, None)
+    (finding,) = [finding for finding in report.findings if finding.kind.name == "unusual"]
+    assert finding.detail.endswith(", and no step: a load counts from 0")
 
 
 @pytest.mark.parametrize(("named", "found"), [("5", "right"), ("4", "wrong")])

@@ -298,13 +298,19 @@ def has_no_moments(shard: Shard, runs: OddRuns) -> bool:
 
 
 def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Finding]:
-    """Parameters, or all of them, whose moments are zero although the optimizer has stepped; shards by their id."""
-    if not found.step:
+    """Parameters, or all of them, whose moments are zero although the optimizer has stepped; shards by their id.
+
+    Of step 0, the reverse.
+    """
+    if found.step is None:
         return
     empty: dict[str, list[tuple[Shard, bool]]] = {}
     for shard in found.shards:
         if set(MOMENTS) <= shard.streams.keys() and shard.numel and not shard.is_padding:
             empty.setdefault(shard.parameter, []).append((shard, id(shard) in without_moments))
+    if found.step == 0:
+        yield from _without_step(found, [shard for own in empty.values() for shard, is_empty in own if not is_empty])
+        return
     without = {name for name, shards in empty.items() if all(is_empty for _, is_empty in shards)}
     detail = f"step {found.step}"
     for name, shards in empty.items():
@@ -312,6 +318,15 @@ def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Find
             kind = _kind_of_empty(shard, name in without, len(without) == len(empty))
             for role in MOMENTS:
                 yield Finding(kind, shard.streams[role].array, shard.label, 0, shard.numel, detail)
+
+
+def _without_step(found: Checkpoint, with_moments: list[Shard]) -> Iterator[Finding]:
+    """Moments of an optimizer of which no file says that it has stepped."""
+    if with_moments:
+        said = "step 0" if any("step" in group for group in found.groups) else "no step"
+        found.step = None
+        detail = f"moments that are not zero in {len(with_moments)} places, and {said}: a load counts from 0"
+        yield Finding(damages.UNUSUAL, "param_groups", detail=detail)
 
 
 def _kind_of_empty(shard: Shard, whole_parameter: bool, all_parameters: bool) -> damages.FindingKind:
