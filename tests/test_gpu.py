@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.demo.gpu import SWITCH
 from ckpt_patches.engine.registry import FIXES
 from upstream import demonstrate, newest, newest_affected, run, run_lines, tree
 
 pytestmark = pytest.mark.gpu
-NEWEST, NVRX = newest("megatron-core"), newest("nvidia-resiliency-ext")
-ON_A_GPU = {"MEGATRON_TRAINING_ON_A_GPU": "1"}
+NEWEST = newest("megatron-core")
+ON_A_GPU = {SWITCH: "1"}
 
 
 def lines(program: str, *options: str | Path, delivery: str, ranks: int = 1) -> list[dict[str, Any]]:
@@ -55,7 +56,8 @@ def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
         assert report.verdict == WHOLE, report.findings
 
 
-SHOWN = [fix for fix in FIXES if newest_affected(fix) in {("megatron-core", NEWEST), ("nvidia-resiliency-ext", NVRX)}]
+RELEASES = {(package, newest(package)) for package in ("megatron-core", "deepspeed", "nvidia-resiliency-ext")}
+SHOWN = [fix for fix in FIXES if newest_affected(fix) in RELEASES]
 
 
 @pytest.mark.parametrize("fix", SHOWN)

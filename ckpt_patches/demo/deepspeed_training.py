@@ -24,6 +24,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from ckpt_patches import demo
+from ckpt_patches.demo.gpu import REAL_GPU, share_gpu
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.ranks import results as run_ranks
 
@@ -35,6 +36,8 @@ def prepare() -> None:
     # On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
     deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
     # Up to 0.14.0 it would compile oneCCL as well; and up to 0.15 it trains in fp16 on a GPU only.
+    if REAL_GPU:
+        return
     get_accelerator()._communication_backend_name = "gloo"
     get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.all_gather_into_tensor = gather_and_wait
@@ -171,7 +174,7 @@ def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
     losses = []
     dtype = next(run.module.parameters()).dtype
     for step in range(first, first + STEPS):
-        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
+        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).to(run.device, dtype)
         loss = (run(samples.chunk(ranks)[rank]).float() - 1).pow(2).mean()
         run.backward(loss)
         with torch.no_grad():  # 0.12 gathers the parameters into views, outside of it
@@ -338,6 +341,8 @@ def reduce_as_on_a_gpu() -> None:
     Up to 0.16 it reduces those of types that the accelerator lists, where a CPU does not list fp16. Up to 0.12 it looks
     for `torch.cpu.HalfTensor`, which torch calls `torch.HalfTensor`.
     """
+    if REAL_GPU:
+        return
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     if numbers(deepspeed.__version__) < (0, 13):
         deepspeed.runtime.engine.split_half_float_double_sparse = by_type
@@ -542,7 +547,7 @@ def converted(folder: Path) -> str:
         RankError: the converter has raised an error.
     """
     run_ranks(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL)
-    truth, found = torch.load(folder / TRUTH), universal_states(folder / UNIVERSAL)
+    truth, found = torch.load(folder / TRUTH, map_location="cpu"), universal_states(folder / UNIVERSAL)
     pairs = [(live, found[name][key]) for name, states in truth.items() for key, live in states.items()]
     different = sum(not live.flatten().equal(other.flatten()) for live, other in pairs)  # at ZeRO-3 they are flat
     return f"{different} of {len(pairs)} states differ, and no error" if different else ""
@@ -594,8 +599,11 @@ def join(rank: int, ranks: int, node: int, port: int) -> None:
     """Make this process a rank."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank % node))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_SIZE=str(node))
+    if REAL_GPU:
+        os.environ["LOCAL_RANK"] = "0"
+        share_gpu(rank)
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if REAL_GPU else "gloo", verbose=False)
 
 
 def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:

@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.demo import fake_gpu, show
+from ckpt_patches.demo.gpu import REAL_GPU, share_gpu
 from ckpt_patches.demo.keeper import fork_keeper
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.ranks import results as run_ranks
 
-# Without the stand-in, on a real GPU; the tests marked `gpu` set it.
-REAL_GPU = os.environ.get("MEGATRON_TRAINING_ON_A_GPU") == "1"
-if REAL_GPU:
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a process that has asked for GPUs cannot fork ranks
-else:
+if not REAL_GPU:
     fake_gpu.install()
 
-import torch  # noqa: E402  the stand-in GPU has to be there first
-import torch.distributed as dist  # noqa: E402
+import torch  # the stand-in GPU has to be there first
+import torch.distributed as dist
 
 Model = Any
 Optimizer = Any
@@ -83,7 +80,7 @@ def _start(
     if REAL_GPU:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if ranks > torch.cuda.device_count():
-            os.environ["NCCL_HOSTID"] = str(rank)  # NCCL lets ranks share a GPU only if it takes them for other hosts
+            share_gpu(rank)
     fork_keeper_of_results()
     dist.init_process_group("cpu:gloo,cuda:nccl" if REAL_GPU else "gloo", rank=rank, world_size=ranks)
     from megatron.core import parallel_state

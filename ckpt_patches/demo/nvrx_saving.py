@@ -8,11 +8,15 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.demo import fake_gpu
+from ckpt_patches.demo.gpu import REAL_GPU
 from ckpt_patches.demo.keeper import fork_keeper
-from ckpt_patches.demo.megatron_training import REAL_GPU
 from ckpt_patches.demo.ranks import call_after, free_port
 
-import torch  # isort: skip  the stand-in GPU has to be there first
+if not REAL_GPU:
+    fake_gpu.install()
+
+import torch  # the stand-in GPU has to be there first
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.multiprocessing.reductions import reduce_tensor

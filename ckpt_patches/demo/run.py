@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_patches.demo import gpu
 from ckpt_patches.engine.fix import path_of
 from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, PLUGINS, folder
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
@@ -74,8 +75,10 @@ def environment(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
     On also for those that are off by default.
     """
     kept = {k: v for k, v in environ.items() if k not in NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
+    accelerator = "cuda" if environ.get(gpu.SWITCH) == "1" else "cpu"
     hook = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
-    return {**kept, **(hook if patched else {"CKPT_PATCHES": "off"}), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    kept |= hook if patched else {"CKPT_PATCHES": "off"}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator}
 
 
 def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
