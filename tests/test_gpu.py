@@ -57,7 +57,9 @@ def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
 
 
 RELEASES = {(package, newest(package)) for package in ("megatron-core", "deepspeed", "nvidia-resiliency-ext")}
-SHOWN = [fix for fix in FIXES if newest_affected(fix) in RELEASES]
+# Without spawn as the start method of the program, DeepSpeed 0.19.8's decoupled writer cannot use CUDA.
+NOT_THERE = ("decoupled_last_save",)
+SHOWN = [fix for fix in FIXES if newest_affected(fix) in RELEASES and fix not in NOT_THERE]
 
 
 @pytest.mark.parametrize("fix", SHOWN)
