@@ -433,10 +433,10 @@ def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, sett
     return f"{counts}, and no error"
 
 
-def show_weights_alone(*cases: str, **options: bool) -> None:
+def show_weights_alone(*cases: str, raises: str | tuple[str, ...] = (), **options: bool) -> None:
     """A demonstration: load the weights of a checkpoint, not the latest one, and no states, on 2 ranks and on 3.
 
-    `options` are those of `load_checkpoint`.
+    An error that begins with `raises` is the bug. `options` are those of `load_checkpoint`.
     """
 
     allow_pickles()
@@ -449,7 +449,7 @@ def show_weights_alone(*cases: str, **options: bool) -> None:
         }
         return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
 
-    demo.show(run, "weights and masters are those of the checkpoint")
+    demo.show(run, "weights and masters are those of the checkpoint", raises=raises)
 
 
 def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[str, bool]) -> str:
