@@ -58,7 +58,8 @@ def train(run: Any, rank: int, steps: range) -> list[float]:
     """The mean loss of every step."""
     losses = []
     for step in steps:
-        samples = torch.randn(32, 3, generator=torch.Generator().manual_seed(RANKS * step + rank)).to(run.device, torch.bfloat16)
+        generator = torch.Generator().manual_seed(RANKS * step + rank)
+        samples = torch.randn(32, 3, generator=generator).to(run.device, torch.bfloat16)
         torch.manual_seed(RANKS * step + rank)  # of two experts the gate draws the second
         loss = (run(samples).float() - 1).pow(2).mean()
         run.backward(loss)

@@ -25,7 +25,8 @@ def run(folder: Path) -> str:
     for ranks in cases(RANKS):
         checkpoint = folder / str(ranks)
         dt.results(dt.train_and_keep, ranks, checkpoint, CASE, ranks)
-        masters = {name: states["fp32"] for name, states in torch.load(checkpoint / dt.TRUTH, map_location="cpu").items()}
+        truth = torch.load(checkpoint / dt.TRUTH, map_location="cpu")
+        masters = {name: states["fp32"] for name, states in truth.items()}
         for read in (get_fp32_state_dict_from_zero_checkpoint, by_the_script):
             try:
                 found = read(str(checkpoint))
