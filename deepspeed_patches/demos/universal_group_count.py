@@ -34,4 +34,5 @@ def load_into_others(rank: int, folder: Path, ranks: int) -> list[str]:
 
 
 if __name__ == "__main__":
+    dt.allow_pickles()
     show(run, "an error that names both numbers")

@@ -36,4 +36,5 @@ def load(rank: int, folder: Path, case: str, ranks: int) -> str:
 
 
 if __name__ == "__main__":
+    dt.allow_pickles()
     show(run, "weights and masters are loaded, and nothing else")
