@@ -93,6 +93,16 @@ def test_a_module_that_only_a_plugin_knows_is_edited(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_one_that_is_off_by_default_is_used_where_it_is_enabled(tmp_path: Path) -> None:
+    root = theirs(tmp_path, more=', off_because="it is new"')
+    enabled = {"CKPT_PATCHES_ENABLE": "two"}
+    assert python("-c", ANSWER, tree=root).stdout == "1\n"
+    assert python("-c", ANSWER, tree=root, env=enabled).stdout == "2\n"
+    assert status(root)[1]["two"] == ("available", "it is new; CKPT_PATCHES_ENABLE=two switches it on")
+    assert status(root, **enabled)[1]["two"][0] == "active"
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("version", ["0.12.3", "0.19.2"])
 def test_a_module_of_a_release_is_edited_though_our_fixes_leave_it_alone(tmp_path: Path, version: str) -> None:
     """By the file of the release alone: nothing of torch is imported."""

@@ -133,3 +133,5 @@ def _register(fix: "Fix", brought_by: str) -> None:
     registry.TARGETS.update((module, registry.root_of(module)) for module in modules)
     registry.EVERYTHING[fix.name] = modules
     registry.FIXES[fix.name] = modules
+    if fix.off_because:
+        registry.OFF_BY_DEFAULT[fix.name] = fix.off_because
