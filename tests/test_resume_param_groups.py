@@ -253,7 +253,7 @@ def test_the_message_of_the_patch_is_about_the_bug_of_the_release(version: str) 
 
 # The pairing itself. Each of these is one group; kinds are their own.
 
-KINDS = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([1.0, 0.1]), st.booleans())
+KINDS = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([1.0, 0.1, 0.0]), st.booleans())
 RATES = st.tuples(st.sampled_from([1e-2, 1e-3, 1e-4]), st.sampled_from([0.0, 1e-5]))
 
 
@@ -362,6 +362,8 @@ def test_a_saved_group_that_this_run_does_not_have_is_left() -> None:
 def test_names_of_nemo_and_of_older_releases() -> None:
     nemo = [{"pre_wd_mult": one["wd_mult"], "pre_lr_mult": 1.0, "max_lr": one["max_lr"]} for one in (MAIN, BIASES)]
     assert _pair_param_groups([BIASES, MAIN], nemo) == {0: 1, 1: 0}
+    without = [{"wd_mult": 1.0, "max_lr": 1e-3, "min_lr": 1e-4}, {**BIASES, "lr_mult": None}]
+    assert _pair_param_groups([BIASES, MAIN], without) == {0: 1, 1: 0}
     older = [{key: value for key, value in one.items() if key != "default_config"} for one in (MAIN, EMBEDDING)]
     older[1]["is_decoupled_lr"] = True
     assert _pair_param_groups(scaled([EMBEDDING, MAIN], 0.1), older) == {0: 1, 1: 0}

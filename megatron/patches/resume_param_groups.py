@@ -63,7 +63,8 @@ def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[
         for key in param_group_identifier_keys
         if key not in rates
     }
-    kind["lr_mult"] = kind["lr_mult"] or 1.0
+    for key in ("wd_mult", "lr_mult"):
+        kind[key] = 1.0 if kind[key] is None else kind[key]
     kind["is_expert_parallel"] = bool(kind["is_expert_parallel"])
     kind["is_decoupled_lr"] = bool(kind["is_decoupled_lr"]) or group.get("default_config") is False
     return kind, rates
