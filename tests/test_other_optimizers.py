@@ -11,6 +11,9 @@ import pytest
 import shared
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.convert import zero_fingerprints
+from ckpt_patches.convert.convert import Options, planned
+from ckpt_patches.convert.traits import Traits
+from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import universal_states
 from ckpt_patches.formats import torch_file
 from universal import load, save
@@ -83,6 +86,33 @@ def test_a_state_that_is_not_finite_is_damage(case: str, tmp_path: Path) -> None
         report = audit(folder / kind)
         assert report.verdict == DAMAGED
         assert "not_finite" in {finding.kind.name for finding in report.findings}
+
+
+SAVE_MUON = """
+import sys
+from ckpt_patches.demo import deepspeed_training as dt
+from ckpt_patches.demo import optimizers
+
+def save(rank, folder):
+    run = optimizers.engine("Muon", 2, 1)
+    dt.train(run, rank, 2, first=0)
+    run.save_checkpoint(folder, tag=dt.TAG)
+
+if __name__ == "__main__":
+    dt.results(save, 2, sys.argv[1])
+"""
+
+
+def test_momenta_that_are_not_the_same_on_two_ranks_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.7 leaves that of the matrix on both at zero on the second."""
+    program = tmp_path / "save_muon.py"
+    program.write_text(SAVE_MUON)
+    run(program, tmp_path, tree=tree("deepspeed", "0.19.7"))
+    folder = tmp_path / "global_step2"
+    with pytest.raises(UserError, match=r"momentum of 'w1\.weight' is not the same in .*rank_0_.* and .*rank_1_"):
+        planned(folder, Traits(), Options(inject_missing_state=True))
+    warned = planned(folder, Traits(), Options(inject_missing_state=True, strict=False)).warnings
+    assert [warning for warning in warned if "is not the same in" in warning]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.convert import traits
+from ckpt_patches.convert import momenta, traits
 from ckpt_patches.convert.conversion_plan import plan
 from ckpt_patches.convert.new_file import Direct, writes_directly
 from ckpt_patches.convert.output_files import Output, Plan
@@ -128,9 +128,10 @@ def planned(input_folder: Path, known: Traits, options: Options) -> Plan:
         input_folder, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
     )
     try:
-        return plan(found, known, strict=options.strict)
+        made = plan(found, known, strict=options.strict)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # of what the plan alone looks at
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
+    return replace(made, warnings=(*made.warnings, *momenta.unlike(found, strict=options.strict)))
 
 
 def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:

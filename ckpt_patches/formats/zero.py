@@ -128,6 +128,7 @@ class Partition:
     others: tuple[str, ...] = ()  # tensors that are neither of these elements nor single numbers
     momentum: Flat | None = None  # Muon's at stage 1 and 2, which can be of whole parameters
     in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, where its fragment is in there
+    wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # and all of it: start, elements
 
     def held(self) -> list[str]:
         """The states of each fragment, the main parameter's first."""

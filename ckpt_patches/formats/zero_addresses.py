@@ -114,9 +114,10 @@ def _of_wholes(
     before: dict[str, int] = {}  # elements on the ranks before, by parameter
     found = []
     for part, names, sizes in zip(parts, own, wholes, strict=True):
-        starts = itertools.accumulate(sizes, initial=0)
+        starts = list(itertools.accumulate(sizes, initial=0))
+        wholes_of = dict(zip(names, zip(starts, sizes, strict=False), strict=False))
         places = {name: start + before.get(name, 0) for name, start in zip(names, starts, strict=False)}
         for name in names:
             before[name] = before.get(name, 0) + part.fragments[name][1]
-        found.append(replace(part, in_momentum=places))
+        found.append(replace(part, in_momentum=places, wholes=wholes_of))
     return found

@@ -8,7 +8,7 @@ from ckpt_patches.demo import cases, optimizers, show
 from ckpt_patches.demo import deepspeed_training as dt
 
 SAVED, LOADED = 2, (2, 3)  # ranks
-FIRST_OF_ZERO3, FIRST_OF_MUON_AT_ZERO3 = (0, 14, 5), (0, 18, 9)
+FIRST_OF_ZERO3, FIRST_OF_MUON_AT_ZERO3, EQUAL_AGAIN = (0, 14, 5), (0, 18, 9), (0, 19, 8)
 
 
 def run(folder: Path) -> str:
@@ -30,9 +30,13 @@ def stages() -> tuple[int, ...]:
 
 
 def stages_of_muon() -> tuple[int, ...]:
+    """From 0.18.9 to 0.19.7 two ranks have other momenta of a matrix at ZeRO 1, which no conversion can keep."""
     if not optimizers.has_muon():
         return ()
-    return (1, 3) if dt.numbers(deepspeed.__version__) >= FIRST_OF_MUON_AT_ZERO3 else (1,)
+    release = dt.numbers(deepspeed.__version__)
+    if release >= EQUAL_AGAIN:
+        return (1, 3)
+    return (3,) if release >= FIRST_OF_MUON_AT_ZERO3 else (1,)
 
 
 def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
