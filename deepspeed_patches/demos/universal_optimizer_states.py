@@ -30,13 +30,13 @@ def stages() -> tuple[int, ...]:
 
 
 def stages_of_muon() -> tuple[int, ...]:
-    """From 0.18.9 to 0.19.7 two ranks have other momenta of a matrix at ZeRO 1, which no conversion can keep."""
+    """From 0.18.9 to 0.19.7 two ranks have other momenta of a matrix at ZeRO 1, and at ZeRO 3 the CPU does not train."""
     if not optimizers.has_muon():
         return ()
     release = dt.numbers(deepspeed.__version__)
     if release >= EQUAL_AGAIN:
         return (1, 3)
-    return (3,) if release >= FIRST_OF_MUON_AT_ZERO3 else (1,)
+    return () if release >= FIRST_OF_MUON_AT_ZERO3 else (1,)
 
 
 def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
