@@ -30,7 +30,7 @@ def stages() -> tuple[int, ...]:
 
 
 def stages_of_muon() -> tuple[int, ...]:
-    """From 0.18.9 to 0.19.7 two ranks have other momenta of a matrix at ZeRO 1, and at ZeRO 3 the CPU does not train."""
+    """From 0.18.9 to 0.19.7 ranks have other momenta of a matrix at ZeRO 1, and CPU ranks do not train at ZeRO 3."""
     if not optimizers.has_muon():
         return ()
     release = dt.numbers(deepspeed.__version__)
