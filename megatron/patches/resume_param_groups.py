@@ -55,7 +55,7 @@ def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[
     """The kind of a param group, and its rates: all that identifies it.
 
     NeMo writes `pre_` in front of the multipliers' names. That a rate is a group's own is in
-    `is_decoupled_lr`, or in `default_config`.
+    `is_decoupled_lr`, or in `default_config`; a weight decay of its own is in the group.
     """
     rates = {key: group.get(key) for key in ("max_lr", "min_lr", "start_wd", "end_wd", "eps")}
     kind = {
@@ -67,6 +67,7 @@ def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[
         kind[key] = 1.0 if kind[key] is None else kind[key]
     kind["is_expert_parallel"] = bool(kind["is_expert_parallel"])
     kind["is_decoupled_lr"] = bool(kind["is_decoupled_lr"]) or group.get("default_config") is False
+    kind["own_weight_decay"] = rates["start_wd"] is not None or rates["end_wd"] is not None
     return kind, rates
 
 
@@ -85,13 +86,15 @@ def _pair_param_groups(
     """By the index of a param group of this run that of the saved one, where that can be told.
 
     Neither the order of the groups nor their number is the same on all pipeline stages. Either all
-    groups of a kind are saved with the same rates, or there is one of the kind on each side.
+    groups of a kind are saved with the same rates, or there is one of the kind on each side, or
+    an earlier resume has given all of them the same settings, with which they trained on.
     """
     ours = [_param_group_traits(group) for group in current_groups]
     theirs = [_param_group_traits(group) for group in saved_groups]
     if not all("optimizer" in group for group in (*current_groups, *saved_groups)):
         for kind, _ in (*ours, *theirs):
             kind.pop("optimizer", None)
+    own_rate = {"is_decoupled_lr": None}
     pairs: dict[int, int] = {}
     for index, (kind, _) in enumerate(ours):
         of_kind = [traits for traits in ours if traits[0] == kind]
@@ -101,6 +104,17 @@ def _pair_param_groups(
             pairs[index] = same[min(ours[:index].count(ours[index]), len(same) - 1)]
         elif len(saved) == len(of_kind) == 1:
             pairs[index] = saved[0]
+        else:
+            alike, saved = (
+                [
+                    n
+                    for n, other in enumerate(groups)
+                    if {**other[0], **own_rate} == {**kind, **own_rate}
+                ]
+                for groups in (ours, theirs)
+            )
+            if len(alike) == len(saved) > 1 and all(theirs[n] == theirs[saved[0]] for n in saved):
+                pairs[index] = saved[alike.index(index)]
     return pairs
 
 
