@@ -205,15 +205,17 @@ def pair_groups(source: Source) -> None:
     by_key = source.has_function(filtered)
     loads = [filtered] if by_key else [f"{name}.load_state_dict" for name in LOADS]
     functions = [source.function(name) for name in loads]
-    source.check_parts(
-        {
-            **source.functions_there("", *FUNCTIONS),
-            **{
-                f"{CALL} in {name}": source.has(f"{CALL}(...)", where)
-                for name, where in zip(loads, functions, strict=True)
-            },
-        }
-    )
+    parts = {
+        **source.functions_there("", *FUNCTIONS),
+        **{
+            f"{CALL} in {name}": source.has(f"{CALL}(...)", where)
+            for name, where in zip(loads, functions, strict=True)
+        },
+    }
+    has_keys = source.has(f"{KEYS} = ...")
+    if any(parts.values()):
+        parts[KEYS] = has_keys  # which most releases have without the fix
+    source.check_parts(parts)
     if by_key:
         body = functions[0].body[1 if ast.get_docstring(functions[0]) else 0 :]
         source.one("loaded_groups_map = ...", within=functions[0])
@@ -232,7 +234,7 @@ def pair_groups(source: Source) -> None:
             source.insert_before(
                 source.one(f"self.optimizer.load_state_dict({saved})", within=function), text
             )
-    if not source.has(f"{KEYS} = ..."):
+    if not has_keys:
         source.insert_before(
             source.class_named("MegatronOptimizer"), f"{KEYS} = {param_group_identifier_keys}"
         )
