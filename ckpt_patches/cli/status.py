@@ -231,6 +231,8 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
     state, reason = NOT_PRESENT, "this release does not have the code"
     if result.outcome is Outcome.ALREADY_THERE:
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
+    elif result.outcome is Outcome.NO_MATCH and result.name in switches.skip - switches.told_to_skip:
+        reason = f"off by default, and no match: {result.reason}"
     elif result.outcome is Outcome.NO_MATCH:
         state, reason = NO_MATCH, result.reason
     elif result.outcome is Outcome.NOT_NEEDED and result.name in in_place:

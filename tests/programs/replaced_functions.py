@@ -8,6 +8,7 @@ Prints one line of JSON: what went unnoticed, and how many functions there were;
 import functools
 import importlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -51,7 +52,7 @@ def is_loud(*words: str) -> bool:
 
 
 def main(package: str) -> None:
-    switches = ckpt_patches.Switches({"CKPT_PATCHES": "strict"})
+    switches = ckpt_patches.Switches(os.environ)
     root = str(locate(package))
     state = rewrite.read_state(root, package)
     edited, active = state.functions, list(state.fixes)
