@@ -51,7 +51,9 @@ def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
     """What upstream leaves unwritten is memory that had been used before."""
     options = ("--ranks=2", "--iterations=1,3", f"--format={form}", "--backend=torch_dist")
     run("megatron_saving", tmp_path, *options, tree=tree("megatron-core", NEWEST), delivery="none", env=ON_A_GPU)
-    for folder in sorted(tmp_path.glob("iter_*")):
+    saved = sorted(tmp_path.glob("iter_*"))
+    assert len(saved) == 2
+    for folder in saved:
         report = audit(folder)
         assert report.verdict == WHOLE, report.findings
 

@@ -228,10 +228,11 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
+    off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.told_to_skip else None
     state, reason = NOT_PRESENT, "this release does not have the code"
     if result.outcome is Outcome.ALREADY_THERE:
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
-    elif result.outcome is Outcome.NO_MATCH and result.name in switches.skip - switches.told_to_skip:
+    elif result.outcome is Outcome.NO_MATCH and off:
         reason = f"off by default, and no match: {result.reason}"
     elif result.outcome is Outcome.NO_MATCH:
         state, reason = NO_MATCH, result.reason
@@ -243,9 +244,8 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
         state, reason = ACTIVE, ""
         if result.name in switches.told_to_skip:
             state, reason = SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}"
-        elif result.name in switches.skip:
-            off = f"{OFF_BY_DEFAULT[result.name]}; CKPT_PATCHES_ENABLE={result.name} switches it on"
-            state, reason = AVAILABLE, off
+        elif off:
+            state, reason = AVAILABLE, f"{off}; CKPT_PATCHES_ENABLE={result.name} switches it on"
     return FixStatus(result.name, package, state, reason)
 
 
