@@ -19,7 +19,7 @@ import shared
 import upstream
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import module_path
-from ckpt_patches.engine.registry import TARGETS
+from ckpt_patches.engine.registry import OFF_BY_DEFAULT, TARGETS
 from installs import Environment, wheel
 from small_tree import MODULE, make
 from upstream import newest
@@ -220,9 +220,8 @@ def runs(installed: Installed) -> dict[str, Run]:
 
 def what_runs(installed: Installed, path: str, mode: str) -> Run:
     program = str(upstream.PROGRAMS / "what_runs.py")
-    done = installed.environment.python(
-        program, PYTHONPATH=path, CKPT_PATCHES=mode, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"
-    )
+    env = {"CKPT_PATCHES": mode, "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}  # as `upstream.in_place` has it
+    done = installed.environment.python(program, PYTHONPATH=path, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **env)
     assert done.stdout, done.stderr
     return Run(json.loads(done.stdout.splitlines()[-1]), done.stderr)
 
