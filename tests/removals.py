@@ -20,8 +20,8 @@ from torch_dist_indexes import INDEX, changed_index
 
 DELETED, NEIGHBOR, NEXT_STEP = "deleted", "from its neighbor", "from the next step"
 Key = tuple[Any, ...]
-# What is not looked into: the run's configuration, which no load reads.
-AS_ONE = ("ds_config",)
+# What is not looked into: the run's configuration, and how a conversion cuts parameters up, which no load reads.
+AS_ONE = ("ds_config", "universal_checkpoint_info")
 TENSOR, CHUNK = "tensor", "chunk"  # in an index
 OBJECT = "taken out.pt"  # what an index calls an object, as a file
 

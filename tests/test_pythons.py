@@ -220,8 +220,15 @@ def runs(installed: Installed) -> dict[str, Run]:
 
 def what_runs(installed: Installed, path: str, mode: str) -> Run:
     program = str(upstream.PROGRAMS / "what_runs.py")
-    env = {"CKPT_PATCHES": mode, "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}  # as `upstream.in_place` has it
-    done = installed.environment.python(program, PYTHONPATH=path, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **env)
+    enabled = ",".join(OFF_BY_DEFAULT)  # as in `upstream.in_place`
+    done = installed.environment.python(
+        program,
+        PYTHONPATH=path,
+        CKPT_PATCHES=mode,
+        CKPT_PATCHES_ENABLE=enabled,
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+    )
     assert done.stdout, done.stderr
     return Run(json.loads(done.stdout.splitlines()[-1]), done.stderr)
 

@@ -41,6 +41,9 @@ KINDS = [
             "stage3_fp16",
             "stage3_frozen",
             "stage3_groups",
+            "pipeline",
+            "pipeline, tensor parallel",
+            "autotp",
         )
     ),
 ]
@@ -68,7 +71,20 @@ def written(kind: str, recorded: str) -> Path:
         release = tree("deepspeed", newest("deepspeed"))
         run("zero_removals", "write", out, kind, tree=release, delivery="hook" if recorded == "1" else "none", env=env)
 
-    return shared.once(f"removals-{kind}-{recorded}", write)
+    return shared.once(f"removals-{kind.replace(', ', '-').replace(' ', '-')}-{recorded}", write)
+
+
+def test_the_page_states_the_share_that_is_not_detected() -> None:
+    text = TABLE.read_text().partition("### Measured")[2]
+    said = text.replace("\n", " ")
+    for package, part in zip(("DeepSpeed", "Megatron"), text.split("\n\n| ")[1:3], strict=True):
+        head, _, *rows = part.partition("\n\n")[0].splitlines()
+        cells = [[int(cell) for cell in row.split("|")[2:6]] for row in rows]
+        assert head.startswith(package)
+        assert all(sum(row[1:]) == row[0] for row in cells)
+        share = 100 * sum(row[3] for row in cells) / sum(row[0] for row in cells)
+        of = {"DeepSpeed": "the changes of DeepSpeed's checkpoints", "Megatron": "megatron-core's"}[package]
+        assert f"{share:.1f} % of {of}" in said
 
 
 Loads = Callable[[Path], Any]  # of a file that lists folders: by folder the live state, or {"error": "..."}
@@ -146,7 +162,7 @@ def is_counter(change: Change) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stage1", "experts"])
+@pytest.mark.parametrize("kind", ["stage1", "stage3", "pipeline", "autotp", "experts"])
 def test_nothing_of_a_universal_checkpoint_is_missed_but_a_value_that_could_be(kind: str, tmp_path: Path) -> None:
     found = of_universal(kind, tmp_path)
     missed = [str(change) for change in found.missed if change.how == DELETED]
@@ -176,6 +192,9 @@ def megatron(version: str, backend: str, kind: str, *, parallel: int = 1, record
 MEGATRON = {
     "fully_reshardable": megatron(NEWEST, "torch_dist", "fully_reshardable"),
     "fully_reshardable, TP 2, PP 2": megatron(NEWEST, "torch_dist", "fully_reshardable", parallel=2),
+    "fully_reshardable, fp16": replace(
+        megatron(NEWEST, "torch_dist", "fully_reshardable"), dtype="fp16", iterations="30,32"
+    ),
     "dp_reshardable": megatron(NEWEST, "torch_dist", "dp_reshardable"),
     "dp_zero_gather_scatter": megatron(NEWEST, "torch_dist", "dp_zero_gather_scatter"),
     "torch": megatron(NEWEST, "torch", "dp_reshardable"),
@@ -183,6 +202,7 @@ MEGATRON = {
     "torch_dist, 0.14": megatron("0.14.0", "torch_dist", "fully_sharded_model_space"),
     "torch_dist, 0.14, TP 2, PP 2": megatron("0.14.0", "torch_dist", "fully_sharded_model_space", parallel=2),
     "zarr, 0.14": megatron("0.14.0", "zarr", "fully_sharded_model_space"),
+    "zarr, 0.14, TP 2, PP 2": megatron("0.14.0", "zarr", "fully_sharded_model_space", parallel=2),
     "zarr, gathered, 0.14": megatron("0.14.0", "zarr", "dp_zero_gather_scatter"),
 }
 
@@ -195,6 +215,23 @@ def test_nothing_of_megatron_is_missed_but_a_value_that_could_be(case: str, tmp_
     texts = [str(change) for change in absent]
     assert [text for text in texts if not any(re.search(pattern, text) for pattern in UNTOLD)] == []
     assert found.row(case) in TABLE.read_text(), f"expected in {TABLE}: {found.row(case)}"
+
+
+@pytest.mark.slow
+def test_nothing_of_experts_of_megatron_is_missed_but_a_value_that_could_be(tmp_path: Path) -> None:
+    """On two expert-parallel ranks."""
+    release = tree("megatron-core", NEWEST)
+    out = shared.once("removals-gpt-experts", lambda out: run("gpt_removals", "write", out, tree=release))
+    found = judged(
+        out / "iter_0000001",
+        out / "iter_0000003",
+        tmp_path,
+        lambda cases: run_json("gpt_removals", "load", cases, tree=release),
+    )
+    absent = [str(change) for change in found.missed if change.how == DELETED or is_file_of_many(change)]
+    assert [text for text in absent if not any(re.search(pattern, text) for pattern in UNTOLD)] == []
+    row = found.row("fully_reshardable, experts, EP 2")
+    assert row in TABLE.read_text(), f"expected in {TABLE}: {row}"
 
 
 def is_file_of_many(change: Change) -> bool:

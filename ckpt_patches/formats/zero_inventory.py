@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_patches.formats import settings, zero_keys
+from ckpt_patches.formats import settings, zero_keys, zero_pipeline
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import EXPERT as EXPERT_FILE
 from ckpt_patches.formats.zero import OPTIMIZER, Shape
@@ -21,7 +21,6 @@ ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absen
 FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
 CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
-LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")  # no rank where there are none
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_TELLING = 16  # elements
 MOST_KEYS = 5  # of a file that are named
@@ -96,7 +95,7 @@ def problems(
         files: the ranks that have a file, read or not.
     """
     names = list(names)
-    layers = {(int(m[1]), int(m[2] or 0)) for m in map(LAYER.fullmatch, names) if m}
+    layers = zero_pipeline.layer_files(names)
     has_experts = any(map(EXPERT_FILE.fullmatch, names))
     yield from _model_parallel_ranks({*ranks, *files}, models)
     yield from _data_parallel_ranks(ranks, models, {*ranks, *files}, has_experts=has_experts)
@@ -109,7 +108,7 @@ def problems(
     yield from _steps(ranks)
     yield from _counted_steps(ranks, models)
     yield from _models(models, stage, has_layers=bool(layers))
-    yield from _layers(layers)
+    yield from _layers(layers, models)
 
 
 def blocking(found: Iterable[Problem]) -> list[Problem]:
@@ -382,11 +381,21 @@ def _counted_steps(
             yield Problem(UNUSUAL, facts.name, detail)
 
 
-def _layers(layers: set[tuple[int, int]]) -> Iterator[Problem]:
-    """A layer of a pipeline has a file of each tensor-parallel rank."""
-    for layer, rank in itertools.product({one for one, _ in layers}, {rank for _, rank in layers}):
-        if (layer, rank) not in layers:
-            yield Problem(ABSENT_WEIGHT, f"layer_{layer:02d}-model_{rank:02d}-model_states.pt", "the file is missing")
+def _layers(
+    layers: Mapping[tuple[int, int], str], models: Mapping[tuple[int | None, int], ModelFacts]
+) -> Iterator[Problem]:
+    """A layer of a pipeline has a file of each tensor-parallel rank, and each parameter one of its layer."""
+    expected = {
+        f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+        for layer, rank in itertools.product({one for one, _ in layers}, {rank for _, rank in layers})
+        if (layer, rank) not in layers
+    }
+    for (_, mp), facts in models.items():
+        if layers and not isinstance(facts.value.get("module"), Mapping):
+            found = zero_pipeline.places(_shapes(facts.value), layers.values(), mp)
+            expected |= {place.file for name, place in found.items() if not is_expert(name)} - {*layers.values()}
+    for name in sorted(expected):
+        yield Problem(ABSENT_WEIGHT, name, "the file is missing")
 
 
 def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, has_layers: bool) -> Iterator[Problem]:

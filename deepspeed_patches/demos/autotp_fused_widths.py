@@ -44,15 +44,19 @@ def saved_and_loaded(folder: Path, stage: int) -> str:
 
 def save(rank: int, folder: Path, stage: int) -> None:
     run = engine(stage, universal=False, seed=0)
-    for step in range(dt.STEPS):
-        samples = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
-        run.backward((run(samples).float() - 1).pow(2).mean())
-        with torch.no_grad():
-            run.step()
+    train(run, 0)
     run.save_checkpoint(str(folder), tag=dt.TAG, client_state={"iteration": dt.STEPS})
     saved = whole(run)
     if rank == 0:
         torch.save(saved, folder / dt.TRUTH)
+
+
+def train(run: Any, first: int) -> None:
+    for step in range(first, first + dt.STEPS):
+        samples = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
+        run.backward((run(samples).float() - 1).pow(2).mean())
+        with torch.no_grad():
+            run.step()
 
 
 def load(rank: int, folder: Path, stage: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from ckpt_patches.demo import deepspeed_training as dt
 
@@ -33,7 +34,15 @@ def head(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
     return x @ embedding.weight.t()
 
 
-def engine(seed: int, *, universal: bool = False) -> Any:
+def engine(seed: int, *, universal: bool = False, tensor_parallel: int = 1) -> Any:
+    """Of tensor-parallel ranks each has values of its own, as if they were its slices."""
+    if tensor_parallel > 1:
+        ranks = torch.distributed.get_world_size() // STAGES // tensor_parallel
+        topology = PipeModelDataParallelTopology(num_pp=STAGES, num_mp=tensor_parallel, num_dp=ranks)
+        seed += topology.get_coord(torch.distributed.get_rank()).model
+        stages: dict[str, Any] = {"topology": topology}
+    else:
+        stages = {"num_stages": STAGES}
     torch.manual_seed(seed)
     layers = [
         TiedLayerSpec("embedding", Embedding),
@@ -42,7 +51,7 @@ def engine(seed: int, *, universal: bool = False) -> Any:
         TiedLayerSpec("embedding", Embedding, forward_fn=head),
     ]
     model = PipelineModule(
-        layers, num_stages=STAGES, loss_fn=dt.loss, partition_method="uniform", activation_checkpoint_interval=0
+        layers, **stages, loss_fn=dt.loss, partition_method="uniform", activation_checkpoint_interval=0
     )
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
@@ -56,8 +65,8 @@ def engine(seed: int, *, universal: bool = False) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def train(run: Any) -> None:
-    samples = torch.Generator().manual_seed(0)
+def train(run: Any, first: int = 0) -> None:
+    samples = torch.Generator().manual_seed(first)
     for _ in range(dt.STEPS):
         batches = [torch.randn(SAMPLES, HIDDEN, generator=samples).bfloat16() for _ in range(BATCHES)]
         run.train_batch(iter([(batch, torch.ones(SAMPLES, HIDDEN)) for batch in batches]))

@@ -1,42 +1,78 @@
 """Write ZeRO checkpoints of two steps, and load changed ones with the real DeepSpeed: what upstream makes of each.
 
-write OUT KIND                OUT/global_step2 and OUT/global_step4, by 2 ranks
+write OUT KIND                OUT/global_step2 and OUT/global_step4
 load CASES.json KIND          prints for each folder of the list what the live state of each rank is after the load,
                               as a digest by name, or {"error": "..."}
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+import tied_stages
 from ckpt_patches.demo import experts_training
-from ckpt_patches.demo.deepspeed_training import STEPS, engine, results, snapshot, train
+from ckpt_patches.demo.deepspeed_training import STEPS, engine, flat_groups, results, snapshot, train
+from deepspeed_patches.demos import autotp_fused_widths
 from live_states import by_folder, digest
 from program_arguments import parsed
 
-RANKS = 2
-EXPERTS = "experts"  # two expert-parallel ranks, at stage 1
+AT_ONCE = 25  # loads by the same processes: Gloo keeps the threads of every group
 
 
-def started(kind: str, universal: bool) -> Any:
-    if kind == EXPERTS:
-        return experts_training.engine(2, 1, universal)
-    return engine(kind, RANKS, universal)
+class Kind(NamedTuple):
+    """A training of one kind."""
+
+    ranks: int
+    engine: Callable[[bool], Any]  # of whether it loads a universal checkpoint
+    train: Callable[[Any, int, int], object]  # of the engine, the rank and the first step
+    states: Callable[[Any], dict[str, Any]]
 
 
-def ranks_of(kind: str) -> int:
-    return experts_training.RANKS if kind == EXPERTS else RANKS
+def kind_of(name: str) -> Kind:
+    """Of `ckpt_patches.demo`'s, on two ranks, but for these."""
+    found = {
+        "experts": Kind(  # two expert-parallel ranks, at stage 1
+            experts_training.RANKS,
+            lambda universal: experts_training.engine(2, 1, universal),
+            lambda run, rank, first: experts_training.train(run, rank, range(first, first + STEPS)),
+            lambda run: experts_training.state(run, 2),
+        ),
+        "pipeline": Kind(  # two stages of two data-parallel ranks, with a tied embedding
+            4,
+            lambda universal: tied_stages.engine(0, universal=universal),
+            lambda run, _, first: tied_stages.train(run, first),
+            tied_stages.live,
+        ),
+        "pipeline, tensor parallel": Kind(  # two stages of two ranks that have a slice each
+            4,
+            lambda universal: tied_stages.engine(0, universal=universal, tensor_parallel=2),
+            lambda run, _, first: tied_stages.train(run, first),
+            tied_stages.live,
+        ),
+        "autotp": Kind(  # two tensor-parallel ranks of two data-parallel ones
+            4,
+            lambda universal: autotp_fused_widths.engine(1, universal, 0),
+            lambda run, _, first: autotp_fused_widths.train(run, first),
+            lambda run: {"masters": [master for master, _ in flat_groups(run)]},
+        ),
+    }
+    zero = Kind(
+        2,
+        lambda universal: engine(name, 2, universal),
+        lambda run, rank, first: train(run, rank, 2, first=first),
+        snapshot,
+    )
+    return found.get(name, zero)
 
 
 def write(rank: int, out: str, kind: str) -> None:
-    run = started(kind, universal=False)
+    made = kind_of(kind)
+    run = made.engine(False)
     for first in (0, STEPS):
-        if kind == EXPERTS:
-            experts_training.train(run, rank, range(first, first + STEPS))
-        else:
-            train(run, rank, RANKS, first=first)
+        made.train(run, rank, first)
         run.save_checkpoint(out, tag=f"global_step{first + STEPS}", client_state={"iteration": first + STEPS})
 
 
@@ -46,12 +82,12 @@ def load_all(rank: int, folders: list[str], kind: str, universal: bool) -> list[
 
 def load(rank: int, folder: str, kind: str, universal: bool) -> dict[str, str]:
     torch.manual_seed(rank)
-    run = started(kind, universal)
+    made = kind_of(kind)
+    run = made.engine(universal)
     path, _ = run.load_checkpoint(str(Path(folder).parent), tag=Path(folder).name)
     if path is None:
         raise FileNotFoundError(folder)
-    states = experts_training.state(run, 2) if kind == EXPERTS else snapshot(run)
-    live = {**states, "module": run.module.state_dict(), "inner": inner_state(run)}
+    live = {**made.states(run), "module": run.module.state_dict(), "inner": inner_state(run)}
     return {name: digest(value) for name, value in live.items()}
 
 
@@ -62,13 +98,17 @@ def inner_state(run: Any) -> Any:
 
 def loaded(folders: list[str], kind: str, universal: bool) -> dict[str, Any]:
     """By folder."""
-    return by_folder(lambda own: results(load_all, ranks_of(kind), own, kind, universal), folders)
+    found: dict[str, Any] = {}
+    for first in range(0, len(folders), AT_ONCE):
+        some = folders[first : first + AT_ONCE]
+        found |= by_folder(lambda own: results(load_all, kind_of(kind).ranks, own, kind, universal), some)
+    return found
 
 
 def main() -> None:
     args = parsed({"work": str, "path": Path, "kind": str}, universal=False)
     if args.work == "write":
-        results(write, ranks_of(args.kind), str(args.path), args.kind)
+        results(write, kind_of(args.kind).ranks, str(args.path), args.kind)
         print("{}")
     else:
         print(json.dumps(loaded(json.loads(args.path.read_text()), args.kind, args.universal)))

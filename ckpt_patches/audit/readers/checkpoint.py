@@ -117,6 +117,7 @@ class Checkpoint:
     beta1: float | None = None  # how much of the first moment is left after a step
     data_parallel: int | None = None  # ranks
     model_parallel: tuple[int, int] = (1, 1)  # tensor- and pipeline-parallel ranks, by the run's arguments
+    expert_parallel: int = 1  # ranks, by the same
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     names_sharding: bool = False  # where megatron-core looks for it since 0.15
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups

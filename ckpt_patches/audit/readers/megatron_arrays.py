@@ -35,7 +35,10 @@ BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 # Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 MOST_RANKS = 1 << 20
+EXPERTS = ".experts."  # in the names of their parameters
 ADAM = {"betas", "eps"}  # settings
+SHARDING_TYPE = "param_state_sharding_type"
+SCALER, OF_SCALER = "grad_scaler", {"scale", "growth_tracker", "hysteresis_tracker"}
 Value = TypeVar("Value")
 
 
@@ -124,6 +127,10 @@ def _groups_of_states(found: Checkpoint) -> Iterator[str]:
     decayed = next((name for name in trained if name not in without), None)
     if decayed and multipliers == {0}:
         yield f"none with weight decay, and {decayed} is trained: Megatron-LM decays it"
+    expert = next((name for name in trained if EXPERTS in name), None)
+    of_experts = [group.get("is_expert_parallel") for group in found.groups]
+    if found.expert_parallel > 1 and expert and set(of_experts) == {False}:
+        yield f"none of experts, which {expert} is one of"
 
 
 def _is_state(name: str) -> bool:
@@ -152,13 +159,26 @@ def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
         return
     optimizers = [common.get("optimizer"), common.get("optimizer_states")]  # the second is NeMo's
     set_run(found, param_groups(optimizers), common.get("args"))
+    check_scaler(found, optimizers, common.get("args"))
+    for what in _without_groups(optimizers):
+        found.findings.append(Finding(damages.MISSING_STATE, "param_groups", detail=what))
     check_iteration(found, common, COMMON)
     named, own = _sharding_of_content(common), _sharding_of(optimizers)
     found.sharding, found.names_sharding = named or own, bool(named)
     if not own and is_distributed:
-        detail = f"no param_state_sharding_type in {COMMON}, without which no load of a distributed optimizer begins"
+        detail = f"no {SHARDING_TYPE} in {COMMON}, without which no load of a distributed optimizer begins"
         found.findings.append(Finding(damages.CONTRADICTION, COMMON, detail=detail))
     found.recorded = common.get(KEY)
+
+
+def _without_groups(optimizers: list[Any]) -> Iterator[str]:
+    """Of each chain the optimizers without param groups; one that has no parameter on the rank is empty."""
+    for chain in optimizers:
+        own = chain if isinstance(chain, list) else list(chain.values()) if isinstance(chain, dict) else []
+        groups = [param_groups(optimizer) if isinstance(optimizer, dict) else [] for optimizer in own]
+        for number, optimizer in enumerate(own):
+            if isinstance(optimizer, dict) and optimizer.get(SHARDING_TYPE) and not groups[number] and any(groups):
+                yield f"optimizer {number} of {len(own)} has none"
 
 
 def is_of_distributed(name: str) -> bool:
@@ -181,6 +201,35 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
         tensor, pipeline = (arguments.fields.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
         if all(type(size) is int and 0 < size < MOST_RANKS for size in (tensor, pipeline)):
             found.model_parallel = int(tensor), int(pipeline)  # type: ignore[arg-type]
+        expert = arguments.fields.get("expert_model_parallel_size")
+        found.expert_parallel = expert if type(expert) is int else 1
+
+
+def check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
+    """The loss scale of fp16; a load without it begins with the first one again, and says so in a log alone.
+
+    A constant one is saved without anything in it.
+    """
+    is_fp16 = isinstance(arguments, torch_file.Instance) and arguments.fields.get("fp16") is True
+    for own in _mixed_precision(optimizer):
+        scaler = own.get(SCALER)
+        if is_fp16 and not isinstance(scaler, dict):
+            detail = f"no {SCALER}, which a run in fp16 saves"
+            found.findings.append(Finding(damages.MISSING_STATE, "the loss scale", detail=detail))
+        for key in sorted(OF_SCALER - scaler.keys()) if isinstance(scaler, dict) and scaler else ():
+            detail = f"no {key} in {SCALER}, without which no load begins"
+            found.findings.append(Finding(damages.MISSING_STATE, "the loss scale", detail=detail))
+
+
+def _mixed_precision(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """Each optimizer of a chain that has another one in it, which steps the main parameters."""
+    if isinstance(optimizer, (list, dict)):
+        inner = optimizer.get("optimizer") if isinstance(optimizer, dict) else None
+        if isinstance(optimizer, dict) and isinstance(inner, dict) and "param_groups" in inner:
+            yield optimizer
+            return
+        for value in optimizer.values() if isinstance(optimizer, dict) else optimizer:
+            yield from _mixed_precision(value)
 
 
 def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
@@ -214,7 +263,7 @@ def _sharding_of(optimizer: Any) -> str:
         return next(filter(None, map(_sharding_of, optimizer)), "")
     if not isinstance(optimizer, dict):
         return ""
-    if isinstance(kind := optimizer.get("param_state_sharding_type"), str):
+    if isinstance(kind := optimizer.get(SHARDING_TYPE), str):
         return kind
     return next(filter(None, map(_sharding_of, optimizer.values())), "")
 

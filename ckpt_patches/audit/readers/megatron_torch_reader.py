@@ -10,7 +10,14 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
-from ckpt_patches.audit.readers.megatron_arrays import STATES, check_iteration, check_promises, param_groups, set_run
+from ckpt_patches.audit.readers.megatron_arrays import (
+    STATES,
+    check_iteration,
+    check_promises,
+    check_scaler,
+    param_groups,
+    set_run,
+)
 from ckpt_patches.formats import settings
 from ckpt_patches.formats.checksum import of_zeros
 from ckpt_patches.formats.megatron_torch import (
@@ -164,6 +171,7 @@ def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] |
     if not isinstance(value, dict):
         return None
     set_run(found, param_groups(value.get("optimizer")), value.get("args"))
+    check_scaler(found, value.get("optimizer"), value.get("args"))
     if not any(str(key).startswith("model") for key in value):
         detail = "no weights of the model"
         found.findings.append(Finding(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), detail=detail))

@@ -66,6 +66,9 @@ def read(path: Path) -> Checkpoint:
     _check_models(found, models)
     of_adam = {number for name, number in groups.items() if "exp_avg_sq" in states[name]}
     _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models], of_adam)
+    if any(match[1] for path, _ in models if (match := MODEL.fullmatch(path.name))):
+        names = set().union(*promised.values()) - {"fp32"}
+        _check_stage_3(found, optimizer, names, {zero_inventory.taken_steps(value) for _, value in models})
     return found
 
 
@@ -73,7 +76,9 @@ def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) 
     """Each file has what a load needs, and the weights that it states; there is one of each model-parallel rank."""
     facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
     has_layers = len(models) > 1  # a pipeline has them in files that the conversion leaves out
-    ranks = {int(match[2]) for path, _ in models if (match := MODEL.fullmatch(path.name))}
+    # At stage 3 a load on any number of ranks needs data-parallel rank 0's.
+    matches = [match for path, _ in models if (match := MODEL.fullmatch(path.name))]
+    ranks = {int(match[2]) for match in matches if int(match[1] or 0) == 0}
     count = max((n for own in facts if (n := zero_inventory.count_of(own.value.get("mp_world_size")))), default=1)
     problems = [
         *zero_inventory.other_step(found.path.name, facts),
@@ -109,6 +114,27 @@ def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam:
     found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
     unlike = settings.unlike_groups([{key: own[key] for key in own.keys() & SHARED} for own in groups])
     found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
+
+
+def _check_stage_3(found: Checkpoint, optimizer: Any, names: Set[str], counted: Set[int]) -> None:
+    """There a load takes the step, and the names of the states, from the state of the first group."""
+    first, path = _state_of_first_group(optimizer), _common(found)
+    if path is None:
+        return
+    is_adam = "exp_avg_sq" in names and not any(isinstance(own, dict) and "step" in own for own in _listed(optimizer))
+    for name in sorted(({*names, "step"} if is_adam else names) - first.keys()):
+        detail = f"no {name:.100} in the state of the first group, of which a load takes it"
+        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail=detail))
+    found.step = last_step([tensor_streams.scalar(path, first.get("step"))])
+    if found.step is not None and counted and found.step not in counted:
+        detail = f"the engine has counted {max(counted)} steps, the optimizer {found.step}"
+        found.findings.append(Finding(damages.UNUSUAL, COMMON[0], detail=detail))
+
+
+def _state_of_first_group(optimizer: Any) -> dict[str, Any]:
+    states = _own(optimizer).get("state")
+    first = states.get(0) if isinstance(states, dict) else None
+    return first if isinstance(first, dict) else {}
 
 
 def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: Mapping[str, int | None]) -> None:

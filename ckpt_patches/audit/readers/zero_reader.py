@@ -24,7 +24,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     last_step,
 )
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory
+from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory, zero_pipeline
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
@@ -85,10 +85,11 @@ def read(path: Path) -> Checkpoint:
     found = Checkpoint(path, "deepspeed zero", knows_trained=True)
     folder = zero.look(path)
     models = {rank: own for rank, name in folder.models.items() if (own := _model_file(found, path / name))}
+    weights = _Weights(found, folder, models)
     ranks: dict[tuple[int, int], RankFacts] = {}
     stages = set()
     for model_rank in sorted({mp for _, mp in folder.optimizer}):
-        for file in _read_model_rank(found, folder, model_rank, models):
+        for file in _read_model_rank(found, folder, model_rank, models, weights):
             ranks[file.rank, model_rank] = file.facts
             stages.add(file.state.stage)
         for (dp, mp), model in models.items():
@@ -100,7 +101,7 @@ def read(path: Path) -> Checkpoint:
             *zero_inventory.other_step(path.name, models.values()),
         ]
     )
-    for name in folder.names:  # layers of pipelines, experts, what other ranks of stage 3 have of the model
+    for name in folder.names:  # experts, what other ranks of stage 3 have of the model
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
     return found
@@ -114,13 +115,16 @@ def _model_file(found: Checkpoint, path: Path) -> ModelFacts | None:
 
 
 def _read_model_rank(
-    found: Checkpoint, folder: zero.Folder, model_rank: int, models: Mapping[tuple[int | None, int], ModelFacts]
+    found: Checkpoint,
+    folder: zero.Folder,
+    model_rank: int,
+    models: Mapping[tuple[int | None, int], ModelFacts],
+    weights: "_Weights",
 ) -> list[RankFile]:
     """All that belongs to one tensor-parallel rank."""
     names = {dp: name for (dp, mp), name in sorted(folder.optimizer.items()) if mp == model_rank}
     model = models.get((None, model_rank)) or models.get((0, model_rank))
     info: Mapping[str, Any] = model.value if model else {}
-    module = info.get("module")
     files = [file for rank, name in names.items() if (file := _rank_file(found, rank, folder.path / name))]
     if not files:
         return []
@@ -147,13 +151,72 @@ def _read_model_rank(
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
             streams = _streams(name, parameter)
-            if stage < 3 and model and isinstance(module, dict):  # there a rank has a part of it
-                weight = module.get(name)
-                own = tensor_streams.weight(found, folder.path / model.name, name, weight, parameter.shape)
-                streams |= {WEIGHT: own} if own else {}
+            if stage < 3:  # there a rank has a part of it
+                streams |= weights.of(name, model_rank, parameter.shape)
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
         found.shards += _further(name, label, parameter)
     return files
+
+
+class _Weights:
+    """The model's weights at stage 1 and 2: in the file of the model, or of a pipeline in those of its layers."""
+
+    def __init__(
+        self, found: Checkpoint, folder: zero.Folder, models: Mapping[tuple[int | None, int], ModelFacts]
+    ) -> None:
+        self.found, self.folder, self.models = found, folder, models
+        names = zero_pipeline.layer_files(folder.names).values()
+        self.layers = {name: tensor_streams.read(folder.path / name, found) for name in names}
+        self.places: dict[tuple[str, int], zero_pipeline.Place] = {}  # by parameter and model-parallel rank
+        if self.layers:
+            self._set_places()
+
+    def _set_places(self) -> None:
+        of_pipeline = {
+            mp: model.value
+            for (_, mp), model in self.models.items()
+            if not isinstance(model.value.get("module"), Mapping)
+        }
+        numbered = set()
+        for mp, info in of_pipeline.items():
+            frozen = info.get("frozen_param_shapes")
+            shapes = {**_shapes_by_name(info), **(frozen if isinstance(frozen, Mapping) else {})}
+            for name, place in zero_pipeline.places(shapes, self.layers, mp).items():
+                self.places[name, mp] = place
+                numbered.add(place.file)
+        for mp, info in of_pipeline.items():
+            for name, tied in zero_pipeline.tied_places(_shapes_by_name(info), self.layers, numbered, mp):
+                if not tied:
+                    detail = "no file of a layer has the weights of this module"
+                    label = f"mp_rank_{mp:02d}"
+                    self.found.findings.append(Finding(damages.MISSING_WEIGHT, name, label, detail=detail))
+                elif len(tied) == 1:  # of several that look the same none can be told
+                    self.places[name, mp] = tied[0]
+
+    def of(self, name: str, model_rank: int, shape: Shape) -> dict[str, Stream]:
+        """A parameter's weight, by role; empty where none can be told."""
+        model = self.models.get((None, model_rank)) or self.models.get((0, model_rank))
+        module = model.value.get("module") if model else None
+        place = self.places.get((name, model_rank))
+        if model and isinstance(module, dict):
+            path, value = self.folder.path / model.name, module.get(name)
+        elif place and isinstance(self.layers.get(place.file), Mapping):
+            path, value = self.folder.path / place.file, self._in_layer(name, place)
+        else:
+            return {}
+        own = tensor_streams.weight(self.found, path, name, value, shape)
+        return {WEIGHT: own} if own else {}
+
+    def _in_layer(self, name: str, place: zero_pipeline.Place) -> Any:
+        value = self.layers[place.file].get(place.key)
+        if value is None and not zero_inventory.is_expert(name):
+            finding = Finding(damages.MISSING_WEIGHT, place.file, detail=f"no weight of {name:.100}")
+            self.found.findings.append(finding)
+        return value
+
+
+def _shapes_by_name(info: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: shape for group in _shapes(info) for name, shape in group.items()}
 
 
 def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:

@@ -1,0 +1,98 @@
+"""The weights of a pipeline, in files of its layers: present, and those of the main parameters. A real run, changed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import zero_checkpoint
+from ckpt_patches.formats.zero_pipeline import Place, places
+from crafted_files import with_other_value
+from test_convert_tied_stages import trained
+
+pytestmark = pytest.mark.long
+
+TIED, LINEAR, NORM = (f"layer_{number:02d}-model_states.pt" for number in range(3))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained() / "global_step2", tmp_path / "global_step2"))
+
+
+def found(report: Report) -> list[tuple[str, str]]:
+    return [(finding.kind.name, finding.array) for finding in report.findings]
+
+
+def negate(path: Path, key: str) -> None:
+    """Write a layer's file again, with a weight that is not the run's."""
+    layer = torch.load(path)
+    torch.save({**layer, key: -layer[key]}, path)
+
+
+def test_what_the_run_wrote_is_whole(folder: Path) -> None:
+    assert (audit(folder).verdict, found(audit(folder))) == (WHOLE, [])
+
+
+@pytest.mark.parametrize("file", [LINEAR, NORM])
+def test_the_file_of_a_layer_is_missing(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    assert (audit(folder).verdict, found(audit(folder))) == (DAMAGED, [("missing_weight", file)])
+    with pytest.raises(UserError, match=f"is not whole: absent weight: {file}: the file is missing"):
+        zero_checkpoint.read(folder)
+
+
+def test_the_file_of_a_tied_layer_is_missing(folder: Path) -> None:
+    (folder / TIED).unlink()
+    of_each_stage = [("missing_weight", "tied_modules.embedding.weight")] * 2
+    assert (audit(folder).verdict, found(audit(folder))) == (DAMAGED, of_each_stage)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "where"),
+    [(TIED, "weight", "tied_modules.embedding.weight"), (LINEAR, "weight", LINEAR), (NORM, "bias", NORM)],
+)
+def test_a_weight_of_a_layer_is_missing(folder: Path, file: str, key: str, where: str) -> None:
+    with_other_value(folder / file, lambda value: value.pop(key))
+    assert audit(folder).verdict == DAMAGED
+    assert set(found(audit(folder))) == {("missing_weight", where)}
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "array"),
+    [(TIED, "weight", "tied_modules.embedding.weight"), (LINEAR, "bias", "1.bias"), (NORM, "weight", "2.weight")],
+)
+def test_a_weight_is_not_its_main_parameter_rounded(folder: Path, file: str, key: str, array: str) -> None:
+    negate(folder / file, key)
+    report = audit(folder)
+    assert report.verdict == DAMAGED
+    assert {name for name, _ in found(report)} == {"unrounded_master"}
+    assert all(where.startswith(array) for _, where in found(report))
+
+
+def test_of_layers_that_look_the_same_none_is_taken_for_the_tied_one(folder: Path) -> None:
+    shutil.copy(folder / TIED, folder / "layer_03-model_states.pt")
+    negate(folder / TIED, "weight")
+    assert audit(folder).verdict == WHOLE
+
+
+def test_a_frozen_layer_is_no_tied_one(folder: Path) -> None:
+    """It is known by its number."""
+    shape = torch.load(folder / TIED)["weight"].shape
+    shutil.copy(folder / TIED, folder / "layer_03-model_states.pt")
+    for model in sorted(folder.glob("mp_rank_*_model_states.pt")):
+        with_other_value(model, lambda value: value.update(frozen_param_shapes={"3.weight": shape}))
+    negate(folder / TIED, "weight")
+    assert "unrounded_master" in {name for name, _ in found(audit(folder))}
+
+
+def test_tensor_parallel_ranks_have_files_of_their_own() -> None:
+    names = [f"layer_{number:02d}-model_{rank:02d}-model_states.pt" for number in range(2) for rank in range(2)]
+    shapes = {"1.weight": (4, 4), "2.bias": (4,), "scale": (1,)}
+    assert places(shapes, names, 3) == {  # rank 1 of the second stage
+        "1.weight": Place("layer_01-model_01-model_states.pt", "weight"),
+        "2.bias": Place("layer_02-model_01-model_states.pt", "bias"),  # absent
+    }
