@@ -53,6 +53,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "lean_gather",
             "megatron_healthy",
             "megatron_saving",
+            "mixed_groups",
             "padded_saving",
             "param_groups",
             "ranks_that_differ",

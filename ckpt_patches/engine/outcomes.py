@@ -22,6 +22,7 @@ OUTCOMES: dict[str, str] = {
     "hybrid_offload_resume": "0.7.0 ------ 0.12.0 mmmm1mm",
     "latest_after_all_ranks": "0.12.0 m1m1 0.17.1 mm",
     "latest_replaced": "0.12.0 m",
+    "mixed_dtype_group_order": "0.7.0 - 0.11.0 m",
     "muon_momentum_dtype": "0.12.0 - 0.17.6 b1 0.18.3 m1 0.19.7 t",
     "muon_momentum_in_memory": "0.12.0 - 0.18.9 m",
     "numpy2_product": "0.7.0 -mmm- 0.8.0 -mbmm 0.9.0 mmbbm 0.16.0 tbbbt",

@@ -1,0 +1,209 @@
+"""Save and load each parameter's own state where a param group mixes fp32 and 16-bit parameters.
+
+https://github.com/NVIDIA/Megatron-LM/pull/5835
+"""
+
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/pull/5835",
+        "https://github.com/NVIDIA/Megatron-LM/issues/2777",
+        "https://github.com/NVIDIA/Megatron-LM/pull/2872",
+    ),
+    symptom="parameters resume with each other's main parameters and moments",
+    releases=(("0.11.0", newest("megatron-core")),),
+    stacks="a param group with fp32 and 16-bit parameters",
+    silent=True,
+    stages=("state",),
+    test="tests/unit_tests/dist_checkpointing/test_mixed_dtype_group_order.py",
+)
+
+REBUILT = """self.buffer_order_index_map = self.model_param_group_index_map
+self.model_param_group_index_map = self._index_map_of_groups()"""
+MIXED = "self.mixed_dtype_groups = self._mixed_dtype_groups(self.optimizer.param_groups)"
+# Before a hybrid optimizer makes its state by a step, which moves the weights that were loaded.
+BEFORE = "self.weights_of_checkpoint = self._weights_of_mixed_dtype_groups()"
+BEFORE_FILE = """self.weights_of_checkpoint = (
+    getattr(self, "weights_of_checkpoint", {}) or self._weights_of_mixed_dtype_groups()
+)"""
+AFTER = "self._check_states_of_mixed_dtype_groups()"
+# Of upstream's own repair (#5835), in no release up to 0.19.2.
+REPAIR = "self.model_param_group_index_map[model_param] = (group_index, group_order)"
+SET = "_set_main_param_and_optimizer_states"
+
+
+class DistributedOptimizer:
+    """The methods that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        optimizer: Any
+        buffer_order_index_map: dict[torch.nn.Parameter, tuple[int, int]]
+        data_parallel_group: torch.distributed.ProcessGroup
+        mixed_dtype_groups: set[int]
+        model_float16_groups: list[list[torch.nn.Parameter]]
+        model_fp32_groups: list[list[torch.nn.Parameter]]
+        model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
+        weights_of_checkpoint: dict[torch.nn.Parameter, torch.Tensor]
+
+        def _get_main_param_and_optimizer_states(
+            self, model_param: torch.nn.Parameter
+        ) -> "dict[str, torch.Tensor]":
+            """Upstream's."""
+
+        def _get_model_param_range_map(self, param: torch.nn.Parameter) -> "dict[str, Any]":
+            """Upstream's."""
+
+        def _set_main_param_and_optimizer_states(
+            self, model_param: torch.nn.Parameter, tensors: "dict[str, torch.Tensor]"
+        ) -> None:
+            """Upstream's."""
+
+    @staticmethod
+    def _mixed_dtype_groups(param_groups: "list[dict[str, Any]]") -> "set[int]":
+        """The param groups, of complete parameters, that have fp32 and 16-bit ones."""
+        return {
+            index
+            for index, group in enumerate(param_groups)
+            if len({param.dtype == torch.float32 for param in group["params"]}) == 2
+        }
+
+    def _index_map_of_groups(self) -> "dict[torch.nn.Parameter, tuple[int, int]]":
+        """Where the optimizer has each parameter: in its groups the fp32 ones come first."""
+        return {
+            param: (group_index, group_order)
+            for group_index, groups in enumerate(
+                zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
+            )
+            for group_order, param in enumerate([*groups[0], *groups[1]])
+        }
+
+    def _weights_of_mixed_dtype_groups(self) -> "dict[torch.nn.Parameter, torch.Tensor]":
+        """Shards of the weights that are not quantized; a load writes main params into some."""
+        weights: dict[torch.nn.Parameter, torch.Tensor] = {}
+        mixed: set[int] = getattr(self, "mixed_dtype_groups", set())
+        for param, (group_index, _) in self.model_param_group_index_map.items() if mixed else ():
+            if group_index in mixed and type(param.data) is torch.Tensor:
+                owned = self._get_model_param_range_map(param)["param"]
+                weights[param] = param.data.view(-1)[owned.start : owned.end].clone()
+        return weights
+
+    def _check_states_of_mixed_dtype_groups(self) -> None:
+        """Put states right that were saved with parameters in the order of the grad buffers.
+
+        Such a save exchanges the states of each rank's parameters, and a load in the same order, on
+        as many ranks, exchanges them back. Main params that round to the weights tell the order.
+
+        Raises:
+            ValueError: on all ranks, if one of them cannot tell.
+        """
+        weights, self.weights_of_checkpoint = getattr(self, "weights_of_checkpoint", {}), {}
+        if not getattr(self, "mixed_dtype_groups", set()):
+            return
+        places = self.model_param_group_index_map
+        loaded = {
+            param: self._get_main_param_and_optimizer_states(param)
+            for param, (group_index, _) in places.items()
+            if group_index in self.mixed_dtype_groups
+        }
+        at = {place: param for param, place in places.items()}
+        exchanged = {at[self.buffer_order_index_map[param]]: loaded[param] for param in loaded}
+
+        def are_of_weights(states: "dict[torch.nn.Parameter, dict[str, torch.Tensor]]") -> bool:
+            return all(
+                torch.equal(states[param]["param"].to(weight.device, weight.dtype), weight)
+                for param, weight in weights.items()
+                if states[param]["param"].is_floating_point()
+            )
+
+        right, swapped = are_of_weights(loaded), are_of_weights(exchanged)
+        unknown = not right and not swapped
+        if right and swapped:  # equal weights, or no parameter of this rank is elsewhere
+            swapped = False
+            unknown = not all(
+                torch.equal(state, exchanged[param][key])
+                for param, states in loaded.items()
+                if states is not exchanged[param]
+                for key, state in states.items()
+            )
+        on_any_rank = torch.tensor([int(unknown)], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(
+            on_any_rank, op=torch.distributed.ReduceOp.MAX, group=self.data_parallel_group
+        )
+        if on_any_rank.item():
+            raise ValueError(
+                "Cannot tell whose states were loaded for param groups with fp32 and 16-bit"
+                " parameters. Expected main params that round to the loaded weights, as saved or"
+                " with each rank's states exchanged; found on a rank neither, or both. Releases of"
+                " megatron-core save them exchanged: load such a checkpoint on as many ranks as it"
+                " was saved on, the weights first, and save it again."
+            )
+        if swapped:
+            copies = {
+                param: {key: state.clone() for key, state in states.items()}
+                for param, states in exchanged.items()
+            }
+            for param, states in copies.items():
+                self._set_main_param_and_optimizer_states(param, states)
+            if hasattr(self.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+                self.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+METHODS = (
+    DistributedOptimizer._mixed_dtype_groups,
+    DistributedOptimizer._index_map_of_groups,
+    DistributedOptimizer._weights_of_mixed_dtype_groups,
+    DistributedOptimizer._check_states_of_mixed_dtype_groups,
+)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def follow_groups(source: Source) -> None:
+    """Upstream notes where a parameter is in the order of the grad buffers, and puts the fp32 ones first later."""
+    if not source.has_function(f"DistributedOptimizer.{SET}"):
+        raise NotConcerned  # up to 0.10
+    init = source.function("DistributedOptimizer.__init__")
+    load = source.function("DistributedOptimizer.load_state_dict")
+    from_file = source.function("DistributedOptimizer.load_parameter_state")
+    get_states = source.function("DistributedOptimizer._get_main_param_and_optimizer_states")
+    set_states = source.function(f"DistributedOptimizer.{SET}")
+    if source.has(REPAIR, within=init):
+        raise AlreadyThere
+    without_grad = any(source.text(node) == "torch.no_grad()" for node in set_states.decorator_list)
+    source.check_parts(
+        {
+            **source.functions_there("DistributedOptimizer.", *METHODS),
+            "the groups are looked at": source.has(MIXED, within=init),
+            "the map is rebuilt": source.has(REBUILT.splitlines()[1], within=init),
+            "weights before load_state_dict": source.has(BEFORE, within=load),
+            "weights before load_parameter_state": source.has(BEFORE_FILE, within=from_file),
+            "check after load_state_dict": source.has(AFTER, within=load),
+            "check after load_parameter_state": source.has(AFTER, within=from_file),
+            "views of fp32 parameters are written without gradients": without_grad,
+        }
+    )
+    ranges = source.one(
+        "self.model_param_group_index_map, self.opt_group_ranges = ...", within=init
+    )
+    source.insert_before(ranges, MIXED)
+    built = "self._build_model_and_main_param_groups(...)"
+    (allocated,) = (node for node in init.body if source.has(built, within=node))
+    source.insert_after(allocated, REBUILT)
+    loads = source.branch("'param_state' in state_dict", within=load)
+    source.insert_at_start(load, BEFORE)
+    source.insert_after(loads.body[-1], AFTER)
+    call = source.one("self.load_parameter_state_from_dp_zero(...)", within=from_file)
+    source.insert_before(call, BEFORE_FILE)
+    source.insert_after(from_file.body[-1], AFTER)
+    source.decorate(set_states, "@torch.no_grad()")
+    for method in METHODS:
+        source.insert_method_before(get_states, method)
