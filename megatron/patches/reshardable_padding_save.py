@@ -30,16 +30,20 @@ fix = Fix(
 # What the format was called up to 0.14, and is called since.
 NAMES = ("fs_bucket_space", "dp_reshardable")
 # Elements of a shard that are saved: all of them up to 0.14, then those before the end padding of the bucket.
-ALL = "bucket_state.extend(self._padding_of_shard(gbuf_local_numel))"
+ALL = """bucket_state.extend(
+    self._padding_of_shard(gbuf_local_numel, states_of_padding)
+)"""
 UNPADDED = """bucket_state.extend(
     self._padding_of_shard(
         min(
             gbuf_local_numel,
             gbuf_world_numel_unpadded
             - data_parallel_rank * gbuf_local_numel,
-        )
+        ),
+        states_of_padding,
     )
 )"""
+OF_PADDING = "states_of_padding = self._states_of_padding()"
 CLIPPED = """next_param_start = min(
     gbuf_local_numel,
     gbuf_world_numel_unpadded - data_parallel_rank * gbuf_local_numel,
@@ -62,21 +66,46 @@ class DistributedOptimizer:
         ) -> "dict[str, torch.Tensor]":
             """Upstream's."""
 
-    def _padding_of_shard(self, numel: int) -> "list[dict[str, Any]]":
+    def _states_of_padding(self) -> "dict[str, tuple[torch.dtype, str]]":
+        """The dtype and the kind of device of each state that is saved, by its name.
+
+        A rank that owns no parameter learns them from the others. All ranks know from the layout of
+        the buffers whether there is one.
+        """
+        owned = next(iter(self.model_param_group_index_map), None)
+        states = self._get_main_param_and_optimizer_states(owned) if owned is not None else {}
+        own = {
+            key: (state.dtype, state.device.type)
+            for key, state in states.items()
+            if isinstance(state, torch.Tensor) and key != "step"
+        }
+        size = self.data_parallel_group.size()
+        owners: set[int] = set()
+        for buffer in self.buffers:
+            for start, end, bucket_id in buffer.param_index_map.values():
+                bucket = buffer.buckets[bucket_id]
+                numel = bucket.grad_data.numel() // size
+                first, last = ((at - bucket.offset) // numel for at in (start, end - 1))
+                owners.update(range(first, last + 1))
+        if len(owners) == size:
+            return own
+        of_ranks: list[Any] = [None] * size
+        torch.distributed.all_gather_object(of_ranks, own, group=self.data_parallel_group)
+        return next((found for found in of_ranks if found), own)
+
+    def _padding_of_shard(
+        self, numel: int, states: "dict[str, tuple[torch.dtype, str]]"
+    ) -> "list[dict[str, Any]]":
         """The saved form of a bucket's shard in which no parameter lies, as a list of one entry.
 
-        Its states have the names and dtypes of those of any parameter that this rank owns.
+        Its states have the names and dtypes of those of any parameter.
         A shard that lies behind all that is saved (`numel` of 0 or less) is no entry.
         """
         if numel <= 0:
             return []
-        owned = next(iter(self.model_param_group_index_map), None)
-        assert owned is not None, "expected this rank to own a parameter, for the dtypes of padding"
-        states = self._get_main_param_and_optimizer_states(owned)
         padding: dict[str, Any] = {
-            key: torch.zeros(numel, dtype=state.dtype, device=state.device)
-            for key, state in states.items()
-            if isinstance(state, torch.Tensor) and key != "step"
+            key: torch.zeros(numel, dtype=dtype, device=device)
+            for key, (dtype, device) in states.items()
         }
         return [{**padding, "gbuf_local_start": 0, "gbuf_local_end": numel, "padding": True}]
 
@@ -101,9 +130,11 @@ def save_shards_of_padding(source: Source) -> None:
     save, _ = _methods(source)
     unpadded = source.has("gbuf_world_numel_unpadded", within=save)
     call = UNPADDED if unpadded else ALL
+    methods = (DistributedOptimizer._states_of_padding, DistributedOptimizer._padding_of_shard)
     parts = {
-        **source.functions_there("DistributedOptimizer.", DistributedOptimizer._padding_of_shard),
+        **source.functions_there("DistributedOptimizer.", *methods),
         "it is called": source.has(call, within=save),
+        "its states are found": source.has(OF_PADDING, within=save),
     }
     if unpadded:
         parts["the last gap is clipped"] = source.has(CLIPPED, within=save)
@@ -113,7 +144,11 @@ def save_shards_of_padding(source: Source) -> None:
     source.replace(empty, f"if not bucket_state:\n{padding}\nif not bucket_state:\n    continue")
     if unpadded:
         source.replace(source.one("next_param_start = gbuf_local_numel", within=save), CLIPPED)
-    source.insert_method_before(save, DistributedOptimizer._padding_of_shard)
+    states = tuple(f"state = self.get_parameter_state_{name}()" for name in NAMES)
+    first = source.one(source.first_there(*states, within=save), within=save)
+    source.insert_before(first, OF_PADDING)
+    for method in methods:
+        source.insert_method_before(save, method)
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")

@@ -24,16 +24,18 @@ class Group:
         return RANKS
 
 
-def optimizer_of_rank(rank, monkeypatch):
+def optimizer_of_rank(rank, monkeypatch, *, owns_another=True):
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.data_parallel_group = Group(rank)
     optimizer.data_parallel_group_idx = 0
     optimizer.distributed_optimizer_instance_id = 0
     param = torch.nn.Parameter(torch.rand(UNPADDED))
     states = {key: torch.rand(UNPADDED) for key in STATES}
-    optimizer.model_param_group_index_map = {param: (0, 0)}
-    bucket = SimpleNamespace(grad_data=torch.empty(NUMEL), numel_unpadded=UNPADDED)
-    optimizer.buffers = [SimpleNamespace(buckets=[bucket])]
+    optimizer.model_param_group_index_map = {param: (0, 0)} if rank == 0 or owns_another else {}
+    bucket = SimpleNamespace(grad_data=torch.empty(NUMEL), numel_unpadded=UNPADDED, offset=0)
+    owners = range(RANKS if owns_another else 1)
+    index_map = {number: (number * 4, number * 4 + UNPADDED, 0) for number in owners}
+    optimizer.buffers = [SimpleNamespace(buckets=[bucket], param_index_map=index_map)]
     optimizer.gbuf_ranges = [{DTYPE: [{"param_map": {}}]}]
     saved = [{**states, "gbuf_local_start": 0, "gbuf_local_end": UNPADDED}] if rank == 0 else []
     state = {"per_bucket_numel": None, "per_bucket_numel_unpadded": None, 0: {DTYPE: [saved]}}
@@ -65,3 +67,21 @@ def test_a_bucket_that_ends_before_a_shard_is_saved(rank, monkeypatch):
     own = {t.key.rpartition(".")[2]: t for t in saved if rank == 0 and t.data.numel() == UNPADDED}
     assert own.keys() == (set(STATES) if rank == 0 else set())
     assert all(torch.equal(t.data, states[key]) for key, t in own.items())
+
+
+def test_a_rank_without_parameters_saves_padding_as_others_have_it(monkeypatch):
+    optimizer, states = optimizer_of_rank(1, monkeypatch, owns_another=False)
+    of_first = {key: (state.dtype, state.device.type) for key, state in states.items()}
+
+    def all_gather_object(found, own, group=None):
+        found[:] = [of_first, own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    optimizer.buffers[0].buckets[0].numel_unpadded = NUMEL  # the gap in front of another parameter
+
+    saved = shards(optimizer)
+
+    assert {t.key.rpartition(".")[2]: t.dtype for t in saved} == {
+        key: state.dtype for key, state in states.items()
+    }
+    assert [t.local_shape[0] for t in saved] == [NUMEL // RANKS] * len(STATES)
