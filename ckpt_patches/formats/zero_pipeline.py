@@ -36,7 +36,7 @@ def places(shapes: Mapping[str, Shape], names: Iterable[str], model_rank: int) -
     rank = rank_of(files, model_rank)
     found = {}
     for name in shapes:
-        if match := NUMBERED.fullmatch(name):
+        if match := NUMBERED.fullmatch(str(name)):
             expected = f"layer_{int(match[1]):02d}{f'-model_{rank:02d}' * has_ranks}-model_states.pt"
             found[name] = Place(files.get((int(match[1]), rank), expected), match[2])
     return found
@@ -63,7 +63,7 @@ def tied_places(
     own = [name for (_, of), name in sorted(files.items()) if of == rank and name not in others]
     modules: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
-        if match := TIED.fullmatch(name):
+        if match := TIED.fullmatch(str(name)):
             modules.setdefault(match[1], {})[match[2]] = shape
     for key, module in modules.items():
         having = [name for name in own if _has(layers[name], module)]
