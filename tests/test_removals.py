@@ -44,6 +44,10 @@ KINDS = [
             "pipeline",
             "pipeline, tensor parallel",
             "autotp",
+            "stage2, frozen, tied, masked",
+            "stage1, SGD with momentum",
+            "stage1, NAdam",
+            "stage2, RMSprop",
         )
     ),
 ]

@@ -466,6 +466,10 @@ def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
     for name in buffers if isinstance(buffers, list) else ():
         if isinstance(name, str) and name not in module:
             yield Problem(ABSENT_WEIGHT, facts.name, f"no buffer {name:.100}")
+    tied = facts.value.get("shared_params")
+    for name, other in tied.items() if isinstance(tied, Mapping) else ():
+        if isinstance(other, str) and other in module and name not in module:
+            yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of {shown(name)}, which is tied to {shown(other)}")
     frozen = facts.value.get("frozen_param_shapes")
     absent = frozen.keys() - module.keys() if isinstance(frozen, Mapping) else set()
     for name in sorted(absent) if frozen and len(absent) < len(frozen) else ():  # a save can leave out all of them

@@ -8,6 +8,7 @@ and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, o
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,19 @@ OPTIMIZERS = {
     "RMSprop": torch.optim.RMSprop,
     "NAdam": torch.optim.NAdam,
 }
+
+
+# Of a run that nothing is drawn for.
+PLAIN: dict[str, Any] = {
+    "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 2, "accumulation": 1,
+    **dict.fromkeys(
+        (
+            "zero_rate", "warm_up", "frozen", "unused", "tied", "zero_initialized", "mask", "overflow", "round_robin",
+            "sub_groups",
+        ),
+        False,
+    ),
+}  # fmt: skip
 
 
 def drawn(generator: random.Random) -> dict[str, Any]:
@@ -113,6 +127,15 @@ def train_and_save(options: dict[str, Any], folder: Path) -> None:
         with torch.no_grad():
             run.step()
     run.save_checkpoint(str(folder), client_state={"universal_checkpoint_info": {}})
+
+
+def train(run: Any, seeds: Iterable[int]) -> None:
+    """A step for each seed."""
+    for seed in seeds:
+        samples = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        run.backward((run(samples).float() - 1).pow(2).mean())
+        with torch.no_grad():
+            run.step()
 
 
 def write(rank: int, out: str, seed: int, count: int) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tied_stages
+import zero_healthy
 from ckpt_patches.demo import experts_training
 from ckpt_patches.demo.deepspeed_training import STEPS, engine, flat_groups, results, snapshot, train
 from deepspeed_patches.demos import autotp_fused_widths
@@ -20,6 +21,15 @@ from live_states import by_folder, digest
 from program_arguments import parsed
 
 AT_ONCE = 25  # loads by the same processes: Gloo keeps the threads of every group
+
+
+# Other optimizers, and what few models have, by `zero_healthy`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage2, frozen, tied, masked": {"stage": 2, "frozen": True, "tied": True, "mask": True},
+    "stage1, SGD with momentum": {"stage": 1, "optimizer": "momentum"},
+    "stage1, NAdam": {"stage": 1, "optimizer": "NAdam"},
+    "stage2, RMSprop": {"stage": 2, "optimizer": "RMSprop"},
+}
 
 
 class Kind(NamedTuple):
@@ -59,6 +69,13 @@ def kind_of(name: str) -> Kind:
             lambda run: {"masters": [master for master, _ in flat_groups(run)]},
         ),
     }
+    if name in OPTIONS:
+        return Kind(
+            2,
+            lambda _: zero_healthy.engine({**zero_healthy.PLAIN, **OPTIONS[name]}),
+            lambda run, rank, first: zero_healthy.train(run, range(first, first + STEPS)),
+            lambda run: {"masters": [master for master, _ in flat_groups(run)]},
+        )
     zero = Kind(
         2,
         lambda universal: engine(name, 2, universal),

@@ -67,7 +67,8 @@ def read(path: Path) -> Checkpoint:
     of_adam = {number for name, number in groups.items() if "exp_avg_sq" in states[name]}
     _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models], of_adam)
     if any(match[1] for path, _ in models if (match := MODEL.fullmatch(path.name))):
-        names = set().union(*promised.values()) - {"fp32"}
+        # Of a mixed optimizer, as Muon with Adam, the first group has its own.
+        names = set[str].intersection(*promised.values()) - {"fp32"} if promised else set()
         _check_stage_3(found, optimizer, names, {zero_inventory.taken_steps(value) for _, value in models})
     return found
 
