@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches tests
+CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches tests
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest older quick test-all lint check bench stacks demo compatibility pictures clean
+.PHONY: test rest older quick test-all lint check bench stacks demo compatibility explore pictures clean
 
 # Formatting, lint, types, and on the newest releases what holds for each fix and each format.
 test: lint check
@@ -40,6 +40,11 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s
 
+# Configurations that nobody listed, judged: `make explore MINUTES=60 [SEED=…] [VERSION=…] [FIXES=off] [WITHOUT=fix]`,
+# or one of them, `make explore CASE=tests/explore/corpus/….json`.
+explore: $(VENV)/ready
+	PYTHONPATH=tests $(PY) -m explore
+
 # What people run DeepSpeed with, each in an environment of its own that pip makes: minutes, and gigabytes in .stacks/.
 stacks: $(VENV)/ready
 	$(PY) -m pytest tests/stacks
@@ -65,4 +70,4 @@ $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	touch $@
 
 clean:
-	rm -rf $(VENV) .editable .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

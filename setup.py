@@ -24,6 +24,7 @@ PTH = "training_checkpoint_patches.pth"
 # What is imported under this name: its folder here. A folder megatron/ in site-packages would be a package `megatron`
 # to all who ask whether Megatron is installed, so the fixes in ours are installed under another name.
 PACKAGES = {
+    "apex_patches": "apex_patches",
     "ckpt_patches": "ckpt_patches",
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
@@ -49,7 +50,8 @@ class BuildPy(build_py):
             Path(target).parent.mkdir(exist_ok=True)
             self.copy_file(source, target, preserve_mode=False)
         if not self.editable_mode:
-            folders = [PACKAGES[name] for name in ("megatron_patches", "deepspeed_patches", "nvrx_patches")]
+            packages = ("megatron_patches", "deepspeed_patches", "nvrx_patches", "apex_patches")
+            folders = [PACKAGES[name] for name in packages]
             self._index().write_text(runpy.run_path(DISCOVERY)["index_text"](folders), encoding="utf-8")
 
     def _index(self) -> Path:
@@ -180,7 +182,7 @@ if refused := {"install", "develop"} & {*sys.argv[1:]}:
 setup(
     name="training-checkpoint-patches",
     version=_version(),
-    description="Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, on the installed packages",
+    description="Checkpoint fixes for megatron-core, DeepSpeed, nvidia-resiliency-ext and apex, as installed",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

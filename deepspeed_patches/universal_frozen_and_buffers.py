@@ -50,9 +50,11 @@ class DeepSpeedEngine:
         Raises:
             RuntimeError: some of them are not in the checkpoint, and `strict` is true.
         """
-        params = dict(self.module.named_parameters(remove_duplicate=False))
-        partitioned = {name: p for name, p in params.items() if hasattr(p, "ds_id") and not p.requires_grad}
-        elsewhere = {name for name, p in params.items() if p.requires_grad} | partitioned.keys()
+        params = self.module.named_parameters(remove_duplicate=False)
+        elsewhere = {name for name, p in params if p.requires_grad or hasattr(p, "ds_id")}
+        # A tied one is saved under the first of its names.
+        frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        partitioned = {name: p for name, p in frozen.items() if hasattr(p, "ds_id")}
         # With pipeline parallelism the weights are in files of the layers, which a conversion leaves out.
         saved = checkpoint["module"] or {}
         rest = {name: value for name, value in saved.items() if name not in elsewhere}

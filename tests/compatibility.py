@@ -8,7 +8,7 @@ branch (see tests/upstream.py).
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,8 @@ def in_words(of_release: tuple[str, ...]) -> str:
     return " / ".join(of_release if len(set(of_release)) > 1 else of_release[:1])
 
 
-def reasons(distribution: str, results: Iterable[Result]) -> list[str]:
-    """Why releases cannot be run, and why tests were skipped or failed."""
+def reasons(distribution: str, results: Sequence[Result]) -> list[str]:
+    """Why releases cannot be run, and why tests were skipped or failed; which commit stands for a release."""
     notes: dict[str, list[str]] = {}
     for release in RELEASES:
         if release.distribution == distribution and release.note:
@@ -128,6 +128,12 @@ def reasons(distribution: str, results: Iterable[Result]) -> list[str]:
         if result["outcome"] != "passed" and result["reason"] not in notes:
             why = (result["fix"], HEADS[result["delivery"]], result["outcome"], result["reason"])
             told.setdefault(why, []).append(name(result))
+    of_checkouts = {(r["version"], r["commit"], r["commit_date"]) for r in results if "commit" in r}
+    without += [
+        f"- {version}: commit {commit[:COMMIT_DIGITS]} of {date}"
+        for version, commit, date in sorted(of_checkouts)
+        if version != MAIN
+    ]
     return without + [
         f"- `{fix}`, {named(dict.fromkeys(releases), distribution)}, {delivery}, {outcome}: {reason}"
         for (fix, delivery, outcome, reason), releases in sorted(told.items())

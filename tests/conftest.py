@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("tests")
 # Kept in the repository: the pages that are made from them take longer to run than any session.
 RECORDED = Path(__file__).parent / "recorded"
 MAIN = "main"  # as upstream.py has it, which needs what is set up here
+CHECKOUT = "CKPT_PATCHES_TEST_APEX"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,15 +107,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# What `make test`, `make rest` and `make older` run: each test is in one of them.
+# What `make test`, `make rest` and `make older` run: each test is in one of them, or for `make test-all` alone.
 TEST, REST, OLDER = "test", "rest", "older"
 
 
 def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
-    """Which of the three targets runs each test.
+    """Which of the three targets runs each test; "" if none does.
 
-    older: all releases but a case's newest, fixes in place (the text in place is that of the hook, which another test
-    compares), and what is marked slow. rest: that upstream has a bug, and what is marked long. test: all others.
+    older: all releases but a case's newest, fixes in place on the newest (the text in place is that of the hook, which
+    another test compares: older ones are in none), and what is marked slow. rest: that upstream has a bug, and what is
+    marked long. test: all others.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -124,6 +126,8 @@ def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
 
 def _part(item: pytest.Item, *, is_newest: bool) -> str:
     delivery = _parameters(item).get("delivery")
+    if delivery == "in place" and not is_newest:
+        return ""
     if item.get_closest_marker("slow") or (delivery == "in place" and not _on_main(item)) or not is_newest:
         return OLDER
     return REST if item.get_closest_marker("long") or (delivery == "none" and not _on_main(item)) else TEST
@@ -174,7 +178,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
         cell = {
-            **(_commit(marker.kwargs["fix"]) if _on_main(item) else {}),
+            **_commit(marker.kwargs["fix"], on_main=_on_main(item)),
             "fix": marker.kwargs["fix"],
             "version": parameters["version"],
             "delivery": parameters["delivery"],
@@ -193,14 +197,16 @@ def _on_main(item: pytest.Item) -> bool:
     return bool(_parameters(item).get("version") == MAIN)
 
 
-def _commit(fix: str) -> dict[str, str]:
-    """Which commit of upstream's main branch a fix was tested on."""
+def _commit(fix: str, *, on_main: bool) -> dict[str, str]:
+    """Which commit of upstream's main branch, or of what is on no package index, a fix was tested on."""
+    if not on_main and CHECKOUT not in os.environ:
+        return {}
     from ckpt_patches.engine.fix import package_of
     from ckpt_patches.engine.installed import DISTRIBUTIONS
-    from upstream import main_branch
+    from upstream import checkout, main_branch
 
-    checkout = main_branch(DISTRIBUTIONS[package_of(fix)])
-    return {"commit": checkout.commit, "commit_date": checkout.date} if checkout else {}
+    found = (main_branch if on_main else checkout)(DISTRIBUTIONS[package_of(fix)])
+    return {"commit": found.commit, "commit_date": found.date} if found else {}
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -228,7 +234,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     on_main = {test: rows for test, rows in cells.items() if "commit" in rows[0]}
     recorded_results.add(RECORDED / "main.json", on_main)
     if os.environ.get("CKPT_PATCHES_TEST_ALL") == "1":
-        of_releases = {test: rows for test, rows in cells.items() if test not in on_main}
+        others = {test: rows for test, rows in cells.items() if test not in on_main}
+        of_releases = {test: rows for test, rows in others.items() if CHECKOUT not in rows[0]["reason"]}
         recorded_results.add(RECORDED / "compatibility.json", of_releases)
         for name, key in (("resume", _RESUMES), ("resume_across", _ACROSS), ("resume_zero", _ZERO)):
             found = session.config.stash[key]

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckpt_patches.demo.run import DemonstrationFailed, Outcome, demonstrations
-from upstream import demonstrate, needed, newest_affected, tree
+from upstream import demonstrate, is_available, needed, newest_affected, tree
 
 # The bugs that this project was founded on, and four of the worst that nothing reports.
 SHOWN = (
@@ -42,6 +42,10 @@ def main() -> int:
         parser.error(f"expected fixes with a demonstration, found {', '.join(unknown)}")
     shown = list(known) if arguments.all else arguments.fixes or list(SHOWN)
     start = time.monotonic()
+    there = [fix for fix in shown if is_available(newest_affected(fix)[0])]
+    if left_out := [fix for fix in shown if fix not in there]:
+        print(f"left out, on no package index (CONTRIBUTING.md has the variable): {', '.join(left_out)}")
+    shown = there
     try:
         install(shown)
     except RuntimeError as error:

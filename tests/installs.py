@@ -19,6 +19,7 @@ SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_pat
 PTH = "training_checkpoint_patches.pth"
 # By the name of an installed package its folder in the working tree.
 PACKAGES = {
+    "apex_patches": "apex_patches",
     "ckpt_patches": "ckpt_patches",
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, NVRX
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, package_with
 from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
@@ -31,20 +31,25 @@ class Stage:
     column: int
     title: str
     text: tuple[str, ...]  # who reads and writes what
-    modules: tuple[str, ...] = ()  # upstream's, without the package's name; none of files
+    modules: tuple[str, ...] = ()  # upstream's; none of files
     tools: str = ""  # of this package, that read or write the files
 
 
-# Each stage: its name, column, title and tools; who reads and writes what; behind @ upstream's modules.
+# Each stage: its name, column, title and tools; who reads and writes what; behind @ upstream's modules, without the
+# name of the package.
 MEGATRON = """\
+rng | save | Collect the states of random numbers
+  each rank reads its own
+  makes: a shard of each rank whose state differs
+  @ megatron.training.checkpointing
 format | save | Choose the format
   reads: what the caller asks for
   makes: one of the sharding types
-  @ optimizer.distrib_optimizer dist_checkpointing.mapping
+  @ optimizer.distrib_optimizer dist_checkpointing.mapping rerun_state_machine
 state | save | Cut up the optimizer's state
   each rank reads its masters, moments and step
   makes: shards of buckets, or of parameters
-  @ optimizer.distrib_optimizer
+  @ optimizer.distrib_optimizer optimizer.optimizer
 gather | save | Gather it (torch, dp_zero_gather_scatter, fully_reshardable)
   data-parallel rank 0 reads the others' parts
   makes: whole buffers, or parameters
@@ -53,6 +58,7 @@ share | save | Share out the shards
   all ranks read what each of them holds
   makes: who writes which shard
   @ dist_checkpointing.exchange_utils dist_checkpointing.mapping dist_checkpointing.strategies.fully_parallel
+  @ megatron.training.checkpointing
 zarr | save | Write zarr
   one rank creates each array
   every rank writes its ranges of the chunks
@@ -150,7 +156,8 @@ def _stages(package: str, listed: str) -> Iterator[tuple[str, Stage]]:
     for part in re.split(r"\n(?! )", listed.strip()):
         head, *lines = part.split("\n  ")
         name, column, title, tools = (*head.split(" | "), "")[:4]
-        modules = [module for line in lines if line.startswith("@ ") for module in line[2:].split()]
+        found = [module for line in lines if line.startswith("@ ") for module in line[2:].split()]
+        modules = [module if package_with(module) else f"{package}.{module}" for module in found]
         text = [line for line in lines if not line.startswith("@ ")]
         yield name, Stage(package, ("save", "disk", "load").index(column), title, tuple(text), tuple(modules), tools)
 
@@ -164,20 +171,39 @@ nvrx files | disk | torch_dist checkpoint | audit
   *.distcp and .metadata
 """
 
+APEX_STAGES = """\
+apex save | save | Save an optimizer's state
+  FusedAdam, DistributedFusedAdam: state_dict
+  @ optimizers.fused_adam
+apex files | disk | the program's own file
+  torch.save of the state_dict
+apex load | load | Load an optimizer's state
+  FusedAdam, DistributedFusedAdam: load_state_dict
+  @ optimizers.fused_adam contrib.optimizers.distributed_fused_adam
+"""
 
-STAGES = dict([*_stages(CORE, MEGATRON), *_stages(DEEPSPEED, DEEPSPEED_STAGES), *_stages(NVRX, NVRX_STAGES)])
+
+STAGES = dict(
+    [
+        *_stages(CORE, MEGATRON),
+        *_stages(DEEPSPEED, DEEPSPEED_STAGES),
+        *_stages(NVRX, NVRX_STAGES),
+        *_stages(APEX, APEX_STAGES),
+    ]
+)
 
 # A fix, and the stages in which its bug shows.
 SITS = {name: load(name).stages for name in FIXES}
 
 # What goes from one stage to another.
 CHAINS = """
-format > state > gather > share > zarr > megatron files > migration > check > groups > optimizer > offload
+rng > format > state > gather > share > zarr > megatron files > migration > check > groups > optimizer > offload
 share > async > megatron files > check
 megatron files > scheduler
 wrapper > model states > optimizer states > latest > zero files > extract > merge > universal files
 model states > zero files > ordinary load > links
 nvrx > nvrx files
+apex save > apex files > apex load
 universal files > universal load > settings > links
 """
 ARROWS = [arrow for chain in CHAINS.strip().splitlines() for arrow in pairwise(chain.split(" > "))]
@@ -260,7 +286,8 @@ def drawing() -> str:
     """The picture; the same of the same tables."""
     parts: list[str] = []
     y = MARGIN
-    for package, name in ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed"), (NVRX, "nvidia-resiliency-ext")):
+    titles = ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed"), (NVRX, "nvidia-resiliency-ext"), (APEX, "apex"))
+    for package, name in titles:
         parts.append(_text(MARGIN, y + 22, name, "heading"))
         for at, column in enumerate(COLUMNS):
             parts.append(_text(MARGIN + at * (BOX + GUTTER), y + HEADING + 14, column, "column"))

@@ -26,6 +26,7 @@ class Configuration:
     backend: str = "zarr"
     reload: str = "no"
     pp: int = 1
+    memory: str = "any"  # what padding is of: "zeros", or what was there before
     recorded: bool = False  # with fingerprints
 
     def __str__(self) -> str:
@@ -36,7 +37,7 @@ class Configuration:
             f"tp{self.tp}" + (f"-pp{self.pp}" if self.pp > 1 else ""),
             self.dtype,
             self.backend,
-            self.reload + ("-recorded" if self.recorded else ""),
+            self.reload + ("-zeros" if self.memory == "zeros" else "") + ("-recorded" if self.recorded else ""),
         )
         return "-".join((*parts, f"seed{self.seed}"))
 

@@ -9,24 +9,26 @@ import sys
 from pathlib import Path
 from string import Template
 
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS, NVRX
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, EVERYTHING, FOLDERS, NVRX, PART_OF, package_with
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
 TEMPLATES = "docs/new_fix"
 CHANGES = "CHANGELOG.md"
-TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed", NVRX: "nvidia-resiliency-ext"}
+TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed", NVRX: "nvidia-resiliency-ext", APEX: "apex"}
 UPSTREAM_TESTS = {
     CORE: "tests/unit_tests/dist_checkpointing",
     DEEPSPEED: "tests/unit/checkpoint",
     NVRX: "tests/checkpointing/unit",
+    APEX: "tests/L0/run_optimizers",
 }
 LICENSES = {
     CORE: "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.",
     DEEPSPEED: "# Copyright (c) DeepSpeed Team.\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team",
     NVRX: "# SPDX-FileCopyrightText: Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.\n"
     "# SPDX-License-Identifier: Apache-2.0",
+    APEX: "",
 }
 UNRELEASED = "## [Unreleased]\n"
 ADDED = "\n### Added\n"
@@ -86,10 +88,9 @@ def folder_of(module: str) -> str:
 
 
 def _package_of(module: str) -> str:
-    for package in FOLDERS:
-        if module.startswith(f"{package}."):
-            return package
-    raise UserError(f"expected a module of {' or '.join(FOLDERS)}, found {module}")
+    if (package := package_with(module)) in FOLDERS:
+        return package
+    raise UserError(f"expected a module of {' or '.join((*FOLDERS, *PART_OF))}, found {module}")
 
 
 def _check(name: str) -> None:

@@ -627,6 +627,7 @@ def test_every_kind_is_crafted_somewhere() -> None:
         "test_audit_model_files",
         "test_audit_absent",
         "test_audit_healthy",
+        "test_audit_mixed_rows",
         "test_audit_run_folder",
         "test_fingerprint_recorded",
     )

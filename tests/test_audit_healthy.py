@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from ckpt_patches.convert.convert import Options, convert
 from every_checkpoint import EVERY, put, tensors
 from test_audit import names
 from zero_checkpoints import trained
@@ -62,3 +63,62 @@ def test_where_no_parameter_is_known_to_be_trained_infinity_is_unknown(tmp_path:
     put(weight, torch.full((2,), float("-inf"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     report = audit(folder)
     assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})
+
+
+def universal_with_buffer(tmp_path: Path, buffer: torch.Tensor) -> Path:
+    """A real universal checkpoint: the conversion keeps a buffer in two places."""
+    folder = with_buffer(tmp_path, buffer)
+    value: Any = torch.load(folder / MODEL, weights_only=False)
+    value["buffer_names"] = [*value["buffer_names"], "mask"]
+    torch.save(value, folder / MODEL)
+    convert(folder, tmp_path / "universal", Options(workers=1))
+    assert (tmp_path / "universal/zero/mask/fp32.pt").exists()
+    return tmp_path / "universal"
+
+
+@pytest.mark.parametrize(
+    ("buffer", "verdict", "found"),
+    [
+        (MASK, WHOLE, {"mask"}),
+        (torch.where(torch.arange(16).view(4, 4) == 5, MASK[0, 1], 1.0), UNKNOWN, {"mask_or_damage"}),
+        (-MASK, DAMAGED, {"not_finite"}),
+    ],
+    ids=["mask", "a single infinity", "positive infinity"],
+)
+def test_a_mask_that_was_converted_is_judged_as_before(
+    buffer: torch.Tensor, verdict: str, found: set[str], tmp_path: Path
+) -> None:
+    report = audit(universal_with_buffer(tmp_path, buffer))
+    assert (report.verdict, names(report, notes=True) - {"no_optimizer_state"}) == (verdict, found)
+
+
+def test_a_mask_of_which_one_copy_is_damaged_is_damage(tmp_path: Path) -> None:
+    folder = universal_with_buffer(tmp_path, MASK)
+    torch.save({"param": torch.zeros(16)}, folder / "zero/mask/fp32.pt")
+    assert audit(folder).verdict == DAMAGED
+
+
+def test_a_trained_parameter_without_moments_that_is_infinite_is_damage(tmp_path: Path) -> None:
+    """In its weight and in its main parameter: SGD keeps no moments."""
+    folder = universal_with_buffer(tmp_path, MASK)
+    weight = folder / "zero/w1.weight"
+    for file in weight.glob("exp_avg*.pt"):
+        file.unlink()
+    torch.save({"param": torch.full((9,), float("-inf"))}, weight / "fp32.pt")
+    (model,) = folder.glob("mp_rank*.pt")
+    value: Any = torch.load(model, weights_only=False)
+    value["module"]["w1.weight"].fill_(float("-inf"))
+    torch.save(value, model)
+    assert "not_finite" in names(audit(folder))
+
+
+def test_what_pads_a_frozen_parameter_of_zero_3_is_not_judged_after_a_conversion(tmp_path: Path) -> None:
+    """Of the last ranks, in memory that nobody has written: NaN now and then."""
+    name, source = "ln.weight", trained("0.19.8", "stage3_frozen")["stage3_frozen"]
+    convert(source, tmp_path / "universal", Options(workers=1))
+    files = sorted((tmp_path / "universal").glob("zero_pp_rank_*_model_states.pt"))
+    for file, verdict in ((files[-1], WHOLE), (files[0], DAMAGED)):  # of 3 elements the first 3 of 8 ranks have one
+        value: Any = torch.load(file, weights_only=False)
+        value["frozen_param_fragments"][name].fill_(torch.nan)
+        torch.save(value, file)
+        assert audit(tmp_path / "universal").verdict == verdict

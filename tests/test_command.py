@@ -96,7 +96,7 @@ def test_status_fails_where_there_is_nothing_to_patch() -> None:
     """Such as the wrong Python in a Dockerfile's RUN."""
     done = command("status", on=Path("/"))
     assert done.returncode == 1
-    packages = "megatron-core or deepspeed or nvidia-resiliency-ext"
+    packages = "megatron-core or deepspeed or nvidia-resiliency-ext or apex"
     assert f"error: nothing to patch: expected {packages} to be installed for {sys.executable}" in done.stdout
     assert done.stdout.endswith("\n0 active, 0 not needed, 0 missing\n")
     found = json.loads(command("status", "--json", on=Path("/")).stdout)
@@ -213,7 +213,7 @@ def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
     done = command("status", "--tree", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert f"expected megatron/core/ or deepspeed/ or nvidia_resiliency_ext/ in {tmp_path}, found none" in line
+    assert f"expected megatron/core/ or deepspeed/ or nvidia_resiliency_ext/ or apex/ in {tmp_path}, found none" in line
 
 
 def test_status_says_that_scripts_in_this_folder_import_another_tree(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_the_release_is_read_from_the_packages_own_files(distribution: str, vers
 @pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
 def test_a_tree_without_the_package(verb: str, tmp_path: Path) -> None:
     line = one_line(command(verb, "--tree", str(tmp_path)))
-    assert f"expected megatron/core/ or deepspeed/ or nvidia_resiliency_ext/ in {tmp_path}, found none" in line
+    assert f"expected megatron/core/ or deepspeed/ or nvidia_resiliency_ext/ or apex/ in {tmp_path}, found none" in line
     assert "found no folder" in one_line(command(verb, "--tree", str(tmp_path / "nowhere")))
     make(tmp_path)
     assert "expected deepspeed/ in" in one_line(command(verb, "zero3_fragment_bounds", "--tree", str(tmp_path)))

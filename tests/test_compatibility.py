@@ -41,7 +41,7 @@ def page_of(record: dict[str, dict[str, str]]) -> str:
 def columns(page: str, fix: str = "zarr_create_synchronizer") -> dict[str, str]:
     """A fix's row, by the heads of its columns."""
     (row,) = (line for line in page.splitlines() if line.startswith(f"| [`{fix}`]"))
-    return dict(zip([*compatibility.GROUPS, compatibility.OTHER], row.strip("| ").split(" | ")[1:], strict=True))
+    return dict(zip([*compatibility.GROUPS, compatibility.OTHER], row[2:-2].split(" | ")[1:], strict=True))
 
 
 def test_columns() -> None:
@@ -74,7 +74,7 @@ def test_columns() -> None:
 def test_nothing_recorded_claims_nothing(fix: str) -> None:
     found = columns(page_of({}), fix)
     assert not any(found[group] for group in compatibility.GROUPS)
-    assert re.fullmatch(rf"0\.[^:]*{EN_DASH}0\.[^:]*: not run", found["other"])
+    assert re.fullmatch(rf"0\.[^:]*({EN_DASH}0\.[^:]*)?: not run", found["other"])
 
 
 def test_releases_that_cannot_be_run_are_named_with_the_reason() -> None:
@@ -111,6 +111,15 @@ def test_a_main_branch_is_a_commit_and_a_date() -> None:
     assert f"- `hybrid_offload_reload`, {ours}, import hook, skipped: needs an H100" in page.splitlines()
     assert found["zarr_range_write"].endswith(f", {ours}, {other}: not run")  # no claim, and said
     assert "main" not in found["zero3_fragment_bounds"]  # of another package
+
+
+def test_a_checkout_in_the_place_of_a_release_is_a_commit_and_a_date() -> None:
+    commit = {"fix": "remainder_rounding", "commit": "a" * 40, "commit_date": "2026-01-01"}
+    record = {delivery: {**result("0.1", delivery), **commit} for delivery in ("none", *PATCHED)}
+    page = page_of(record)
+    assert columns(page, "remainder_rounding")["bug shown, fixed"] == "0.1"
+    assert columns(page, "fused_adam_masters")["other"] == "0.1: not run"
+    assert page.splitlines().count("- 0.1: commit aaaaaaaaaa of 2026-01-01") == 1
 
 
 unless_made = pytest.mark.skipif(upstream.all_releases(), reason="the records are being made")
@@ -202,6 +211,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
         "CKPT_PATCHES_TEST_REST",
         "CKPT_PATCHES_TEST_OLDER",
         *upstream.MAIN_VARIABLES.values(),
+        *upstream.CHECKOUT_VARIABLES.values(),
     ):
         monkeypatch.delenv(variable, raising=False)
     tests = pytester.mkdir("tests")
@@ -256,20 +266,48 @@ def test_outcomes_on_a_main_branch_are_recorded_with_its_commit(
     }
 
 
+def test_outcomes_on_a_checkout_are_recorded_with_its_commit_and_skips_for_want_of_one_are_not(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(upstream.REPOSITORY / "tests"))
+    monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
+    test = TESTS.replace("numpy2_product", "remainder_rounding").replace('"0.7.0"', '"0.1"')
+    needs_one = test.replace(
+        "    record_property", "    import upstream; upstream.tree('apex', '0.1')\n    record_property"
+    )
+    (project.path / "tests" / "test_one.py").write_text(needs_one)
+    project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(skipped=6)
+    recorded = project.path / "tests" / "recorded"
+    assert {row["version"] for row in rows_of(recorded / "compatibility.json")} == {"0.8.0"}
+    checkout = project.mkdir("checkout")
+    (checkout / "file").write_text("")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setenv("CKPT_PATCHES_TEST_APEX", str(checkout))
+    project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1, skipped=3)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    assert {(row["commit"], row["version"]) for row in rows_of(recorded / "main.json")} >= {(commit, "0.1")}
+
+
+def rows_of(record: Path) -> list[dict[str, str]]:
+    return [row for rows in recorded_results.read(record).values() for row in rows]
+
+
 def test_the_default_run_is_of_the_newest_release_by_the_hook_and_two_more_of_all_else(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marked = TESTS + "".join(f"\n@pytest.mark.{m}\ndef test_{m}():\n    pass\n" for m in ("long", "slow"))
     (project.path / "tests" / "test_one.py").write_text(marked)
     default, rest = {"test_fix[0.8.0-hook]"}, {"test_long", "test_fix[0.8.0-none]"}
-    older = {"test_slow", "test_fix[0.8.0-in place]", *(f"test_fix[0.7.0-{d}]" for d in ("none", "hook", "in place"))}
+    older = {"test_slow", "test_fix[0.8.0-in place]", "test_fix[0.7.0-none]", "test_fix[0.7.0-hook]"}
     assert collected(project) == default
     monkeypatch.setenv("CKPT_PATCHES_TEST_REST", "1")
     assert collected(project) == rest
     monkeypatch.setenv("CKPT_PATCHES_TEST_OLDER", "1")
     assert collected(project) == older
     monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
-    assert collected(project) == default | rest | older
+    assert collected(project) == default | rest | older | {"test_fix[0.7.0-in place]"}
 
 
 def collected(project: pytest.Pytester) -> set[str]:

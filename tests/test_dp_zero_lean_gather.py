@@ -32,6 +32,7 @@ NEWEST = newest_affected(FIX)[1]
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
 SLACK = 0.7  # MiB; a shard of the memory tests has 0.5, a bucket 2
+LOOKED_AT = 0.5  # MiB; `param_remainders` looks at a piece of what is loaded, by functions called first there
 PIECES = 256  # MiB
 
 
@@ -102,7 +103,7 @@ def check_memory(ranks: list[dict[str, Any]], pieces: int = PIECES) -> None:
     assert ranks[0]["gloo"] < SLACK
     for rank in ranks:
         assert rank["gloo"] < 3 * shard + SLACK  # of all three states
-        assert rank["load"] < max(bucket, 3 * shard) + SLACK  # of all three states, which are set together
+        assert rank["load"] < max(bucket, 3 * shard) + SLACK + LOOKED_AT  # of all three states, which are set together
         for name in ("nccl", "gloo, all ranks", "nccl, all ranks"):  # the stand-in GPU is this process too
             assert rank.get(name, 0) < 3 * shard + 2 * pieces + 2 * pieces / len(ranks) + SLACK, (name, rank)
 

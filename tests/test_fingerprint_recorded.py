@@ -131,6 +131,7 @@ OTHER = {
     "--tp 2 --dp 2": ["--pp 2 --dp 2", "--tp 1 --dp 4"],
     "--tp 2 --dp 2 --backend zarr": ["--pp 2 --dp 2 --backend zarr", "--tp 1 --dp 4 --backend zarr"],
     "--ep 2 --dp 2 --experts": ["--ep 2 --dp 4 --experts"],
+    "--ep 2 --dp 2 --experts --of-each 4": ["--ep 4 --dp 4 --experts --of-each 4"],
 }
 
 
@@ -138,8 +139,10 @@ def in_other_layouts() -> list[Any]:
     """Those above, and of all releases one of each other: of 0.12 zarr, whose torch_dist is for an older torch."""
     chosen = [gpt for gpt in some(GPTS) if gpt.options in OTHER and not gpt.format]
     versions = [str(one.id) for one in releases("megatron-core", oldest="0.12.0")] if all_releases() else []
-    others = [one for one in versions if one not in {gpt.version for gpt in chosen}]
-    return [*chosen, *(Gpt(one, "--tp 2 --dp 2" + " --backend zarr" * one.startswith("0.12.")) for one in others)]
+    more = [one for one in versions if one not in {gpt.version for gpt in chosen}]
+    experts = [Gpt(one, "--ep 2 --dp 2 --experts --of-each 4", parameters=12) for one in versions if one >= "0.16"]
+    others = [Gpt(one, "--tp 2 --dp 2" + " --backend zarr" * one.startswith("0.12.")) for one in more]
+    return [*chosen, *others, *experts]
 
 
 @pytest.mark.parametrize("gpt", in_other_layouts(), ids=str)

@@ -11,7 +11,7 @@ import pytest
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.demo.gpu import SWITCH
 from ckpt_patches.engine.registry import FIXES
-from upstream import demonstrate, newest, newest_affected, run, run_lines, tree
+from upstream import demonstrate, newest, newest_affected, numbers, run, run_lines, tree
 
 pytestmark = pytest.mark.gpu
 NEWEST = newest("megatron-core")
@@ -58,10 +58,30 @@ def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
         assert report.verdict == WHOLE, report.findings
 
 
-RELEASES = {(package, newest(package)) for package in ("megatron-core", "deepspeed", "nvidia-resiliency-ext")}
+@pytest.mark.parametrize("odd", ["", "scheduler"])
+def test_a_resume_is_proven_with_its_rng_states(odd: str, tmp_path: Path) -> None:
+    env = {**ON_A_GPU, "CKPT_PATCHES_FINGERPRINT": "1"}
+    release = tree("megatron-core", NEWEST)
+    run("run_proof", "save", tmp_path, tree=release, delivery="hook", env=env)
+    done = run("run_proof", "load", tmp_path, f"--odd={odd}", tree=release, delivery="hook", env=env)
+    said = done.stderr + done.stdout
+    assert ('{"error": ""}' in said) == (not odd), said[-4000:]
+    assert ("resume proven: RNG states, data position" in said) == (not odd), said[-4000:]
+
+
 # Without spawn as the start method of the program, DeepSpeed 0.19.8's decoupled writer cannot use CUDA.
-NOT_THERE = ("decoupled_last_save",)
-SHOWN = [fix for fix in FIXES if newest_affected(fix) in RELEASES and fix not in NOT_THERE]
+# The others save or load zarr, for which these releases need NumPy 1.
+NOT_THERE = ("decoupled_last_save", "numpy2_product", "zarr_create_synchronizer", "zarr_range_write")
+# Older ones use the GPU where they are imported, after which no rank can be forked, or do not import with torch 2.11.
+OLDEST_DEEPSPEED = (0, 19, 6)
+
+
+def is_shown(fix: str) -> bool:
+    package, version = newest_affected(fix)
+    return fix not in NOT_THERE and (package != "deepspeed" or numbers(version) >= OLDEST_DEEPSPEED)
+
+
+SHOWN = [fix for fix in FIXES if is_shown(fix)]
 
 
 @pytest.mark.parametrize("fix", SHOWN)

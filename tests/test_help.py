@@ -95,7 +95,7 @@ USAGE = [
     ),
     (
         "status --require torch",
-        "argument --require: expected megatron-core or deepspeed or nvidia-resiliency-ext, found torch",
+        "argument --require: expected megatron-core or deepspeed or nvidia-resiliency-ext or apex, found torch",
         "ckpt-patches status",
     ),
     ("completion fish", "argument shell: expected bash or zsh, found fish", "ckpt-patches completion"),
@@ -172,7 +172,7 @@ def test_explain_without_a_name_lists_all_pages_with_their_titles() -> None:
 
 def test_no_message_names_a_page_of_docs() -> None:
     """A user of pip has none; `explain` has them."""
-    folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches")
+    folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
     found = []
     for path in (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):
         if "upstream_tests" in path.parts:

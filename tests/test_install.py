@@ -27,7 +27,7 @@ for module in pkgutil.iter_modules(ckpt_patches.__path__):
         importlib.import_module(f"ckpt_patches.{module.name}")
 registry = ckpt_patches.engine.registry
 for name, modules in registry.FIXES.items():
-    importlib.import_module(f"{registry.FOLDERS[registry.root_of(modules[0])][0]}.{name}")
+    importlib.import_module(f"{registry.FOLDERS[registry.package_with(modules[0])][0]}.{name}")
 """
 
 
@@ -171,6 +171,7 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
     sources = {"ckpt_patches": "ckpt_patches", "deepspeed_patches": "deepspeed_patches"}
     sources["megatron_patches"] = "megatron/patches"
     sources["nvrx_patches"] = "nvrx_patches"
+    sources["apex_patches"] = "apex_patches"
     assert {name.split("/")[0] for name in recorded if name.endswith(".py")} == sources.keys()
     for name, source in sources.items():
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
@@ -238,7 +239,7 @@ def test_the_repository_that_it_was_cloned_from_is_named(
 
 
 def test_type_checkers_are_told_that_the_packages_have_types(installed: Environment) -> None:
-    packages = ("ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches")
+    packages = ("apex_patches", "ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches")
     assert all((installed.site_packages / package / "py.typed").exists() for package in packages)
 
 
@@ -257,7 +258,8 @@ def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environm
     folder, start_up = only_start_up_file(environment)
     assert folder == str(source / ".editable")
     assert [start_up] == (upstream.REPOSITORY / "training_checkpoint_patches.pth").read_text().splitlines()
-    assert sorted(os.listdir(folder)) == ["ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches"]
+    packages = ["apex_patches", "ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches"]
+    assert sorted(os.listdir(folder)) == packages
 
 
 def test_editable_install_runs_the_files_of_the_checkout(environment: Environment, source: Path) -> None:

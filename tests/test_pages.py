@@ -141,6 +141,7 @@ def test_the_commands_of_a_page(page: Path, world: dict[str, str], tmp_path: Pat
 
 NOT_RUN = {
     "hugging_face": "a training's output, as `make stacks` makes it, which runs these commands",
+    "explorer": "hours; the cases of its corpus and drawn ones are run by test_explore.py",
     "fingerprint": "trains with Megatron-LM's own script, which no package on the index has",
     "upstream_suites": "clones upstream's repositories",
     "ds_to_universal": "srun and mpirun: a cluster",

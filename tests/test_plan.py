@@ -1,6 +1,7 @@
 """What a fix does in a tree: all of its edits or none, decided by structure, for all of its modules at once."""
 
 import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def outcome(root: Path, monkeypatch: pytest.MonkeyPatch, fix: Fix) -> tuple[Outc
 
 def test_both_modules_are_edited(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(tree, monkeypatch, make()) == (Outcome.APPLIES, "", [FIRST, SECOND])
+
+
+def test_an_invalid_escape_of_upstreams_is_no_warning_and_no_error(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """apex has one in a docstring; since Python 3.12 each process of a job would say it, twice."""
+    path = tree.joinpath(*FIRST.split(".")).with_suffix(".py")
+    path.write_text(f'"""A \\: in it."""\n{path.read_text()}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert outcome(tree, monkeypatch, make()) == (Outcome.APPLIES, "", [FIRST, SECOND])
+        with pytest.raises(SyntaxError):
+            compile(path.read_text(), "", "exec")
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -26,15 +26,17 @@ ROOMS = {
     "deepspeed_patches.demos": {"ckpt_patches.demo"},
     "megatron.patches.demos": {"ckpt_patches.demo"},
     "nvrx_patches.demos": {"ckpt_patches.demo"},
+    "apex_patches.demos": {"ckpt_patches.demo"},
     "deepspeed_patches.ds_to_universal": {"ckpt_patches.convert"},
     "deepspeed_patches": {"ckpt_patches.engine"},
     "megatron.patches": {"ckpt_patches.engine"},
     "nvrx_patches": {"ckpt_patches.engine"},
+    "apex_patches": {"ckpt_patches.engine"},
 }
 # The entrances know all rooms, and nobody knows them but for the package itself, which every interpreter has loaded.
 CLI = "ckpt_patches.cli"
 ENTRANCES = ("ckpt_patches", "ckpt_patches.__main__", "ckpt_patches.startup")
-FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches")
+FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
 
 
 def modules() -> dict[str, Path]:

@@ -260,6 +260,20 @@ def test_a_body_on_the_line_of_its_function_gets_nothing_at_its_start() -> None:
         made.insert_at_start(made.function("f"), "inserted()")
 
 
+def test_a_comment_goes_from_the_line_on_that_it_is_about() -> None:
+    text = "if a:\n    # One.\n    # Two: why.\n    # More.\n    b = 1\n    c = 1\n"
+    made = Source(text.encode(), "x.py")
+    made.remove_comment_above(made.one("b = 1"), "Two")
+    made.remove_comment_above(made.one("c = 1"), "Two")
+    assert made.edited().decode() == "if a:\n    # One.\n    b = 1\n    c = 1\n"
+    made = Source(text.encode(), "x.py")
+    made.remove_comment_above(made.one("b = 1"), "Three")
+    assert made.edited().decode() == text
+    made = Source(b"a = 1; b = 1\n", "x.py")
+    with pytest.raises(NoMatch, match="to begin its line"):
+        made.remove_comment_above(made.one("b = 1"), "Two")
+
+
 def test_a_comment_behind_a_statement_stays_with_it() -> None:
     assert edited("a = 1  # one\nb = 2\n", lambda s: s.insert_after(s.one("a = 1"), "x()")) == (
         "a = 1  # one\nx()\nb = 2\n"

@@ -23,7 +23,7 @@ def versions(parameters: list[Any]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_main_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in upstream.MAIN_VARIABLES.values():
+    for variable in (*upstream.MAIN_VARIABLES.values(), *upstream.CHECKOUT_VARIABLES.values()):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -99,6 +99,22 @@ def test_a_folder_of_another_repository_is_not_a_checkout(checkout: Path, monkey
     monkeypatch.setenv("CKPT_PATCHES_TEST_MEGATRON_MAIN", str(checkout / "megatron"))
     with pytest.raises(ValueError, match=r"expected the top folder of a git checkout, found .*megatron;"):
         upstream.releases("megatron-core")
+
+
+def test_what_is_on_no_package_index_is_a_checkout_or_skips(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions(upstream.releases("apex")) == ["0.1"]
+    assert not upstream.is_available("apex")
+    with pytest.raises(pytest.skip.Exception, match="CKPT_PATCHES_TEST_APEX names no checkout"):
+        upstream.tree("apex", "0.1")
+    monkeypatch.setenv("CKPT_PATCHES_TEST_APEX", str(checkout))
+    assert versions(upstream.releases("apex")) == ["0.1"]  # and no main beside it
+    assert upstream.is_available("apex")
+    assert upstream.tree("apex", "0.1") == checkout
+    with pytest.raises(ValueError, match="found apex main"):
+        upstream.tree("apex", "main")
+    monkeypatch.setenv("CKPT_PATCHES_TEST_APEX", str(checkout / "megatron"))
+    with pytest.raises(ValueError, match="CKPT_PATCHES_TEST_APEX: expected the top folder of a git checkout"):
+        upstream.tree("apex", "0.1")
 
 
 def test_no_release_stands_twice_in_the_table() -> None:

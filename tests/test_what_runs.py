@@ -13,7 +13,7 @@ import pytest
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.registry import CORE, FIXES
 from small_tree import MODULE, SECOND, make, make_two, python
-from upstream import in_place, newest_affected, run, run_json, tree
+from upstream import all_releases, in_place, newest, newest_affected, run, run_json, tree
 
 pytestmark = pytest.mark.long
 
@@ -31,13 +31,17 @@ def replace():
 
 
 def releases() -> list[Any]:
-    """Each release that is the newest with the bug of a fix."""
+    """Each release that is the newest with the bug of a fix; that of a distribution with its fixes in place as well."""
     found = {(package_of(fix), *newest_affected(fix)): None for fix in FIXES}
-    return [pytest.param(package, *release, id="-".join(release)) for package, *release in found]
+    return [
+        pytest.param(package, distribution, version, applied, id=f"{distribution}-{version}{' in place' * applied}")
+        for package, distribution, version in found
+        for applied in (False, True)
+        if not applied or all_releases() or version == newest(distribution)
+    ]
 
 
-@pytest.mark.parametrize("applied", [False, pytest.param(True, id="in place")])
-@pytest.mark.parametrize(("package", "distribution", "version"), releases())
+@pytest.mark.parametrize(("package", "distribution", "version", "applied"), releases())
 def test_no_replaced_function_goes_unnoticed(package: str, distribution: str, version: str, applied: bool) -> None:
     """Each function that a fix edits is replaced and wrapped in turn; edited by the hook, or in place."""
     root = tree(distribution, version)

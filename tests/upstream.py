@@ -9,6 +9,9 @@ the main branch of an upstream repository. It is one release more, `main`, newer
 marked `compat` find on it is recorded with its commit in tests/recorded/main.json. For docs/compatibility.md:
 
     CKPT_PATCHES_TEST_MEGATRON_MAIN=... python -m pytest -m compat -k "main- or -main" && python tests/compatibility.py
+
+apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout of it, which is its one release; without it
+the tests that need it are skipped. What they find is recorded with the commit as well.
 """
 
 import fcntl
@@ -38,7 +41,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES, NVRX, OFF_BY_DEFAULT
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, OFF_BY_DEFAULT
 from ckpt_patches.engine.releases import RECORDED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -84,6 +87,7 @@ RELEASES: tuple[Release, ...] = (
         notes=dict.fromkeys(("0.14.1", "0.14.2", "0.14.3"), _NO_SOCKET),
     ),
     *_table("nvidia-resiliency-ext", RECORDED[NVRX], default="0.4.1 0.6.0", notes={}),
+    *_table("apex", RECORDED[APEX], default="0.1", notes={}),  # a checkout: CHECKOUT_VARIABLES
     *_table("megatron-bridge", ["0.3.1"], default="0.3.1", notes={}),
     *_table("numpy", ["2.2.6"], default="2.2.6", notes={}),
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
@@ -112,10 +116,13 @@ MAIN_VARIABLES = {
     "deepspeed": "CKPT_PATCHES_TEST_DEEPSPEED_MAIN",
 }
 
+# What is on no package index, and the variables that name a checkout in the place of its releases.
+CHECKOUT_VARIABLES = {"apex": "CKPT_PATCHES_TEST_APEX"}
+
 
 @dataclass(frozen=True)
 class Checkout:
-    """A checkout of an upstream repository's main branch."""
+    """A checkout of an upstream repository, most often of its main branch."""
 
     tree: Path
     commit: str  # 40 hexadecimal digits
@@ -128,8 +135,26 @@ def main_branch(distribution: str) -> Checkout | None:
     Raises:
         ValueError: it is not the top folder of a git checkout, or its files are not those of the commit.
     """
-    folder = os.environ.get(MAIN_VARIABLES.get(distribution, ""))
-    return _checkout(Path(folder).resolve(), MAIN_VARIABLES[distribution]) if folder else None
+    return _named(MAIN_VARIABLES.get(distribution, ""))
+
+
+def checkout(distribution: str) -> Checkout | None:
+    """The checkout in the place of a distribution's releases; None if none is named, or it is on a package index.
+
+    Raises:
+        ValueError: as `main_branch`.
+    """
+    return _named(CHECKOUT_VARIABLES.get(distribution, ""))
+
+
+def is_available(distribution: str) -> bool:
+    """Whether its releases can be installed, or a checkout is named."""
+    return distribution not in CHECKOUT_VARIABLES or checkout(distribution) is not None
+
+
+def _named(variable: str) -> Checkout | None:
+    folder = os.environ.get(variable)
+    return _checkout(Path(folder).resolve(), variable) if folder else None
 
 
 @functools.cache
@@ -265,11 +290,16 @@ def tree(distribution: str, version: str) -> Path:
     Raises:
         ValueError: the release is not in the table, or no checkout of the main branch is named.
         RuntimeError: pip could not install it; its last lines are in the message.
+        pytest.skip.Exception: it is on no package index, and no checkout is named.
     """
     if version == MAIN and (main := main_branch(distribution)):
         return main.tree
     if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
         raise ValueError(f"expected a release of the table in {__file__}, found {distribution} {version}; add it there")
+    if variable := CHECKOUT_VARIABLES.get(distribution):
+        if named := checkout(distribution):
+            return named.tree
+        pytest.skip(f"{distribution} is on no package index, and {variable} names no checkout of it")
     folder = trees() / f"{distribution}-{version}"
     if not folder.is_dir():
         with _locked(folder):
@@ -468,6 +498,8 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     distribution, _, version = root.name.rpartition("-")
     stand_in = STAND_INS.get((distribution, version))
+    if (apex := checkout("apex")) and root.name == apex.tree.name:
+        stand_in = PROGRAMS / "stand_in_apex_kernels"
     folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
     return {
         **demonstrating.environment(inherited, patched=delivery == "hook"),

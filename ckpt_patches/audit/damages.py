@@ -70,6 +70,13 @@ SHIFTED_STATE = _kind(
     "repair gathers them from where they are, takes masters that are in no file from the model's weights, and the "
     "moments of these from an older checkpoint (`--from`), or resets them",
 )
+MIXED_ROWS = _kind(
+    "mixed_rows",
+    DAMAGE,
+    "rows of SwiGLU's W and V are in each other's places, as megatron-core 0.10.0 to 0.18.2 saves them under torch "
+    "FSDP2: runs of these releases alone, with as many ranks, load them right",
+    "`ckpt-patches migrate` puts them in place; with the fix fsdp2_swiglu_rows they load right on as many ranks",
+)
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
 MASK = _kind(
     "mask", NOTE, "-inf in a quarter or more of a tensor that the run does not train: an attention mask", NO_HARM

@@ -41,6 +41,15 @@ def prepare() -> None:
     get_accelerator()._communication_backend_name = "gloo"
     get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.all_gather_into_tensor = gather_and_wait
+    if (0, 13, 5) <= numbers(deepspeed.__version__) <= (0, 14, 3):
+        get_accelerator().current_stream = DoneStream
+
+
+class DoneStream:
+    """What these releases, with hpZ, wait for; a CPU has None."""
+
+    def synchronize(self) -> None:
+        pass
 
 
 def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +101,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
     "stage3_sub_groups": {**BF16, **zero(3, sub_group_size=4)},
     "stage3_frozen": {**BF16, **zero(3)},  # the norm is
+    # Below the threshold, of 100,000 elements by default, parameters are gathered once and from all ranks.
+    "stage3_hpz": {
+        **BF16,
+        **zero(3, zero_hpz_partition_size=2, stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0),
+    },
 }
 # Before 0.18 the converter reads the first group only.
 ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups", "stage3_frozen")

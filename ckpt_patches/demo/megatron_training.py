@@ -125,6 +125,7 @@ def build(
     native_fp32: bool = False,
     fp16: bool = False,
     bucket_size: int | None = None,
+    instances: int = 1,
     make_model: Callable[[Any, torch.dtype, bool], Model] | None = None,
     settings: Mapping[str, Any] | None = None,
     overrides: Callable[[Any], Any] | None = None,
@@ -132,8 +133,9 @@ def build(
     """The model under Megatron's DDP, and its distributed optimizer.
 
     `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps a parameter in fp32.
-    All parameters are in one bucket, unless `bucket_size` says how many elements make one. `settings` are more of the
-    optimizer's configuration, of which `overrides` makes those of single parameters (since 0.16).
+    All parameters are in one bucket, unless `bucket_size` says how many elements make one. `instances` of the optimizer
+    share the data-parallel ranks (since 0.10). `settings` are more of the optimizer's configuration, of which
+    `overrides` makes those of single parameters (since 0.16).
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -146,6 +148,7 @@ def build(
         overlap_grad_reduce=bucket_size is not None,  # there are no buckets without
         grad_reduce_in_fp32=True,
         bucket_size=bucket_size,
+        **({"num_distributed_optimizer_instances": instances} if instances > 1 else {}),
     )
     model = (make_model or tiny_model)(config, dtype, native_fp32).cuda()
     options: dict[str, Any] = {
@@ -239,6 +242,25 @@ def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool, hidden: int =
     if native_fp32:
         model.scale = torch.nn.Parameter(torch.full((out,), 1.5))
     return model
+
+
+def dense_and_expert(config: Any, dtype: torch.dtype, native_fp32: bool) -> Model:
+    """Two linear layers, 16 x 16, the second of which is an expert-parallel rank's own."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class Model(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.dense = torch.nn.Linear(16, 16)
+            self.expert = torch.nn.Linear(16, 16)
+            for parameter in self.expert.parameters():
+                parameter.allreduce = False  # as Megatron marks those of experts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.expert(self.dense(x))
+            return out
+
+    return Model().to(dtype)
 
 
 def step(model: Model, optimizer: Optimizer, iteration: int) -> None:

@@ -32,6 +32,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
         self.adam_w_mode, self.master_weights, self.use_decoupled_grad = adam_w_mode, master_weights, use_decoupled_grad
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+        self.store_param_remainders = store_param_remainders and master_weights
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
@@ -46,11 +47,17 @@ class FusedAdam(torch.optim.Optimizer):
         s["exp_avg_sq"] = torch.zeros_like(p, dtype=self.exp_avg_sq_dtype)
         if self.master_weights:
             s["master_param"] = p.detach().clone().float()
+        if self._keeps_remainders(p):
+            s["master_param"] = torch.zeros_like(p, dtype=torch.int16)
+
+    def _keeps_remainders(self, p, name="master_param"):
+        return name == "master_param" and self.store_param_remainders and p.dtype == torch.bfloat16
 
     def get_unscaled_state(self, p, name):
-        return self.state[p][name].float()
+        return self.state[p][name] if self._keeps_remainders(p, name) else self.state[p][name].float()
 
     def set_scaled_state(self, p, name, v):
+        assert (v.dtype == torch.int16) == self._keeps_remainders(p, name)
         if name not in self.state[p]:
             self.initialize_state(p)
         self.state[p][name].copy_(v)
@@ -80,6 +87,8 @@ class FusedAdam(torch.optim.Optimizer):
                 if len(s) == 0:
                     self.initialize_state(p)
                 w = s["master_param"] if self.master_weights else p
+                if self._keeps_remainders(p):
+                    w = joined(p, s["master_param"])
                 gr = gr.float()
                 m = s["exp_avg"].float().mul_(b1).add_(gr, alpha=1 - b1)
                 v = s["exp_avg_sq"].float().mul_(b2).addcmul_(gr, gr, value=1 - b2)
@@ -91,9 +100,24 @@ class FusedAdam(torch.optim.Optimizer):
                 if self.adam_w_mode:
                     x = x * (1 - g["lr"] * g["weight_decay"])
                 x = x.addcdiv(m, d, value=-g["lr"] / c1)
+                if self._keeps_remainders(p):
+                    split(x, p, s["master_param"])
+                    continue
                 w.copy_(x)
                 if self.master_weights:
                     p.copy_(w)
+
+
+def joined(weight, remainder):
+    """fp32 of a bf16 weight and the 16 bits that it lacks; a negative remainder has been rounded up."""
+    high = weight.view(torch.int16).int() - (remainder < 0).int()
+    return ((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
+
+
+def split(value, weight, remainder):
+    bits = value.contiguous().view(torch.int32)
+    remainder.copy_(bits.to(torch.int16))  # the lower half
+    weight.copy_(((bits >> 16) + (remainder < 0).int()).to(torch.int16).view(torch.bfloat16))
 
 
 class FusedSGD(torch.optim.SGD):

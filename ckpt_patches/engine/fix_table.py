@@ -24,5 +24,5 @@ def groups(fixes: Iterable[Fix]) -> list[tuple[str, list[Row]]]:
 
 def row(fix: Fix) -> Row:
     title = "DeepSpeed" if fix.package == DEEPSPEED else DISTRIBUTIONS[fix.package]
-    ranges = ", ".join(f"{first} \N{EN DASH} {last}" for first, last in fix.releases)
+    ranges = ", ".join(first if first == last else f"{first} \N{EN DASH} {last}" for first, last in fix.releases)
     return fix.symptom, f"{title} {ranges}".strip(), fix.stacks, fix.name

@@ -13,13 +13,13 @@ from types import CodeType
 
 from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, unrecorded
 from ckpt_patches.engine.fix import Edit, Fix, load
-from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
+from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, version_in
 from ckpt_patches.engine.names import new_unbound_names
-from ckpt_patches.engine.registry import FIXES, PLUGINS, SWITCHED, TARGETS
+from ckpt_patches.engine.registry import FIXES, PLUGINS, SWITCHED, TARGETS, root_of
 from ckpt_patches.engine.requirements import unmet
 from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.pause import without_garbage_collection
+from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
 
 
 class Outcome(Enum):
@@ -179,6 +179,7 @@ class _Tree:
 
 
 @without_garbage_collection()  # until the syntax trees are gone
+@without_syntax_warnings()
 def plan_tree(
     root: str,
     package: str,
@@ -298,6 +299,8 @@ def _check_absence(fix: Fix, tree: _Tree, found: Sequence[str]) -> None:
         return
     number, release = absent
     edit = fix.edits[number]
+    if not contains(tree.root, root_of(edit.module)):  # megatron.core alone, or megatron.training from elsewhere
+        return
     source = _source(tree, edit.module)
     what = "no such file"
     if source is not None:

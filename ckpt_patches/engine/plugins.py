@@ -130,7 +130,7 @@ def _register(fix: "Fix", brought_by: str) -> None:
     modules = tuple(_modules(fix))
     _brought_by[fix.name] = brought_by
     registry.PLUGINS[fix.name] = fix
-    registry.TARGETS.update((module, registry.root_of(module)) for module in modules)
+    registry.TARGETS.update((module, registry.package_with(module)) for module in modules)
     registry.EVERYTHING[fix.name] = modules
     registry.FIXES[fix.name] = modules
     if fix.off_because:

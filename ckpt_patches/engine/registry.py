@@ -13,15 +13,22 @@ if TYPE_CHECKING:
     from typing import Any
 
 CORE = "megatron.core"
+TRAINING = "megatron.training"
 DEEPSPEED = "deepspeed"
 NVRX = "nvidia_resiliency_ext"
+APEX = "apex"
 
 # Folder of the fixes of an upstream package, beside this package: as it is installed, or as it is in a checkout.
 FOLDERS = {
     CORE: ("megatron_patches", "megatron/patches"),
     DEEPSPEED: ("deepspeed_patches",),
     NVRX: ("nvrx_patches",),
+    APEX: ("apex_patches",),
 }
+
+# A root with modules of another one's package: in the same checkout and, since megatron-core 0.17, in the same wheel.
+# The fixes are in one folder; the import hook plans them apart, as most programs import the other one alone.
+PART_OF = {TRAINING: CORE}
 
 
 def folder(package: str) -> str:
@@ -52,12 +59,18 @@ for _parts in SWITCHED.values():
 
 
 def root_of(module: str) -> str:
-    """The upstream package that a module is of; empty if it is of none."""
+    """The one of `ROOTS` that a module is of; empty if it is of none."""
     return max((root for root in ROOTS if f"{module}.".startswith(f"{root}.")), key=len, default="")
 
 
+def package_with(module: str) -> str:
+    """The upstream package with a module's fixes; empty if there are none for it."""
+    root = root_of(module)
+    return PART_OF.get(root, root)
+
+
 # Upstream module: its package. What the import hook looks every name up in.
-TARGETS = {module: root_of(module) for modules in EVERYTHING.values() for module in modules}
+TARGETS = {module: package_with(module) for modules in EVERYTHING.values() for module in modules}
 
 # The fixes of other distributions, by their names, and whether they have been looked for.
 PLUGINS: "dict[str, Any]" = {}

@@ -1,7 +1,7 @@
 """The upstream releases that the tests ran on. What is known about a bug is known for these and for no other."""
 
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, NVRX
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX
 from ckpt_patches.errors import UserError
 
 _RECORDED = {
@@ -15,6 +15,7 @@ _RECORDED = {
         0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
         0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
     NVRX: "0.4.1 0.5.0 0.6.0",
+    APEX: "0.1",  # what every commit calls itself; tests/upstream.py has which one was tested
 }
 _PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
 # In order, the oldest first.

@@ -41,7 +41,7 @@ class NotConcerned(Exception):
 
 class Repaired(NotConcerned):
     """The code that the fix is about is there, and upstream has repaired it in a way of its own, beside which the fix's
-    other edits are right."""
+    other edits are right. Or the code is there as it was before it got the bug, where versions cannot be told apart."""
 
 
 class UnreadableSource(Exception):
@@ -318,6 +318,17 @@ class Source:
         start, _ = self._span(statement)
         self._check_begins_line(statement)
         self._edit(len(self.data[:start].rstrip()), self._end_of_line(statement), "")
+
+    def remove_comment_above(self, statement: ast.stmt, about: str) -> None:
+        """Take out the comment above a statement, from the line on that names what it is `about`, if one does.
+
+        Raises NoMatch unless the statement begins its line.
+        """
+        self._check_begins_line(statement)
+        start, stop = self._comment_above(statement, about), self._span(statement)[0]
+        named = self.data.find(about.encode(), start, stop)
+        if named >= 0:
+            self._edit(self.data.rindex(b"#", start, named), stop, "")
 
     def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
         """Insert statements, written without indentation, in front of a statement (or of an expression that is one).

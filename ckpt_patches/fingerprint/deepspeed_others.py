@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.fingerprint.record import Settings
+from ckpt_patches.fingerprint.record import Settings, plain_values
 from ckpt_patches.fingerprint.verdict import BUFFER
 
 SCHEDULER = "learning-rate scheduler"
@@ -17,7 +17,7 @@ def others(engine: Any, *, scheduler: bool) -> dict[str, Settings]:
     """By what it is called in messages, its values; of buffers a digest of shape, dtype and bytes."""
     found: dict[str, Settings] = {f"{BUFFER}{name}": {"value": _digest(one)} for name, one in _buffers(engine.module)}
     if scheduler and engine.lr_scheduler is not None:
-        found[SCHEDULER] = _plain(engine.lr_scheduler.state_dict())
+        found[SCHEDULER] = plain_values(engine.lr_scheduler.state_dict())
     if hasattr(engine.optimizer, "optimizer"):  # without ZERO or 16 bits there is no scale
         found["loss scale"] = _loss_scale(engine.optimizer)
     found["counters"] = {name: getattr(engine, name) for name in COUNTERS}
@@ -43,14 +43,3 @@ def _loss_scale(optimizer: Any) -> Settings:
     scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
     values = {"scale": getattr(optimizer, "loss_scale", None), "steps": getattr(scaler, "cur_iter", None)}
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-
-
-def _plain(state: dict[str, Any]) -> Settings:
-    """What of a scheduler's state is numbers, words or lists of these; the rest is code."""
-    return {str(name): value for name, value in state.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

@@ -42,7 +42,7 @@ class Held(NamedTuple):
     states: Mapping[str, torch.Tensor]  # in one dimension, equally long
     settings: Settings
     tensors: Mapping[str, torch.Tensor]  # the states, and a step if it is a tensor
-    is_sharded: bool  # whether data-parallel ranks hold other elements of it, and no replicas
+    is_sharded: bool  # whether data-parallel ranks hold other elements, of it or of others, and no replicas
     replica: int  # of the optimizer itself
 
 
@@ -116,12 +116,13 @@ def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Li
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     tensors: list[tuple[Key, torch.Tensor]] = []
+    divided = _divided(optimizer)
     for leaf in leaves(optimizer):
         why = _why_none(leaf)
         if why:
             left_out[type(leaf).__name__] = why
             continue
-        for held in _held(leaf):
+        for held in _held(leaf, divided):
             place = where.get(id(held.param))
             if place is None:
                 left_out[f"a parameter of {tuple(held.param.shape)}"] = "it is not in the model's sharded state dict"
@@ -134,7 +135,7 @@ def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Li
 
     def parts() -> Iterator[Part]:
         for leaf in leaves(optimizer):
-            for held in _held(leaf) if not _why_none(leaf) else ():
+            for held in _held(leaf, divided) if not _why_none(leaf) else ():
                 place = where.get(id(held.param), Place((), ()))
                 for name, values in held.states.items():
                     yield from _parts(held, place, name, values)
@@ -176,6 +177,17 @@ def leaves(optimizer: Any) -> list[Any]:
     )
 
 
+def _divided(optimizer: Any) -> set[int]:
+    """The optimizers, by their identities, of which each data-parallel rank has whole parameters of its own.
+
+    Those of a layer-wise distributed optimizer.
+    """
+    chained = getattr(optimizer, "chained_optimizers", ())
+    if getattr(optimizer, "dp_cp_params_list", None) is not None:
+        return {id(leaf) for leaf in leaves(optimizer)}
+    return {one for inner in chained for one in _divided(inner)}
+
+
 def is_apart(optimizer: Any, state_dict: Any) -> bool:
     """Whether the states are loaded after this: a distributed optimizer's from a file of their own."""
     held = state_dict if isinstance(state_dict, list) else [state_dict]
@@ -207,13 +219,13 @@ def _why_none(leaf: Any) -> str:
     return ""
 
 
-def _held(leaf: Any) -> Iterator[Held]:
+def _held(leaf: Any, divided: set[int]) -> Iterator[Held]:
     if getattr(leaf, "is_stub_optimizer", False):
         return
     if hasattr(leaf, "gbuf_ranges"):
         yield from _of_distributed(leaf)
     else:
-        yield from _of_whole(leaf)
+        yield from _of_whole(leaf, is_sharded=id(leaf) in divided)
 
 
 def _of_distributed(leaf: Any) -> Iterator[Held]:
@@ -227,8 +239,8 @@ def _of_distributed(leaf: Any) -> Iterator[Held]:
                     yield _held_of(param, begin, numel, group, states, is_sharded=True, replica=replica)
 
 
-def _of_whole(leaf: Any) -> Iterator[Held]:
-    """Of an optimizer of which each data-parallel rank has all."""
+def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
+    """Of an optimizer that has whole parameters: of all, or of those that this data-parallel rank updates."""
     models = {
         id(main): param
         for params, mains in zip(
@@ -239,7 +251,7 @@ def _of_whole(leaf: Any) -> Iterator[Held]:
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
             states = {"param": main, **leaf.optimizer.state.get(main, {})}
-            yield _held_of(models.get(id(main), main), 0, main.numel(), group, states, is_sharded=False, replica=0)
+            yield _held_of(models.get(id(main), main), 0, main.numel(), group, states, is_sharded=is_sharded, replica=0)
 
 
 def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,17 @@ from ckpt_patches.fingerprint import record as records
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.live_state import Live, Part, Sums, blocks_of, sums
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
-from ckpt_patches.fingerprint.verdict import Hint, Key, Total, Verdict, judge, sentences, unequal
+from ckpt_patches.fingerprint.verdict import (
+    Besides,
+    Hint,
+    Key,
+    Total,
+    Verdict,
+    besides_sentences,
+    judge,
+    sentences,
+    unequal,
+)
 from ckpt_patches.runtime.ranks import is_rank_zero
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
@@ -60,12 +70,30 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
     """
     verdict = verdict_of(live, plain, group)
     lines = sentences(verdict)
-    if (verdict.is_wrong or verdict.is_unproven) and os.environ.get(SWITCH) != "warn":
-        raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
-    if is_rank_zero(os.environ):
-        odd = verdict.is_wrong or verdict.unproven or verdict.rates
-        _say(logging.WARNING if odd else logging.INFO, "\n".join(lines))
+    odd = verdict.is_wrong or verdict.unproven or verdict.rates
+    _conclude(lines, is_error=verdict.is_wrong or verdict.is_unproven, is_odd=bool(odd))
     return verdict
+
+
+def prove_besides(ranks: Sequence[Besides]) -> None:
+    """Say what came of what a run keeps beside its optimizer, on these ranks.
+
+    Raises:
+        FingerprintError: something is not what was saved, unless the switch says `warn`.
+    """
+    differences = _each_once(one for of_rank in ranks for one in of_rank.differences)
+    unproven = {what: why for of_rank in ranks for what, why in of_rank.unproven.items()}
+    equal = set[str].intersection(*(set(of_rank.equal) for of_rank in ranks))
+    lines = besides_sentences(sorted(equal), differences, unproven)
+    _conclude(lines, is_error=bool(differences), is_odd=bool(differences or unproven))
+
+
+def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
+    """Raise what is an error unless the switch says `warn`; else say the lines, if any, on the first rank."""
+    if is_error and os.environ.get(SWITCH) != "warn":
+        raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
+    if lines and is_rank_zero(os.environ):
+        _say(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
 
 
 def say_nothing_is_proven(why: str) -> None:
@@ -77,18 +105,18 @@ def say_nothing_is_proven(why: str) -> None:
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     """As `prove`, without a word."""
     record, problem = _read(plain)
-    said = _from_all((_digest(record), plain is not None), group)
+    said = from_all((_digest(record), plain is not None), group)
     if len(set(said)) > 1:
         return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
     if record is None:
         return Verdict(unproven={"the checkpoint": problem}, recorded=said[0][1])
     found = sums(live.parts(), main=False)
-    odd = _from_all(_odd(live, record, found), group)
+    odd = from_all(_odd(live, record, found), group)
     totals = _totals(record, found, odd, group)
     wrong = unequal(record, totals)
-    hints = _from_all(_hints(live, record, wrong), group) if wrong else []
+    hints = from_all(_hints(live, record, wrong), group) if wrong else []
     by_key = {key: [of_rank[key] for of_rank in hints if key in of_rank] for key in wrong}
-    settings = sorted({_hashable(one): one for of_rank in odd for one in of_rank.settings}.values(), key=_hashable)
+    settings = _each_once(one for of_rank in odd for one in of_rank.settings)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
     shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
     nowhere = set[str].intersection(
@@ -118,6 +146,11 @@ def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
     settings += records.other_differences(record.others, live.others)
     lacks = record.others.keys() - live.others.keys()
     return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks)
+
+
+def _each_once(differences: Iterable[SettingDifference]) -> list[SettingDifference]:
+    """Ranks have many in common."""
+    return sorted({_hashable(one): one for one in differences}.values(), key=_hashable)
 
 
 def _hashable(one: SettingDifference) -> tuple[str, ...]:
@@ -221,7 +254,7 @@ def from_first(value: Any, group: Any) -> Any:
     return held[0]
 
 
-def _from_all(value: Any, group: Any) -> list[Any]:
+def from_all(value: Any, group: Any) -> list[Any]:
     if _alone(group):
         return [value]
     found: list[Any] = [None] * distributed.get_world_size(group)

@@ -159,6 +159,17 @@ def other_differences(saved: Mapping[str, Settings], found: Mapping[str, Setting
     ]
 
 
+def plain_values(state: Mapping[Any, Any]) -> Settings:
+    """What of a scheduler's state is numbers, words or lists of these; the rest is code."""
+    return {str(name): value for name, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def _plain(value: Any) -> Any:
     """Formats make lists of pairs, and floats of whole numbers."""
     if isinstance(value, list | tuple):

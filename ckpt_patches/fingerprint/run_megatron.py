@@ -6,6 +6,7 @@ group of ranks that have one: others have nothing to train. In the `torch` forma
 optimizer's state, of one model-parallel rank.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from ckpt_patches.fingerprint import buckets, megatron_state, proof
+from ckpt_patches.fingerprint import buckets, megatron_run, megatron_state, proof
 from ckpt_patches.fingerprint.live_state import Live
 from ckpt_patches.fingerprint.record import KEY, Settings, add_settings
 
+SCHEDULER = "opt_param_scheduler"  # of a state dict
 NOTE = f"{KEY}_note"  # of a state dict that is being made or loaded; in no checkpoint
 Method = Callable[..., Any]
 
+_loaded: list[Any] = []  # what the last load since that of a whole run began had recorded of the run
 _depth = 0  # of calls of an optimizer's methods in each other: a chain's, and a load in the making of a state dict
 
 
@@ -59,7 +62,9 @@ def saving(save: Method) -> Method:
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         notes = [holder.pop(NOTE) for holder in _holders(sharded_state_dict)]
         if any(_of_all_ranks(bool(notes))):
-            sharded_state_dict[KEY] = proof.recorded(_together(notes))
+            others = megatron_run.of_save(sharded_state_dict)
+            record = proof.recorded(dataclasses.replace(_together(notes), others=others))
+            sharded_state_dict[KEY] = {**record, megatron_run.RUN: record["others"], "others": {}}
         return save(sharded_state_dict, *args, **kwargs)
 
     return with_record
@@ -75,6 +80,9 @@ def loading(load: Method) -> Method:
         result = load(sharded_state_dict, *args, **kwargs)
         state_dict = result[0] if isinstance(result, tuple) else result
         record = state_dict.pop(KEY, None)
+        _loaded[:] = [_of_run(record)]
+        if isinstance(state_dict.get(SCHEDULER), dict):
+            state_dict[SCHEDULER][NOTE] = _of_run(record)
         if any(wishes):
             given = Given(record, None if all(wishes) else _group_of(wishes))
             for path in paths:
@@ -99,6 +107,36 @@ def proven(method: Method) -> Method:
             proof.prove(live, given.record, given.group)
         elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
             proof.say_nothing_is_proven("this state dict is not one that dist_checkpointing.load has returned")
+        return result
+
+    return with_proof
+
+
+def scheduler_proven(method: Method) -> Method:
+    """For the scheduler's `load_state_dict`."""
+
+    @functools.wraps(method)
+    def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        saved = state_dict.pop(NOTE, None) if isinstance(state_dict, dict) else None
+        result = method(self, state_dict, *args, **kwargs)
+        if saved:
+            proof.prove_besides([megatron_run.of_scheduler(saved, self)])
+        return result
+
+    return with_proof
+
+
+def run_proven(load_checkpoint: Method) -> Method:
+    """For `megatron.training`'s `load_checkpoint`, in which all ranks take part: the last that a resume loads."""
+
+    @functools.wraps(load_checkpoint)
+    def with_proof(*args: Any, **kwargs: Any) -> Any:
+        _loaded.clear()
+        result = load_checkpoint(*args, **kwargs)
+        saved = _loaded.pop() if _loaded else {}
+        options = load_checkpoint.__globals__["get_args"]()
+        if saved and not options.finetune:
+            proof.prove_besides(proof.from_all(megatron_run.of_load(saved, options), None))
         return result
 
     return with_proof
@@ -136,6 +174,12 @@ def proven_apart(method: Method) -> Method:
         return result
 
     return with_proof
+
+
+def _of_run(record: Any) -> dict[str, Settings]:
+    """What a record has of the run beside its optimizer; nothing where there is none."""
+    found = record.get(megatron_run.RUN) if isinstance(record, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _live_of_rank(optimizer: Any) -> Live:

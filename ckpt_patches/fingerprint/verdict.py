@@ -70,6 +70,14 @@ class Verdict:
         return self.recorded and not self.proven
 
 
+class Besides(NamedTuple):
+    """What came of a comparison of what is no parameter, on one rank."""
+
+    equal: list[str]
+    differences: list[SettingDifference]
+    unproven: dict[str, str]  # what, and why
+
+
 def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
     """The states that ranks hold and that are not what the record says."""
     return [
@@ -193,6 +201,18 @@ def sentences(verdict: Verdict) -> list[str]:
         headline = f"resume proven: {what}{rest}"
     unproven = _shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])
     return [headline, *unproven, *_of_rates(verdict.rates)]
+
+
+def besides_sentences(
+    equal: Sequence[str], differences: Sequence[SettingDifference], unproven: Mapping[str, str]
+) -> list[str]:
+    """As `sentences`, of what is no parameter."""
+    left = _shortened([f"  not proven: {what}: {why}" for what, why in unproven.items()])
+    if differences:
+        headline = f"fingerprint: the run after the load is not what was saved: values that differ: {len(differences)}"
+        return [headline, *_shortened(list(map(_line, differences))), *left]
+    headline = f"resume proven: {', '.join(equal)}" if equal else "fingerprint: nothing is proven of the run's state"
+    return [headline, *left] if equal or unproven else []
 
 
 def _of_rates(rates: Sequence[SettingDifference]) -> list[str]:

@@ -72,7 +72,7 @@ def unlike_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 # By what megatron-core tells the param groups of an optimizer apart, and what its scheduler gives each of them.
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr", "start_wd", "end_wd")
-OF_ONE_OPTIMIZER = ("betas", "eps", "bias_correction", "is_expert_parallel")
+OF_ONE_OPTIMIZER = ("betas", "eps", "bias_correction")
 
 
 def same_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -91,11 +91,16 @@ def same_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"groups {first} and {number} have the same multipliers and bounds: a load takes one for the other"
 
 
-def unlike_schedules(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Settings that Megatron has alike in all groups of one optimizer, and that differ, in words."""
+def unlike_schedules(groups: Sequence[Mapping[str, Any]], *, experts_are_apart: bool) -> Iterator[str]:
+    """Settings that Megatron has alike in all groups of one optimizer, and that differ, in words.
+
+    Args:
+        groups: of the optimizer.
+        experts_are_apart: whether those of experts are of another optimizer.
+    """
     if not groups or not all("wd_mult" in group and "max_lr" in group for group in groups):
         return
-    for name in OF_ONE_OPTIMIZER:
+    for name in (*OF_ONE_OPTIMIZER, *(["is_expert_parallel"] if experts_are_apart else [])):
         other = next((n for n, group in enumerate(groups) if differ(group.get(name), groups[0].get(name))), None)
         if other is not None:
             yield f"{name} is {_shown(groups[0].get(name))} in group 0, {_shown(groups[other].get(name))} in {other}"
@@ -116,7 +121,7 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[st
 
 def differ(one: Any, other: Any) -> bool:
     """Whether two plain values differ; what is neither a number nor a string, a list or a tuple of these does not."""
-    if not _is_plain(one) or not _is_plain(other):
+    if one is other or not _is_plain(one) or not _is_plain(other):
         return False
     return bool(_canonical(one) != _canonical(other))
 

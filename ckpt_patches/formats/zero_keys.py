@@ -49,22 +49,22 @@ def _keys(value: Any, path: str, *, own: bool) -> Iterator[tuple[str, Any]]:
 def contradictions(own: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[str]:
     """What a rank's file lacks that others have, and what it states otherwise, in words.
 
-    Of a key and those below it the first alone.
+    Of a key and those below it the first alone: `usual` is in the order of the keys.
     """
     last = ""
-    for key in sorted(usual):
+    for key, value in usual.items():
         if key not in own:
             if not (last and key.startswith(f"{last}[")):
                 last = key
                 yield f"no {key}, which other ranks' files have"
-        elif settings.differ(own[key], usual[key]):
-            yield f"{key} is {shown(own[key])}, and {shown(usual[key])} on other ranks"
+        elif settings.differ(own[key], value):
+            yield f"{key} is {shown(own[key])}, and {shown(value)} on other ranks"
 
 
 def usual(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """All keys that any rank's file has, with the value that the first one has there."""
+    """All keys that any rank's file has, in their order, with the value that the first one has there."""
     found: dict[str, Any] = {}
     for own in files:
         if not own.keys() <= found.keys():
             found = {**own, **found}
-    return found
+    return dict(sorted(found.items()))

@@ -11,7 +11,6 @@ from _frozen_importlib_external import SourceFileLoader
 from _thread import _local
 
 from ckpt_patches import is_replaced
-from ckpt_patches.engine.registry import TARGETS
 from ckpt_patches.hook import running
 from ckpt_patches.hook.loader import CheckedLoader, PatchedLoader
 
@@ -30,7 +29,7 @@ def patched_spec(
     finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
     """The spec that the finders behind ours give for a target module, with a loader of ours in it."""
-    if is_replaced() and not running.has_plans(TARGETS.get(fullname, "")):  # what fixes it needs is on the disk no more
+    if is_replaced() and not running.has_plans(fullname):  # what fixes it needs is on the disk no more
         finder.give_up()
         return None
     spec = _spec_behind(finder, fullname, path, target)

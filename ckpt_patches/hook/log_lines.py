@@ -70,13 +70,14 @@ def mismatch(plan: TreePlan, result: FixResult) -> str:
 
 def _announce(plan: TreePlan) -> None:
     """Log what is active in a tree, once a process, and not in the workers of a data loader."""
-    name = upstream(plan)
-    if name in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
+    name, fixes = upstream(plan), " ".join(result.name for result in plan.results)
+    if f"{name} {fixes}" in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
         return
-    _logged.add(name)
-    none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
-    active = ", ".join(plan.named(Outcome.APPLIES)) or none
-    _say(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active}")
+    active, is_first = ", ".join(plan.named(Outcome.APPLIES)), name not in _logged
+    _logged.update((name, f"{name} {fixes}"))
+    if active or is_first:  # of another part of the package nothing is said where it needs nothing
+        none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
+        _say(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active or none}")
 
 
 def warn(message: str, at_exit: bool, *, error: bool = False) -> None:

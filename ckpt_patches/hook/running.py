@@ -11,7 +11,7 @@ import sys
 from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 
-from ckpt_patches.engine.registry import EVERYTHING, TARGETS, packages
+from ckpt_patches.engine.registry import EVERYTHING, PART_OF, TARGETS, packages, root_of
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.runtime.ranks import is_rank_zero
 
@@ -37,7 +37,7 @@ class LooksFirst:
     loader: "Any"
 
 
-# By tree, package, the fixes to skip and the overlays: the plan, and why fixes could not edit modules
+# By tree, root of modules, the fixes to skip and the overlays: the plan, and why fixes could not edit modules
 # when it was made.
 _plans: "dict[tuple[str, str, frozenset[str], tuple[str, ...]], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
 # Targets in which our loader has run edited code: the module, its spec then, and the file.
@@ -79,7 +79,7 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
         return None
     try:
         path = os.path.abspath(path)
-        return _current_plan(_root(module, path), TARGETS[module], switches, module, _text(path))
+        return _current_plan(_root(module, path), root_of(module), switches, module, _text(path))
     except Exception as error:  # never stop a program that would have run without us
         from ckpt_patches.hook import log_lines
 
@@ -104,11 +104,18 @@ def read_plugins(switches: "Switches", *, at_exit: bool = False) -> None:
         log_lines.warn_or_raise(messages, switches, at_exit=at_exit)
 
 
-def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan, dict[tuple[str, str], str]]":
-    """Plan a tree, without the fixes that would run by halves in this process; and why these would."""
+def make_plan(
+    root: str, package: str, switches: "Switches", of: str = ""
+) -> "tuple[TreePlan, dict[tuple[str, str], str]]":
+    """Plan a tree, without the fixes that would run by halves in this process; and why these would.
+
+    `of`: only the fixes of modules with this root.
+    """
     from ckpt_patches.engine.plan import fixes_for, plan_tree
 
     names = fixes_for(package, switches.skip, switches.overlays)
+    if of:
+        names = [name for name in names if root_of(EVERYTHING[name][0]) == of]
     unavailable: dict[tuple[str, str], str] = {}
     plan = plan_tree(root, package, names)
     while found := _unavailable(plan):
@@ -117,16 +124,16 @@ def make_plan(root: str, package: str, switches: "Switches") -> "tuple[TreePlan,
     return plan, unavailable
 
 
-def has_plans(package: str) -> bool:
-    """Whether a tree of this upstream package was planned."""
-    return any(planned == package for _, planned, _, _ in _plans)
+def has_plans(module: str) -> bool:
+    """Whether a tree was planned for modules with the same root as this one."""
+    return any(planned == root_of(module) for _, planned, _, _ in _plans)
 
 
 def plans(switches: "Switches") -> "Iterator[TreePlan]":
     """Of the trees from which targets were imported."""
-    for (root, package, skip, overlays), _ in list(_plans.items()):
+    for (root, modules, skip, overlays), _ in list(_plans.items()):
         if (skip, overlays) == (switches.skip, switches.overlays):
-            yield _current_plan(root, package, switches)
+            yield _current_plan(root, modules, switches)
 
 
 def not_examined() -> list[str]:
@@ -160,9 +167,10 @@ def _trees_of_packages() -> "dict[tuple[str, str], None]":
     """The trees of the packages that are imported, also where no target is: they may have been refused, or moved."""
     from ckpt_patches.engine.plan import tree_root
 
-    origins = {package: os.path.abspath(_origin(package)) for package in packages() if _is_loaded(package)}
-    roots = {package: tree_root(origin, package) for package, origin in origins.items()}
-    return {(root, package): None for package, root in roots.items() if root is not None}
+    imported = (name for name in (*packages(), *PART_OF) if _is_loaded(name))
+    origins = {name: os.path.abspath(_origin(name)) for name in imported}
+    roots = {name: tree_root(origin, name) for name, origin in origins.items()}
+    return {(root, name): None for name, root in roots.items() if root is not None}
 
 
 def _say_what_does_not_run(
@@ -173,11 +181,11 @@ def _say_what_does_not_run(
     for module in modules:
         path = os.path.abspath(_origin(module))
         try:
-            trees[_root(module, path), TARGETS[module]] = None
+            trees[_root(module, path), root_of(module)] = None
         except Unpatchable as error:
             log_lines.tell_unpatched(module, path, error, switches, at_exit=at_exit)
-    for root, package in trees:
-        log_lines.tell(_current_plan(root, package, switches), switches, at_exit=at_exit)
+    for root, planned in trees:
+        log_lines.tell(_current_plan(root, planned, switches), switches, at_exit=at_exit)
 
 
 class Unpatchable(Exception):
@@ -205,14 +213,14 @@ def _text(path: str) -> bytes | None:
 
 
 def _current_plan(
-    root: str, package: str, switches: "Switches", module: str = "", text: bytes | None = None
+    root: str, modules: str, switches: "Switches", module: str = "", text: bytes | None = None
 ) -> "TreePlan":
-    """The plan of a tree as it is now, given the text (its digest) of one of its modules."""
-    key = (root, package, switches.skip, switches.overlays)
+    """The plan of a tree as it is now for modules with a root, given the text (its digest) of one of them."""
+    key = (root, modules, switches.skip, switches.overlays)
     plan, unavailable = _plans.get(key, (None, {}))
     changed = plan is not None and text is not None and plan.texts.get(module, text) != text
     if plan is None or changed or _unavailable(plan) or _is_available_again(root, unavailable):
-        plan, unavailable = make_plan(root, package, switches)
+        plan, unavailable = make_plan(root, PART_OF.get(modules, modules), switches, of=modules)
     _plans[key] = (plan, unavailable)
     return plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckpt_patches import __version__
 from ckpt_patches.audit import audit, repair_list
 from ckpt_patches.audit.audit import Report
-from ckpt_patches.audit.damages import DAMAGE, NOTE, SHIFTED_STATE, Finding
+from ckpt_patches.audit.damages import DAMAGE, MIXED_ROWS, NOTE, SHIFTED_STATE, Finding
 from ckpt_patches.audit.judging import recorded_states, scan
 from ckpt_patches.audit.judging.record_checksums import PartRead
 from ckpt_patches.audit.readers.checkpoint import Checkpoint
@@ -90,6 +90,7 @@ def prepare(path: Path, step: int | None, *, trust: bool = False, damaged_as_is:
             raise _nothing_to_do(found)
         checkpoint = found.found
         planned = plan(found, audit.complete(checkpoint), step)
+        checkpoint.findings[:] = [own for own in checkpoint.findings if own.kind is not MIXED_ROWS]  # no longer
         if not damaged_as_is:
             _check_inventory(checkpoint)
         return found, planned

@@ -31,7 +31,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="convert an old Megatron checkpoint for megatron-core 0.16 and later",
         **described(
             "Convert a checkpoint that megatron-core up to 0.15 wrote (zarr, or optimizer state in flattened ranges) "
-            "to one that 0.16 and later load and resume from, bit for bit.",
+            "to one that 0.16 and later load and resume from, bit for bit. Rows of SwiGLU that torch FSDP2 mixed up to "
+            "0.18 are put in place.",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000",
             "torchrun --nproc-per-node 4 -m ckpt_patches migrate OLD --output NEW",

@@ -12,7 +12,7 @@ from ckpt_patches.audit.readers.checkpoint import Extent, Record, Shard
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
-from ckpt_patches.migrate import chunk_cover, entry_layout, keys, settings
+from ckpt_patches.migrate import chunk_cover, entry_layout, keys, settings, swiglu_parts
 from ckpt_patches.migrate.chunk_cover import Part
 from ckpt_patches.migrate.entry_layout import Raw, Torch
 from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
@@ -105,7 +105,7 @@ def source_type(source: Source) -> str:
 
 def needs_nothing(source: Source) -> bool:
     """Whether megatron-core 0.16 and later load it as it is."""
-    if source.backend != "torch_dist":
+    if source.backend != "torch_dist" or source.mixed:
         return False
     kind = source_type(source)
     return kind not in TARGETS or (kind == GATHERED and settings.is_described(source.settings))
@@ -138,6 +138,11 @@ def plan(source: Source, shards: Sequence[Shard], step: int | None = None) -> Pl
 
 
 def _warnings(source: Source, kind: str) -> Iterator[str]:
+    if source.mixed:
+        yield (
+            f"rows of SwiGLU's W and V, which torch FSDP2 has mixed, are put in place in {len(source.mixed)} tensors: "
+            "up to megatron-core 0.18 a run under FSDP2 loads them with the fix fsdp2_swiglu_rows only"
+        )
     if kind == MODEL_SPACE and settings.are_of_rank_0(source.settings):
         yield (
             "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
@@ -203,12 +208,29 @@ def _parts(source: Source, array: Array, kind: str, unpadded: dict[keys.Bucket, 
     bucket = keys.bucket_of(array.name)
     if kind == BUCKETS and bucket is not None:
         return _cut(array, unpadded[bucket])
+    if array.name in source.mixed:
+        return _in_place(source, array)
     model = keys.model_key(array.name)
     if model is None:
         return chunk_cover.parts(array)
     return chunk_cover.parts(
         chunk_cover.with_whole(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True
     )
+
+
+def _in_place(source: Source, array: Array) -> list[Part]:
+    """The rows of W and V that torch FSDP2 has mixed.
+
+    Raises:
+        UserError: it cannot be told whether it has.
+    """
+    grid, why_not = source.mixed[array.name]
+    if grid is None:
+        raise UserError(
+            f"{source.found.path}: cannot tell whether rows of W and V are in place in {array.name}, and nothing was "
+            f"written: {why_not}"
+        )
+    return swiglu_parts.parts(array, grid)
 
 
 def _cut(array: Array, numel: int) -> list[Part]:

@@ -1,7 +1,7 @@
 """What an old checkpoint holds, as the audit's readers find it: arrays in chunks, objects, and what is not sharded."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.swiglu_rows import Mixed
 from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, Offsets, Place, read_place
 from ckpt_patches.formats.zarr import Array as ZarrArray
 from ckpt_patches.formats.zarr import arrays as arrays_in
@@ -61,6 +62,7 @@ class Source:
     common: torch_file.TorchFile | None  # what is not sharded; none where it is an object itself, as since 0.19
     settings: dict[str, Any]  # the same as a dict
     files: tuple[tuple[str, int, int], ...]  # all, by name: bytes, time of the last change in ns
+    mixed: dict[str, Mixed] = field(default_factory=dict)  # arrays whose rows torch FSDP2 has mixed, by name
 
 
 def check(path: Path) -> str:
@@ -88,7 +90,7 @@ def read(path: Path, *, trust: bool = False) -> Source:
     """
     backend = check(path)
     files = _files(path)
-    found, arrays, objects, held = _READERS[backend](path, trust)
+    found, arrays, objects, held, mixed = _READERS[backend](path, trust)
     for finding in found.findings:
         if finding.kind is BAD_METADATA and finding.array not in (megatron_arrays.CONFIG, COMMON):
             raise UserError(f"{path / finding.array} cannot be read, and nothing was written: {finding.detail}")
@@ -97,10 +99,10 @@ def read(path: Path, *, trust: bool = False) -> Source:
     settings = unwrapped if common is None else common.value
     if not isinstance(settings, dict):
         raise UserError(f"{path / COMMON}: expected a dict, found {type(settings).__name__}")
-    return Source(found, backend, arrays, objects, common, settings, files)
+    return Source(found, backend, arrays, objects, common, settings, files, mixed)
 
 
-Read = tuple[Checkpoint, dict[str, Array], tuple[Object, ...], Any]
+Read = tuple[Checkpoint, dict[str, Array], tuple[Object, ...], Any, dict[str, Mixed]]
 
 
 def _of_torch_dist(path: Path, trust: bool) -> Read:
@@ -122,7 +124,8 @@ def _of_torch_dist(path: Path, trust: bool) -> Read:
     with RangedFiles() as files:
         objects = [_object(files, path, name, place) for name, place in index.objects.items()]
     held = [own.value for own in objects if own.key == COMMON_OBJECT]
-    return found, arrays, tuple(own for own in objects if own.key != COMMON_OBJECT), held[0] if held else None
+    others = tuple(own for own in objects if own.key != COMMON_OBJECT)
+    return found, arrays, others, held[0] if held else None, torch_dist_reader.mixed_rows(found, index)
 
 
 def _object(files: RangedFiles, path: Path, name: str, place: Place) -> Object:
@@ -135,7 +138,7 @@ def _of_zarr(path: Path, trust: bool) -> Read:
     found = zarr_reader.read(path)
     known = map(read_array, arrays_in(path))
     objects = tuple(map(partial(_zarr_object, trust=trust), sorted(path.glob("*/shard_*.pt"))))
-    return found, {array.name: _zarr_array(array) for array in known}, objects, None
+    return found, {array.name: _zarr_array(array) for array in known}, objects, None, {}
 
 
 def _zarr_array(array: ZarrArray) -> Array:

@@ -1,7 +1,8 @@
-"""A pause of the garbage collector while a tree, or a large checkpoint, is planned."""
+"""A pause of the garbage collector, and of warnings, while a tree, or a large checkpoint, is planned."""
 
 import gc
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,15 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         _end_pause()
+
+
+@contextmanager
+def without_syntax_warnings() -> Iterator[None]:
+    """Upstream's own, as of an invalid escape: Python says them where it compiles a file, and then has its bytecode."""
+    with warnings.catch_warnings():
+        for kind in (SyntaxWarning, DeprecationWarning):  # the latter up to Python 3.11
+            warnings.simplefilter("ignore", kind)
+        yield
 
 
 def _end_pause() -> None:

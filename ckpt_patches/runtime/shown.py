@@ -10,6 +10,8 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 def shown(value: Any) -> str:
     """A value as Python writes it, cut to 200 characters. Its parts are counted before they are formatted."""
+    if type(value) is str and len(value) < 50 and value.isprintable() and value.isascii():
+        return repr(value)  # as below, and ten times as fast: keys and names, of which there are thousands
     try:
         return _SHORT.repr(value)[:200]
     except Exception as error:  # a value that a file has built can fail in any way

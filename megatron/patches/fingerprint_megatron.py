@@ -33,6 +33,21 @@ def distributed_optimizer(source: Source) -> None:
     decorate(source, "DistributedOptimizer.load_parameter_state_from_dp_zero", "proven_apart")
 
 
+@fix.edit("megatron.core.optimizer.layer_wise_optimizer", optional=True, ours_alone=True)
+def layer_wise_optimizer(source: Source) -> None:
+    """A chain that goes through what a chain has made, and begins with what it has loaded. Since 0.16."""
+    begin(source)
+    decorate(source, "LayerWiseDistributedOptimizer.sharded_state_dict", "noted")
+    decorate(source, "LayerWiseDistributedOptimizer.load_state_dict", "proven")
+
+
+@fix.edit("megatron.core.optimizer_param_scheduler", optional=True, ours_alone=True)
+def scheduler(source: Source) -> None:
+    """It is loaded after the optimizer. Before 0.9 it was in `megatron.training`."""
+    begin(source)
+    decorate(source, "OptimizerParamScheduler.load_state_dict", "scheduler_proven")
+
+
 @fix.edit("megatron.core.dist_checkpointing.serialization", ours_alone=True)
 def checkpoints(source: Source) -> None:
     """All ranks take part in these: here what they have noted comes together, and is handed back."""

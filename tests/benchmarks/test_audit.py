@@ -50,9 +50,19 @@ def write_universal(folder: Path, dtype: torch.dtype) -> Path:
         (folder / "zero" / name).mkdir(parents=True)
         for key, file in (("fp32_param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             torch.save({"param": values[key]}, folder / "zero" / name / f"{file}.pt")
-    shapes = [{name: torch.Size([ELEMENTS]) for name in names}]
-    module = {name: values["weight"].clone() for name in names}
-    torch.save({"module": module, "param_shapes": shapes}, folder / "mp_rank_00_model_states.pt")
+    groups = [{"params": list(range(PARAMETERS)), "lr": 1e-3, "betas": (0.9, 0.95), "step": 3}]
+    torch.save({"optimizer_state_dict": {"param_groups": groups}}, folder / "zero" / "optimizer_state.pt")
+    torch.save(
+        {
+            "module": {name: values["weight"].clone() for name in names},
+            "param_shapes": [{name: torch.Size([ELEMENTS]) for name in names}],
+            **dict.fromkeys(("dp_world_size", "mp_world_size"), 1),
+            "global_steps": 3,
+            "skipped_steps": 0,
+            "lr_scheduler": None,
+        },
+        folder / "mp_rank_00_model_states.pt",
+    )
     return folder
 
 

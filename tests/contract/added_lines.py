@@ -21,7 +21,7 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.engine.releases import RECORDED
 from upstream import RELEASES as TABLE
-from upstream import all_releases, newest_affected, tree
+from upstream import all_releases, is_available, newest_affected, tree
 
 RECORD = Path(__file__).parent.parent / "recorded" / "added_lines.json"
 COMMAND = "after a look at the difference: python tests/contract/added_lines.py"
@@ -91,7 +91,8 @@ def entries(fix: str) -> list[dict[str, object]]:
 
 
 def main(names: Sequence[str]) -> None:
-    record = {**_record(), **{fix: entries(fix) for fix in names or FIXES}}
+    there = [fix for fix in FIXES if is_available(DISTRIBUTIONS[package_of(fix)])]
+    record = {**_record(), **{fix: entries(fix) for fix in names or there}}
     RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ RANKS = 2
 ITERATIONS = (1, 3)
 AT_ONCE = 10  # loads by the same processes: Gloo keeps the threads of every group
 OPTIONS = argparse.Namespace(
-    tp=1, pp=1, ep=2, dp=RANKS, experts=True, fp32=False, inner="fused", optimizer="distributed",
+    tp=1, pp=1, ep=2, dp=RANKS, experts=True, of_each=2, fp32=False, inner="fused", optimizer="distributed",
     format="fully_reshardable", backend="torch_dist",
 )  # fmt: skip
 

@@ -1,12 +1,13 @@
 """Train a small GPT with the real megatron-core on CPU ranks, save it, and resume it, in another release or layout.
 
 The model has two layers with SwiGLU, a padded vocabulary and an embedding that is the output layer as well; with
-`--experts` each layer has two. `save` writes OUT/checkpoint, and what each model-parallel rank had then and two steps
-later; `resume` loads a checkpoint and prints JSON: for what it has "loaded", and what it has two steps "after",
-"bit-equal" or what differs; where other model-parallel ranks saved it saves what it has loaded in OUT/again.
+`--experts` each layer has two, or as many as `--of-each` says. `save` writes OUT/checkpoint, and what each
+model-parallel rank had then and two steps later; `resume` loads a checkpoint and prints JSON: for what it has "loaded",
+and what it has two steps "after", "bit-equal" or what differs; where other model-parallel ranks saved it saves what it
+has loaded in OUT/again.
 
     gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
-        [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--fp32] [--inner fused|torch]
+        [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--of-each 2] [--fp32] [--inner fused|torch]
         [--optimizer distributed|whole|none]
 
 A `whole` optimizer is not distributed: each rank has all of its state. With `none` the model's weights are saved alone.
@@ -31,7 +32,7 @@ STEPS_BEFORE, STEPS_AFTER = 3, 2
 def main() -> None:
     options = parsed(
         {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist",
-        tp=1, pp=1, ep=1, dp=2, experts=False, fp32=False, inner="fused", optimizer="distributed",
+        tp=1, pp=1, ep=1, dp=2, experts=False, of_each=2, fp32=False, inner="fused", optimizer="distributed",
     )  # fmt: skip
     ranks = options.tp * options.pp * options.dp
     parallel = {"tensor_parallel": options.tp, "pipeline_parallel": options.pp}
@@ -55,7 +56,9 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
     tensor_parallel.random.initialize_rng_tracker()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     dtype = torch.float32 if options.fp32 else torch.bfloat16
-    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_grouped_gemm": False} if options.experts else {}
+    experts = (
+        {"num_moe_experts": options.of_each, "moe_router_topk": 2, "moe_grouped_gemm": False} if options.experts else {}
+    )
     if options.experts and options.tp > 1:
         experts["sequence_parallel"] = True
     config = TransformerConfig(

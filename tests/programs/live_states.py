@@ -1,6 +1,7 @@
 """What loads of many changed checkpoints come to: the live state of every rank as a digest, or an error."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,16 @@ def by_folder(load_all: Callable[[list[str]], list[list[Any]]], folders: list[st
         middle = len(folders) // 2  # the few that fail are found by halves
         return {**by_folder(load_all, folders[:middle]), **by_folder(load_all, folders[middle:])}
     return {folder: [rank[n] for rank in ranks] for n, folder in enumerate(folders)}
+
+
+def print_differences(results: Callable[[], list[list[str]]]) -> None:
+    """A line of JSON: the names that rank 0 has found, and the first line of the error that a rank has raised."""
+    line: dict[str, Any] = {"differ": [], "error": ""}
+    try:
+        line["differ"] = results()[0]
+    except RankError as error:
+        line["error"] = str(error).splitlines()[0]
+    print(json.dumps(line), flush=True)
 
 
 def digest(value: Any) -> str:

@@ -7,7 +7,7 @@ array, the slices of its first chunk that are lost by the order of the writes, a
 save.
 
 With `--reload` the optimizer is the hybrid CPU-offload one; "hybrid" loads weights into the model alone, as for
-finetuning.
+finetuning. With `--memory zeros` new memory has zeros, which are saved as the padding of buckets.
 
 With `--load` the folders of a JSON list are loaded, in the place of a training; prints for each of them the live state
 of each rank as digests by name, or {"error": "..."}. Of two pipeline stages each has a part of the model, and trains it
@@ -15,7 +15,7 @@ by itself.
 
     megatron_saving.py OUT [--ranks 4] [--tp 1] [--pp 1] [--dtype bf16] [--iterations 0,1,3] [--races 0] [--seed 0]
         [--format fully_sharded_model_space] [--backend zarr|torch_dist|torch] [--reload no|none|hybrid]
-        [--load FOLDERS.json]
+        [--memory any|zeros] [--load FOLDERS.json]
 """
 
 import argparse
@@ -43,7 +43,7 @@ PATIENCE = seconds(300)  # a plan that waits longer is wrong, and fails
 def main() -> None:
     options = parsed(
         {"out": Path}, ranks=4, tp=1, pp=1, dtype="bf16", iterations=[0, 1, 3], races=0, seed=0,
-        format="fully_sharded_model_space", backend="zarr", reload="no", load=Path,
+        format="fully_sharded_model_space", backend="zarr", reload="no", memory="any", load=Path,
     )  # fmt: skip
     if options.load:
         parallel = options.tp, options.pp
@@ -64,6 +64,8 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
 
 def worker(rank: int, options: argparse.Namespace) -> None:
     model, optimizer = build(options)
+    if options.memory == "zeros":
+        torch.empty = torch.zeros
     if options.reload == "hybrid":
         step(model, optimizer, 0)
         mt.set_weights(model, {name: torch.full_like(value, 0.75) for name, value in mt.weights(model).items()})

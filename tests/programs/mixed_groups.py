@@ -8,7 +8,6 @@ line of the error.
 """
 
 import argparse
-import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.ranks import RankError
+from live_states import print_differences
 from program_arguments import parsed
 
 DEMOS = Path(__file__).resolve().parents[2] / "megatron" / "patches" / "demos"
@@ -25,12 +24,8 @@ DEMO = runpy.run_path(str(DEMOS / "mixed_dtype_group_order.py"))
 
 def main() -> None:
     options = parsed({"what": str, "out": Path}, ranks=2, format="fully_reshardable", alike=False)
-    line: dict[str, Any] = {"differ": [], "error": ""}
-    try:
-        line["differ"] = mt.results({"save": save, "load": load}[options.what], options.ranks, options)[0]
-    except RankError as error:
-        line["error"] = str(error).splitlines()[0]
-    print(json.dumps(line), flush=True)
+    work = {"save": save, "load": load}[options.what]
+    print_differences(lambda: mt.results(work, options.ranks, options))
 
 
 def save(rank: int, options: argparse.Namespace) -> list[str]:

@@ -1,8 +1,5 @@
-"""A plugin of pytest: what the main branch of Megatron-LM imports from Python 3.12, on an older one."""
+"""A plugin of pytest: what Megatron-LM imports from Python 3.12, on an older one, and from packages that are absent."""
 
-import typing
+from ckpt_patches.demo import stand_in_imports
 
-import typing_extensions
-
-if not hasattr(typing, "override"):
-    vars(typing)["override"] = typing_extensions.override
+stand_in_imports.install()

@@ -184,7 +184,7 @@ def large(zero_stage: int, dp: int) -> Case:
         }.items():
             shapes[f"layers.{number}.{name}"] = shape
     stage = {name: [shape] for name, shape in shapes.items()}
-    return Case([stage], {"universal_checkpoint_version": 0.2}, dp, zero_stage, module=None)
+    return Case([stage], {"universal_checkpoint_version": 0.2}, dp, zero_stage)
 
 
 def data_parallel(dp: int, shapes: dict[str, tuple[int, ...]], zero_stage: int = 1) -> Case:
@@ -341,11 +341,16 @@ def zero3_parts(group: Mapping[str, Mapping[str, torch.Tensor]], key: str, dp: i
     return torch.cat([flat.view(dp, -1) for flat in padded], dim=1)
 
 
+def weight(case: Case, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """At stage 3 what is left of a parameter while it is not gathered."""
+    return torch.empty(0, dtype=torch.bfloat16) if case.zero_stage == 3 else states["fp32"].bfloat16()
+
+
 def model_states(case: Case, groups: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> dict[str, Any]:
     tp_degree = len(next(iter(case.stages[0].values())))
     module = case.module
     if module is not None:
-        module = {**module, **{name: states["fp32"].bfloat16() for group in groups for name, states in group.items()}}
+        module = {**module, **{name: weight(case, states) for group in groups for name, states in group.items()}}
     return {
         "module": module,
         "param_shapes": [

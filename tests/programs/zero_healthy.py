@@ -37,7 +37,7 @@ PLAIN: dict[str, Any] = {
     **dict.fromkeys(
         (
             "zero_rate", "warm_up", "frozen", "unused", "tied", "zero_initialized", "mask", "overflow", "round_robin",
-            "sub_groups",
+            "sub_groups", "lora",
         ),
         False,
     ),
@@ -90,9 +90,17 @@ class Model(torch.nn.Module):
             self.norm.requires_grad_(False)
         if options["mask"]:
             self.register_buffer("mask", torch.full((HIDDEN, HIDDEN), float("-inf")).triu(1))
+        if options.get("lora"):  # adapters of rank 2, whose second matrix begins with zeros; nothing else is trained
+            self.requires_grad_(False)
+            self.lora_a = torch.nn.Linear(4 * HIDDEN, 2, bias=False)
+            self.lora_b = torch.nn.Linear(2, HIDDEN, bias=False)
+            torch.nn.init.zeros_(self.lora_b.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.down(self.norm(torch.tanh(self.up(x))))
+        wide = self.norm(torch.tanh(self.up(x)))
+        x = self.down(wide)
+        if hasattr(self, "lora_b"):
+            x = x + self.lora_b(self.lora_a(wide))
         return self.again(x + self.head(x))
 
 

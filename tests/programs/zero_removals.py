@@ -26,6 +26,7 @@ AT_ONCE = 25  # loads by the same processes: Gloo keeps the threads of every gro
 # Other optimizers, and what few models have, by `zero_healthy`.
 OPTIONS: dict[str, dict[str, Any]] = {
     "stage2, frozen, tied, masked": {"stage": 2, "frozen": True, "tied": True, "mask": True},
+    "stage2, LoRA": {"stage": 2, "groups": 1, "lora": True},
     "stage1, SGD with momentum": {"stage": 1, "optimizer": "momentum"},
     "stage1, NAdam": {"stage": 1, "optimizer": "NAdam"},
     "stage2, RMSprop": {"stage": 2, "optimizer": "RMSprop"},
@@ -67,6 +68,12 @@ def kind_of(name: str) -> Kind:
             lambda universal: autotp_fused_widths.engine(1, universal, 0),
             lambda run, _, first: autotp_fused_widths.train(run, first),
             lambda run: {"masters": [master for master, _ in flat_groups(run)]},
+        ),
+        "autotp, stage 3": Kind(
+            4,
+            lambda universal: autotp_fused_widths.engine(3, universal, 0),
+            lambda run, _, first: autotp_fused_widths.train(run, first),
+            lambda run: {"masters": list(run.optimizer.fp32_partitioned_groups_flat)},
         ),
     }
     if name in OPTIONS:

@@ -27,7 +27,7 @@ UNROUNDED = 32  # the master is not zero, and does not round to the weight
 NEGATIVE = 64  # the square
 DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
-MASKED = 4096  # -inf in a weight without states of an optimizer, as in a buffer that is a mask of attention
+MASKED = 4096  # -inf in a tensor without states of an optimizer, as in a buffer that is a mask of attention
 
 # What is damage in a single element, or can be.
 CERTAIN = (CONTRADICTED, UNROUNDED, NEGATIVE, *NOT_FINITE.values(), MASKED)
@@ -213,8 +213,9 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
     for role, bit in NOT_FINITE.items():
         if role in values:
             code[~np.isfinite(values[role])] |= np.uint16(bit)
-    if streams.keys() == {WEIGHT} and WEIGHT in values:
-        code[np.isneginf(values[WEIGHT])] ^= np.uint16(NOT_FINITE[WEIGHT] | MASKED)
+    if streams.keys() <= {WEIGHT, MASTER} and streams.keys() == values.keys():  # without a moment
+        masked = np.logical_and.reduce([np.isneginf(value) for value in values.values()])
+        code[masked] = np.uint16(MASKED)
     zero = {role: _is_zero(values[role]) for role in values}
     for role, bit in ((MASTER, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):
         if role in zero:

@@ -13,7 +13,7 @@ from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.judging.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
 from ckpt_patches.audit.judging.record_checksums import PartRead, wrong
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, rows_of
-from ckpt_patches.audit.readers import quantized
+from ckpt_patches.audit.readers import quantized, remainders
 from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -49,6 +49,7 @@ class View:
         self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
         self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
+        self.has_remainders = blocks.UNROUNDED in self.tallies and remainders.are_in(shard)
         self.row = rows_of(shard.shape)
         ends, reach = {0, shard.numel}, 2 * self.row
         masters = [snapped(hole, ends, reach) for hole in self._holes(MASTER)]
@@ -69,6 +70,8 @@ class View:
     def _all_holes(self, role: str) -> list[Hole]:
         code, numel = self.runs.code, self.shard.numel
         if role == MASTER:
+            if self.has_remainders:
+                return []  # where zero is a number as any other
             found = holes(self.runs, blocks.NO_MASTER, code & blocks.CONTRADICTED > 0)
             return found if WEIGHT in self.shard.streams else by_no_chance(found, numel)
         if not set(MOMENTS) <= self.shard.streams.keys():
@@ -194,6 +197,10 @@ def _is_likely(view: View, begin: int, end: int, elements: int) -> bool:
 
 def unrounded_master(view: View) -> Iterator[Finding]:
     """The master does not round to the weight; to one that is a number of 8 bits with a scale it never does."""
+    if view.has_remainders:
+        detail = "whole numbers of 16 bits, what a bf16 weight lacks of its main parameter: nothing contradicts them"
+        yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
+        return
     if blocks.UNROUNDED in view.tallies and (coarse := quantized.look(view.shard)):
         detail = f"masters differ from the model's weights as from {coarse.what}: they were not held against each other"
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
@@ -210,7 +217,12 @@ def masked(view: View) -> Iterator[Finding]:
     """-inf in a tensor without states of an optimizer: a mask, if it is in many places."""
     if blocks.MASKED in view.tallies:
         share = view.tallies[blocks.MASKED].elements / view.shard.numel
-        is_untrained = view.found.knows_trained or view.shard.parameter in view.found.buffers
+        is_main = MASTER in view.shard.streams
+        is_untrained = (view.found.knows_trained and not is_main) or view.shard.parameter in view.found.buffers
+        if is_main and not is_untrained:
+            for role in view.shard.streams:
+                yield from _wrong(view, damages.NOT_FINITE, role, blocks.MASKED)
+            return
         is_mask = is_untrained and view.shard.numel >= LEAST_MASK and share >= LEAST_MASKED
         yield from _wrong(view, damages.MASK if is_mask else damages.MASK_OR_DAMAGE, WEIGHT, blocks.MASKED)
 

@@ -118,11 +118,12 @@ class Checkpoint:
     data_parallel: int | None = None  # ranks
     model_parallel: tuple[int, int] = (1, 1)  # tensor- and pipeline-parallel ranks, by the run's arguments
     expert_parallel: int = 1  # ranks, by the same
+    torch_fsdp2: bool | None = None  # whether it cut the parameters, by the same; None if the checkpoint does not say
     sharding: str = ""  # Megatron's name of how the optimizer's state is cut up; empty if the checkpoint does not say
     names_sharding: bool = False  # where megatron-core looks for it since 0.15
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups
     knows_trained: bool = False  # a tensor without states of an optimizer is none that the run trains
-    buffers: set[str] = field(default_factory=set)  # tensors that the files call buffers
+    buffers: set[str] = field(default_factory=set)  # tensors that the files call buffers, or that have no states
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
     padded: list[Extent] = field(default_factory=list)  # bytes of which shards are parts, and the rest is padding

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,11 +47,15 @@ def parameter_and_role(name: str) -> tuple[str, str]:
     if is_bucket(name):
         bucket, _, state = name.rpartition(".")
         return (bucket, STATES[state]) if state in STATES else (name, WEIGHT)
-    start = name.find(OPTIMIZER_STATE)  # with several optimizers there is something in front
-    state, _, parameter = name[start + len(OPTIMIZER_STATE) :].partition(".")
-    if start < 0 or state not in STATES:
-        return name, WEIGHT
-    return parameter, STATES[state]
+    state, parameter = _state_and_parameter(name)
+    return (parameter, STATES[state]) if state in STATES else (name, WEIGHT)
+
+
+def _state_and_parameter(name: str) -> tuple[str, str]:
+    """Which state of which parameter an array is; "" for one that is no optimizer's."""
+    _, _, found = name.partition(OPTIMIZER_STATE)  # with several optimizers there is something in front
+    state, _, parameter = found.partition(".")
+    return state, parameter
 
 
 def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
@@ -63,16 +67,20 @@ def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
     return parameters
 
 
-def check_siblings(found: Checkpoint, arrays: Iterable[str]) -> None:
-    """Arrays that most parameters have, and one has not; of those that are there the names, also if not read."""
-    parameters = by_parameter({name: name for name in arrays})
+def check_siblings(found: Checkpoint, arrays: Mapping[str, str]) -> None:
+    """Arrays that most parameters have, and one has not; of those that are there the dtypes, "" if not read."""
+    parameters = by_parameter(dict(arrays))
     with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
     usual = Counter(role for roles in with_state.values() for role in roles)
     # Adam, known by its settings, has both moments of every parameter; Lion has no eps.
     is_adam = any(group.keys() >= ADAM for group in found.groups) and any(map(usual.get, MOMENTS))
     expected = {*(MOMENTS if is_adam else ()), *(role for role in ROLES if 2 * usual[role] > len(with_state))}
+    of_others = _stepped_by_others(arrays)
     for name, roles in with_state.items():
-        missing = [role for role in ROLES if role not in roles and role in expected]
+        wanted = expected | {MASTER} if is_bucket(name) else expected - {*MOMENTS} if name in of_others else expected
+        if roles.get(WEIGHT) == "float32" and not found.sharding:
+            wanted = wanted - {MASTER}  # the weight is the main parameter, but for a distributed optimizer
+        missing = [role for role in ROLES if role not in roles and role in wanted]
         if set(missing) == set(MOMENTS):
             found.findings.append(Finding(damages.MISSING_MOMENTS, name))
         elif missing:
@@ -80,6 +88,11 @@ def check_siblings(found: Checkpoint, arrays: Iterable[str]) -> None:
     without = sum(not _is_state(name) for name in parameters.keys() - with_state.keys())
     if with_state and without and not any(map(is_bucket, with_state)):
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
+
+
+def _stepped_by_others(arrays: Iterable[str]) -> set[str]:
+    """The parameters with states that Adam does not keep, as Muon's momentum beside Adam's moments of the rest."""
+    return {parameter for state, parameter in map(_state_and_parameter, arrays) if state and state not in STATES}
 
 
 def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
@@ -189,8 +202,10 @@ def is_of_distributed(name: str) -> bool:
 def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments: Any) -> None:
     """What the groups of each optimizer and the arguments of the run say."""
     groups = [group for own in optimizers for group in own]
+    # Beside Adam for the rest there is one optimizer for all matrices, those of experts, too.
+    is_adam = all("betas" in group for group in groups)
     for own in optimizers:
-        unusual = [*settings.same_groups(own), *settings.unlike_schedules(own)]
+        unusual = [*settings.same_groups(own), *settings.unlike_schedules(own, experts_are_apart=is_adam)]
         found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unusual]
     found.groups += groups
     steps = [step for group in found.groups if (step := group.get("step")) is not None]
@@ -203,6 +218,7 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
             found.model_parallel = int(tensor), int(pipeline)  # type: ignore[arg-type]
         expert = arguments.fields.get("expert_model_parallel_size")
         found.expert_parallel = expert if type(expert) is int else 1
+        found.torch_fsdp2 = arguments.fields.get("use_torch_fsdp2") is True
 
 
 def check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
@@ -275,7 +291,11 @@ def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:
     if not isinstance(optimizer, dict):
         return []
     if isinstance(groups := optimizer.get("param_groups"), list):
-        return [[group for group in groups if isinstance(group, dict)]]
+        states = optimizer.get("state")
+        # torch's optimizers have it for each parameter; megatron-core saves it once.
+        step = states.get("common_step") if isinstance(states, dict) else None
+        common = {} if step is None else {"step": step}
+        return [[{**common, **group} for group in groups if isinstance(group, dict)]]
     return [groups for value in optimizer.values() for groups in param_groups(value)]
 
 

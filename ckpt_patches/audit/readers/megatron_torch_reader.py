@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ from ckpt_patches.formats.megatron_torch import (
 from ckpt_patches.formats.megatron_torch import STATES as NAMES
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
 from ckpt_patches.runtime.shown import shown
+
+BUCKET_SIZES = "per_bucket_numel"
 
 
 class _Rank(NamedTuple):
@@ -74,13 +76,40 @@ def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
 def judge_object(found: Checkpoint, file: TorchFile, name: str) -> int:
     """An object among sharded tensors, a list of one or bare: the buckets' states, or the optimizer's groups.
 
-    Returns the elements that it says the buckets have.
+    Returns the elements, without padding, that it says the buckets have.
     """
     value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else file.value
     judge_buckets(found, file.path, "", value, name)
     if groups := param_groups(value):
         set_run(found, groups, None)
-    return unpadded(value)
+    return _total(value) if name.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value)
+
+
+def _total(sizes: Any) -> int:
+    """The sum of nested numbers."""
+    if isinstance(sizes, (dict, list)):
+        return sum(map(_total, sizes.values() if isinstance(sizes, dict) else sizes))
+    return sizes if type(sizes) is int else 0
+
+
+def check_bucket_sizes(found: Checkpoint, objects: Mapping[str, Any]) -> None:
+    """`dp_reshardable` states of each bucket how many elements it has, and how many without padding."""
+    for name, value in objects.items():
+        other = objects.get(f"{name}_unpadded") if name.endswith(f".{BUCKET_SIZES}") else None
+        if other is not None and not _is_at_most(other, value):
+            detail = "the buckets, or their sizes with and without padding, are not those of each other"
+            found.findings.append(Finding(damages.CONTRADICTION, name, detail=detail))
+
+
+def _is_at_most(one: Any, other: Any) -> bool:
+    """Whether two values are nested alike, and no number of the one is larger than the other's."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = [(one[key], other.get(key)) for key in one] if len(one) == len(other) else [(0, None)]
+    elif isinstance(one, list) and isinstance(other, list):
+        pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else [(0, None)]
+    else:
+        return type(one) is int and type(other) is int and one <= other
+    return all(_is_at_most(*pair) for pair in pairs)
 
 
 def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> None:

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,9 @@ from ckpt_patches.audit.readers.megatron_arrays import (
     name_other_cuts,
     set_common,
 )
-from ckpt_patches.audit.readers.megatron_torch_reader import judge_object
+from ckpt_patches.audit.readers.megatron_torch_reader import check_bucket_sizes, judge_object
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats import swiglu_rows, torch_dist
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
@@ -32,7 +33,6 @@ from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.processes import mapped
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # what megatron-core calls its objects
-BUCKET_SIZES = "per_bucket_numel"
 ALIGNMENT = 64  # elements: where parameters begin in a bucket
 WORTH_A_PROCESS = 4000  # chunks
 MANY = 1000  # chunks of a tensor in one file
@@ -117,42 +117,44 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     for first, other in itertools.islice(index.same_places(), MANY):
         detail = f"the index has it at the same bytes as {first}"
         found.findings.append(Finding(damages.FOREIGN_FILE, other, detail=detail))
+    found.findings += _rows_of_fsdp2(mixed_rows(found, index))
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     _find_elements(tensors, found)
     with RangedFiles() as files:
         objects = {name: _read_object(name, index, found, files) for name in index.objects}
-    _check_bucket_sizes(found, {name: value for name, value in objects.items() if f".{BUCKET_SIZES}" in name})
-    check_siblings(found, tensors)
+    check_bucket_sizes(found, {name.partition("/")[0]: value for name, value in objects.items()})
+    check_siblings(found, {name: chunked.tensor.dtype for name, chunked in tensors.items()})
     for parameter, roles in by_parameter(tensors).items():
         found.shards += _shards(found, parameter, _with_shapes(roles))
     check_promises(found, tensors)
     return found, tensors, index
 
 
+def mixed_rows(found: Checkpoint, index: torch_dist.Index) -> dict[str, swiglu_rows.Mixed]:
+    """Tensors whose rows torch FSDP2 has mixed, by name, and those of which it cannot be told.
+
+    Releases that mix them write a file of what is not sharded. Of a run whose arguments are known it is known whether
+    that was FSDP2.
+    """
+    if found.torch_fsdp2 is False or not (found.path / torch_dist.COMMON).exists():
+        return {}
+    return swiglu_rows.mixed(index.tensors, is_fsdp2=bool(found.torch_fsdp2))
+
+
+def _rows_of_fsdp2(mixed: dict[str, swiglu_rows.Mixed]) -> Iterator[Finding]:
+    for name, (grid, why_not) in mixed.items():
+        if grid is None:
+            detail = f"whether rows of W and V are in each other's places, as torch FSDP2 has saved them: {why_not}"
+            yield Finding(damages.NOT_JUDGED, name, detail=detail)
+        else:
+            ranks = f"{grid.tensor_parallel} tensor-parallel and {grid.data_parallel} data-parallel ranks"
+            yield Finding(damages.MIXED_ROWS, name, detail=f"saved by {ranks}")
+
+
 def _is_distributed(index: torch_dist.Index) -> bool:
     """Whether a distributed optimizer saved it: another one does not flatten its states."""
     flattened = (name for name, tensor in index.tensors.items() if tensor.whole is not None)
     return any(map(is_of_distributed, (*index.tensors, *index.objects))) or any(OPTIMIZER_STATE in n for n in flattened)
-
-
-def _check_bucket_sizes(found: Checkpoint, sizes: dict[str, Any]) -> None:
-    """`dp_reshardable` states of each bucket how many elements it has, and how many without padding."""
-    for name, value in sizes.items():
-        other = sizes.get(name.replace(f".{BUCKET_SIZES}/", f".{BUCKET_SIZES}_unpadded/"))
-        if other is not None and not _is_at_most(other, value):
-            detail = "the buckets, or their sizes with and without padding, are not those of each other"
-            found.findings.append(Finding(damages.CONTRADICTION, name, detail=detail))
-
-
-def _is_at_most(one: Any, other: Any) -> bool:
-    """Whether two values are nested alike, and no number of the one is larger than the other's."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(one[key], other.get(key)) for key in one] if len(one) == len(other) else [(0, None)]
-    elif isinstance(one, list) and isinstance(other, list):
-        pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else [(0, None)]
-    else:
-        return type(one) is int and type(other) is int and one <= other
-    return all(_is_at_most(*pair) for pair in pairs)
 
 
 def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:

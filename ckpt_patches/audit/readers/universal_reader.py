@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging import blocks
-from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers import frozen_parts, tensor_streams
 from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -57,6 +57,8 @@ def read(path: Path) -> Checkpoint:
         for key in sorted(({"fp32"} if is_empty else promised.get(name, {"fp32"})) - {*states[name]}):
             found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{key}.pt"))
         _read_parameter(found, name, states[name], shapes.get(name, []), models)
+    found.buffers |= frozen
+    _add_frozen_parts(found, models)
     if frozen:
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
     steps = {name: _step(found, name) for name in parameters if name not in frozen}
@@ -238,6 +240,13 @@ def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
         found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
     values = [(path, tensor_streams.read(path, found)) for path in paths]
     return [(path, value) for path, value in values if isinstance(value, dict)]
+
+
+def _add_frozen_parts(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
+    """Of stage 3, which has a model file of each rank of the run that was converted."""
+    ranks = {int(match[1]): own for own in models if (match := MODEL.fullmatch(own[0].name)) and match[1]}
+    for rank, (path, value) in ranks.items():
+        frozen_parts.add(found, path, rank, len(ranks), value)
 
 
 def _read_others(found: Checkpoint, states: Mapping[str, list[str]]) -> None:

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
@@ -19,7 +20,11 @@ from ckpt_patches.audit.readers.megatron_arrays import (
     parameter_and_role,
     set_common,
 )
-from ckpt_patches.audit.readers.megatron_torch_reader import check_weights, judge_object
+from ckpt_patches.audit.readers.megatron_torch_reader import (
+    check_bucket_sizes,
+    check_weights,
+    judge_object,
+)
 from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
@@ -39,20 +44,27 @@ def read(path: Path) -> Checkpoint:
     known = {array.name: array for folder in folders if (array := _array(folder, found))}
     for parameter, roles in by_parameter(known).items():
         found.shards += _shards(parameter, roles, found)
-    numels = [_read_object(file, found) for file in sorted(path.glob("*/shard_*.pt"))]
+    objects: dict[str, Any] = {}
+    numels = [_read_object(file, found, objects) for file in sorted(path.glob("*/shard_*.pt"))]
+    check_bucket_sizes(found, objects)
     if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
         weights = [math.prod(array.shape) for name, array in known.items() if parameter_and_role(name)[1] == WEIGHT]
         check_weights(found, "the model's weights", sum(numels), weights)
     _check_objects(found)
-    check_siblings(found, names)  # by the settings, which can be in an object
+    dtypes = {name: known[name].dtype if name in known else "" for name in names}
+    check_siblings(found, dtypes)  # by the settings, which can be in an object
     check_promises(found, names)
     return found
 
 
-def _read_object(path: Path, found: Checkpoint) -> int:
-    """What is no array; with `dp_zero_gather_scatter` the optimizer's state is such an object, with its elements."""
+def _read_object(path: Path, found: Checkpoint, objects: dict[str, Any]) -> int:
+    """What is no array, by its name; the elements that it says the optimizer's buckets have."""
+    name = path.parent.name
     file = tensor_streams.read_file(path, found)
-    return 0 if file is None else judge_object(found, file, path.parent.name)
+    if file is None:
+        return 0
+    objects[name] = file.value
+    return judge_object(found, file, name)
 
 
 def _check_objects(found: Checkpoint) -> None:

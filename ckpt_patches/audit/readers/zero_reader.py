@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers import frozen_parts, tensor_streams
 from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -94,7 +94,7 @@ def read(path: Path) -> Checkpoint:
             stages.add(file.state.stage)
         for (dp, mp), model in models.items():
             if mp == model_rank and dp is not None:
-                _add_frozen_parts(found, path / model.name, dp, model.value)
+                frozen_parts.add(found, path / model.name, dp, found.data_parallel, model.value)
     found.findings += tensor_streams.findings(
         [
             *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names, folder.optimizer),
@@ -316,31 +316,6 @@ def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
         return True
     own = config.get("checkpoint")
     return isinstance(own, dict) and bool(own.get("load_universal"))
-
-
-def _add_frozen_parts(found: Checkpoint, path: Path, rank: int, info: Mapping[str, Any]) -> None:
-    """A rank's parts of frozen parameters at stage 3, without the padding behind the last elements.
-
-    DeepSpeed allocates it with torch.empty, so that it can hold NaN.
-    """
-    shapes, fragments = info.get("frozen_param_shapes"), info.get("frozen_param_fragments")
-    if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not found.data_parallel:
-        return
-    for name, share in zero.shares(shapes, found.data_parallel):
-        part = fragments.get(name)
-        # MiCS shares a parameter among fewer ranks: then all elements are looked at, as of an unknown tensor.
-        if not isinstance(part, TensorHeader) or part.numel != share.each:
-            continue
-        own = share.of(rank)
-        array = f"frozen_param_fragments.{name}"
-        stream = tensor_streams.stream(found, path, array, part)
-        if stream is None:
-            continue
-        found.padded.append(stream.extents[0])
-        if own:
-            extent = Extent(str(path), part.offset, own * ITEM_SIZE[part.dtype])
-            streams = {WEIGHT: Stream(array, part.dtype, (extent,))}
-            found.shards.append(Shard(array, path.name, (own,), streams))
 
 
 def _frozen(info: Mapping[str, Any]) -> str:

@@ -122,6 +122,8 @@ def plan(report: Report, older: Report | None) -> Plan:
             cuts += shard.streams[role].extents
         elif finding.kind is damages.ONE_MODEL_FILE:
             refused += [(finding, lost[finding.array])] if lost[finding.array] else []
+        elif finding.kind is damages.MIXED_ROWS:
+            refused.append((finding, finding.kind.remedy))
         elif shard is None or finding.begin is None or finding.end is None:
             refused.append((finding, _no_copy(finding)))
         elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):

@@ -44,6 +44,9 @@ def advise(report: Report, reports: Iterable[Report]) -> Advice:
         if report.verdict != WHOLE:
             what += f" {report.repaired} elements are not the run's own: they were repaired."
         return Advice((Step(what), *_migrate(report, report.checkpoint.path)), {}, "", others)
+    if {own.kind for own in report.findings if own.kind.severity != NOTE} == {damages.MIXED_ROWS}:
+        what = "Put its rows in place, in a copy:"
+        return Advice((Step(what, _migrated(report.checkpoint.path)),), {}, "", others)
     older, plan = _planned(report, others)
     refused = dict(plan.refused)
     new = _beside(report.checkpoint.path, "repaired")
@@ -76,6 +79,8 @@ def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advi
         return Step(what, line("ckpt-patches", "audit", path))
     if kind is damages.STALE_LIST:
         return Step(what, line("rm", path / repair_list.NAME))
+    if kind is damages.MIXED_ROWS:
+        return Step(what, _migrated(path))
     if kind is damages.LARGE_PADDING:
         return Step(what, _convert(path, _beside(path, "universal")))
     if kind in (damages.ELEMENT_COUNT, damages.INTERRUPTED):
@@ -152,7 +157,11 @@ def _migrate(report: Report, path: Path) -> tuple[Step, ...]:
     if found.format != "megatron zarr" and not (found.format == "megatron torch_dist" and is_old):
         return ()
     what = "For megatron-core 0.16 and later, which do not load this format, migrate it:"
-    return (Step(what, line("ckpt-patches", "migrate", path, "--output", _beside(path, "migrated"))),)
+    return (Step(what, _migrated(path)),)
+
+
+def _migrated(path: Path) -> str:
+    return line("ckpt-patches", "migrate", path, "--output", _beside(path, "migrated"))
 
 
 def _converted_again(report: Report, advice: Advice) -> str:

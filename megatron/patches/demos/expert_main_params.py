@@ -33,7 +33,7 @@ def reload(rank: int, chunks: int) -> tuple[str, int, int]:
     """Load fp32 values into that many model chunks; an error, or how many masters are others, of how many."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    built = [mt.build(make_model=dense_and_expert) for _ in range(chunks)]
+    built = [mt.build(make_model=mt.dense_and_expert) for _ in range(chunks)]
     models = [model for model, _ in built]
     optimizer = get_megatron_optimizer(mt.inner(built[0][1]).config, models)
     exact = [{name: torch.rand(p.shape) for name, p in named(model)} for model in models]
@@ -64,24 +64,6 @@ def compare(optimizer: Any, parameter: Any, exact: torch.Tensor) -> tuple[int, i
     part = optimizer._get_model_param_range_map(parameter)["param"]
     master = optimizer.optimizer.param_groups[group]["params"][order].detach().cpu()
     return int((master != exact.flatten()[part.start : part.end]).sum()), master.numel()
-
-
-def dense_and_expert(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    from megatron.core.transformer.module import MegatronModule
-
-    class Model(MegatronModule):
-        def __init__(self) -> None:
-            super().__init__(config)
-            self.dense = torch.nn.Linear(16, 16)
-            self.expert = torch.nn.Linear(16, 16)
-            for parameter in self.expert.parameters():
-                parameter.allreduce = False  # as Megatron marks those of experts
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.expert(self.dense(x))
-            return out
-
-    return Model().to(dtype)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""The parts of frozen parameters in the model files of ZeRO-3, which a conversion copies."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
+from ckpt_patches.formats import zero
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import TensorHeader
+
+
+def add(found: Checkpoint, path: Path, rank: int, ranks: int | None, info: Mapping[str, Any]) -> None:
+    """The parts of one of so many ranks, without the padding behind the last elements.
+
+    DeepSpeed allocates the padding with torch.empty, so that it can hold NaN.
+    """
+    shapes, fragments = info.get("frozen_param_shapes"), info.get("frozen_param_fragments")
+    if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not ranks:
+        return
+    for name, share in zero.shares(shapes, ranks):
+        part = fragments.get(name)
+        # MiCS shares a parameter among fewer ranks: then all elements are looked at, as of an unknown tensor.
+        if not isinstance(part, TensorHeader) or part.numel != share.each:
+            continue
+        own = share.of(rank)
+        array = f"frozen_param_fragments.{name}"
+        stream = tensor_streams.stream(found, path, array, part)
+        if stream is None:
+            continue
+        found.padded.append(stream.extents[0])
+        if own:
+            extent = Extent(str(path), part.offset, own * ITEM_SIZE[part.dtype])
+            streams = {WEIGHT: Stream(array, part.dtype, (extent,))}
+            found.shards.append(Shard(array, path.name, (own,), streams))

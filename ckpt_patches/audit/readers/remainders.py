@@ -1,0 +1,28 @@
+"""Tell main parameters that are the 16 bits which bf16 weights lack (`store_param_remainders` of Transformer Engine).
+
+Megatron's formats that gather the state have made fp32 of these numbers. No weight contradicts them.
+"""
+
+import numpy as np
+
+from ckpt_patches.audit.judging.blocks import as_float32
+from ckpt_patches.audit.judging.scan import BLOCK, read_elements
+from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
+
+LARGEST = 1 << 15
+FEWEST = 8  # different ones; a constant is no remainder of trained weights
+
+
+def are_in(shard: Shard) -> bool:
+    """Whether all main parameters of a shard are whole numbers of 16 bits, and many of them differ."""
+    weight, master = shard.streams.get(WEIGHT), shard.streams.get(MASTER)
+    if weight is None or master is None or (weight.dtype, master.dtype) != ("bfloat16", "float32"):
+        return False
+    seen = np.empty(0, np.float32)
+    for begin in range(0, shard.numel, BLOCK):
+        values = as_float32(read_elements(master, begin, min(begin + BLOCK, shard.numel)), master.dtype)
+        if values is None or not (np.abs(values) <= LARGEST).all() or (values != np.round(values)).any():
+            return False
+        if len(seen) < FEWEST:
+            seen = np.union1d(seen, values)
+    return len(seen) >= min(FEWEST, shard.numel)

@@ -1,0 +1,62 @@
+"""Drop the node's copies of all parameters after a load with hpZ, those of frozen ones included.
+
+https://github.com/deepspeedai/DeepSpeed/pull/7130
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import NoBug, NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+STAGE3 = "deepspeed.runtime.zero.stage3"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7130",),
+    symptom="training goes on with the frozen weights that the new run began with",
+    releases=(("0.13.2", newest("deepspeed")),),
+    stacks="ZeRO 3 with `zero_hpz_partition_size`, frozen parameters (LoRA)",
+    silent=True,
+    stages=("ordinary load", "universal load"),
+    test="tests/unit/checkpoint/test_hpz_secondary_weights.py",
+)
+
+OWNER = "DeepSpeedZeroOptimizer_Stage3"
+OF_TRAINED = "self.invalidate_secondary_tensor()"
+OF_ALL = "self._invalidate_all_secondary_tensors()"
+
+
+class DeepSpeedZeroOptimizer_Stage3:
+    """What its class gets, and what that uses of it."""
+
+    module: "Any"
+
+    def _invalidate_all_secondary_tensors(self) -> None:
+        """After a load those of frozen parameters are old as well.
+
+        Quantized ones stay: partitioning quantizes them before it copies the values.
+        """
+        for param in self.module.parameters():
+            secondary_tensor = getattr(param, "ds_secondary_tensor", None)
+            if secondary_tensor is not None and not hasattr(secondary_tensor, "ds_quant_scale"):
+                param.ds_secondary_tensor = None
+
+
+@fix.edit(STAGE3)
+def drop_the_copies_of_frozen_parameters(source: Source) -> None:
+    """Upstream drops those of trained parameters, up to 0.18.2 none."""
+    if b"def invalidate_secondary_tensor(" not in source.data:
+        raise NotConcerned
+    if not source.has(OF_TRAINED, within=source.function(f"{OWNER}._post_step")):
+        raise NoBug  # up to 0.13.1 no step drops any: training itself goes on with old weights
+    epilogue = source.function(f"{OWNER}.checkpoint_event_epilogue")
+    method = DeepSpeedZeroOptimizer_Stage3._invalidate_all_secondary_tensors
+    source.check_parts({**source.functions_there(f"{OWNER}.", method), OF_ALL: source.has(OF_ALL, within=epilogue)})
+    if source.has(OF_TRAINED, within=epilogue):
+        source.replace(source.one(OF_TRAINED, within=epilogue), OF_ALL)
+    else:
+        source.insert_at_start(epilogue, OF_ALL)
+    source.insert_method_before(epilogue, method)

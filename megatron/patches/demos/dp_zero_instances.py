@@ -1,0 +1,34 @@
+"""resume with two instances of the optimizer
+
+Four data-parallel ranks, two for each instance.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo import show
+
+RANKS, INSTANCES = 4, 2
+
+
+def run(folder: Path) -> str:
+    return str(mt.results(resume, RANKS, folder / "checkpoint")[0])
+
+
+def resume(rank: int, folder: Path) -> str:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=INSTANCES)
+    return mt.resume(
+        rank, "dp_zero_gather_scatter", folder, partial(mt.build, instances=INSTANCES), steps=3
+    )
+
+
+if __name__ == "__main__":
+    show(
+        run,
+        "saved; resumes bit for bit",
+        raises="TypeError: 'NoneType' object is not subscriptable",
+    )

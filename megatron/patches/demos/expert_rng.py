@@ -1,0 +1,65 @@
+"""resume random numbers of experts"""
+
+from pathlib import Path
+
+import torch
+
+from ckpt_patches.demo import cases, megatron_lm, show
+from ckpt_patches.demo import megatron_training as mt
+
+# Ranks, tensor- and expert-parallel ones, and the format.
+RUNS = (
+    (2, 1, 2, "torch_dist"),
+    (4, 1, 4, "torch_dist"),
+    (4, 2, 2, "torch_dist"),
+    (2, 1, 2, "fsdp_dtensor"),
+    (4, 1, 4, "fsdp_dtensor"),
+    (4, 2, 2, "fsdp_dtensor"),
+)
+
+
+def run(folder: Path) -> str:
+    megatron_lm.import_training()
+    return "; ".join(
+        filter(None, (in_layout(folder / str(n), *one) for n, one in enumerate(cases(RUNS))))
+    )
+
+
+def in_layout(folder: Path, ranks: int, tensor: int, expert: int, name: str) -> str:
+    right: list[bool] = mt.results(resume, ranks, folder, tensor, expert, name)
+    wrong = [rank for rank, same in enumerate(right) if not same]
+    if not wrong:
+        return ""
+    return (
+        f"TP {tensor}, EP {expert}, {name}: {len(wrong)} of {ranks} ranks go on with other random numbers"
+        " for their experts than they were saved with, and no error"
+    )
+
+
+def resume(rank: int, folder: Path, tensor: int, expert: int, name: str) -> bool:
+    """Whether a run that is loaded draws the numbers for its experts that the run that was saved goes on to draw."""
+    checkpointing = megatron_lm.import_training()
+    fsdp = name == "fsdp_dtensor"  # which depends on no part of Megatron-FSDP for random numbers
+    args = megatron_lm.arguments(folder, tensor, expert, ckpt_format=name, use_megatron_fsdp=fsdp)
+    megatron_lm.start(tensor, expert)
+    model = mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False)
+    draw(rank + 1)
+    megatron_lm.save(checkpointing, model, args)
+    goes_on = draw()
+    megatron_lm.start(tensor, expert)
+    megatron_lm.load(checkpointing, model, args)
+    return bool(torch.equal(goes_on, draw()))
+
+
+def draw(times: int = 1) -> torch.Tensor:
+    """The next random numbers for the experts of this rank, as the router and dropout draw them."""
+    from megatron.core.tensor_parallel import random
+
+    with random.get_cuda_rng_tracker().fork(random.get_expert_parallel_rng_tracker_name()):
+        for _ in range(times):
+            drawn = torch.rand(8, device="cuda")
+    return drawn.cpu()
+
+
+if __name__ == "__main__":
+    show(run, "every rank goes on with its own random numbers for its experts")

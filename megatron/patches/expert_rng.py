@@ -1,0 +1,444 @@
+"""Save and load each rank's own RNG state where expert parallelism makes the states of data-parallel ranks differ.
+
+https://github.com/NVIDIA/Megatron-LM/pull/6858
+"""
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+    class CheckpointType:
+        LOCAL: Any
+
+    class FileSystemReader:
+        path: Any
+
+    class ShardedObject:
+        key: str
+        data: Any
+        global_shape: tuple[int, ...]
+        global_offset: tuple[int, ...]
+        replica_id: Any
+
+        def __init__(self, *arguments: Any) -> None:
+            """Upstream's."""
+
+    dist_checkpointing: Any = None
+    get_args: Any = None
+    mpu: Any = None
+    print_rank_0: Any = None
+    tensor_parallel: Any = None
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/pull/6858",
+        "https://github.com/NVIDIA/Megatron-LM/pull/2658",
+    ),
+    symptom="all expert-parallel ranks resume with the random numbers of one of them",
+    releases=(("0.17.0", newest("megatron-core")),),
+    stacks="`megatron.training`: expert parallelism, `torch_dist`, `fsdp_dtensor`",
+    silent=True,
+    stages=("rng",),
+    test="tests/unit_tests/dist_checkpointing/test_expert_rng.py",
+)
+
+BY_RANK = "rng_state_list = shard_rng_state_by_dp_rank({arguments})"
+BY_KEY = "rng_state_list = key_rng_state_by_dp_rank({arguments})"
+KEYED = "rng_state_list = {f'({pp_rank}, {tp_rank})': rng_state_list}"
+OF_FORMAT = "ckpt_format == 'fsdp_dtensor'"  # since 0.14
+FOR_LOCAL = """if ckpt_type == CheckpointType.LOCAL:  # each rank has a file of its own
+    rng_state = rng_state_of_all_dp_ranks(rng_state)"""
+LOCAL = "rng_state = rng_state_of_all_dp_ranks(rng_state)"
+TO_LOAD = """gen_sd_rng_state, keep_expert_rng = rng_state_to_load(
+    {arguments}
+)"""
+KEYED_TO_LOAD = TO_LOAD.replace("rng_state_to_load", "keyed_rng_state_to_load")
+GROUPS = """if tp_group is None and pp_group is None:
+    tp_group = mpu.get_tensor_model_parallel_group()
+    pp_group = mpu.get_pipeline_model_parallel_group()"""
+BY_SHARED_KEY = "state_dict['rng_state'] = rng_state_by_shared_key(state_dict['rng_state'])"
+LOADED = "gen_sd_rng_state, keep_expert_rng = rng_state_to_load(...)"
+IGNORED = "ignore_rng_state = gen_sd_rng_state is None"
+UPSTREAMS = "(pp_size, tp_size, dp_size)"  # the shards of 0.16
+NOT_IGNORED = "ignore_rng_state = False"
+KEEP_NONE = "keep_expert_rng = False"
+KEPT = "rng_state = with_expert_rng_of_this_run(rng_state)"
+KEEP = f"""if keep_expert_rng:
+    {KEPT}"""
+
+
+def rng_states_of_dp_rank(
+    states: "list[Any]",
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+    dp_group: "torch.distributed.ProcessGroup | None" = None,
+) -> "tuple[list[Any], int]":
+    """This rank's own RNG states where experts draw from different streams.
+
+    Args:
+        states: those of this data-parallel rank, or of all in order.
+        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+        dp_group: the data-parallel ranks, by default those of mpu.
+
+    Returns:
+        The states, and how many data-parallel ranks have their own: 0 if they all have the same.
+    """
+    if not mpu.model_parallel_is_initialized():
+        return states, 0
+    same_streams = (1, mpu.get_tensor_model_parallel_world_size())
+    expert_sizes = (
+        mpu.get_expert_model_parallel_world_size(),
+        mpu.get_expert_tensor_parallel_world_size(),
+    )
+    if expert_sizes == same_streams:
+        return states, 0
+    dp_size = mpu.get_data_parallel_world_size(with_context_parallel=True)
+    if dp_cp_group is not None:
+        dp_size = dp_cp_group.size()
+    if len(states) > 1:  # with data_parallel_random_init those of all data-parallel ranks
+        dp_rank = dp_group.rank() if dp_group is not None else mpu.get_data_parallel_rank()
+        states = states[dp_rank : dp_rank + 1]
+    return states, dp_size
+
+
+def shard_rng_state_by_dp_rank(
+    rng_state: "ShardedObject",
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+    dp_group: "torch.distributed.ProcessGroup | None" = None,
+) -> "ShardedObject":
+    """Of an object for all data-parallel ranks, a shard for each that has its own RNG states."""
+    states, dp_size = rng_states_of_dp_rank(rng_state.data, dp_cp_group, dp_group)
+    if dp_size == 0:
+        return rng_state
+    return ShardedObject(
+        rng_state.key,
+        states * len(rng_state.data),  # own one, whichever entry a load takes
+        (*rng_state.global_shape, dp_size),
+        (*rng_state.global_offset, rng_state.replica_id),
+    )
+
+
+def key_rng_state_by_dp_rank(
+    rng_state: "dict[str, Any]",
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+    dp_group: "torch.distributed.ProcessGroup | None" = None,
+) -> "dict[str, Any]":
+    """Of a key for all data-parallel ranks, one for each that has its own RNG states.
+
+    As a load is partial, the shared key stays, with what is an error in a run that asks for it.
+    """
+    ((shared_key, shared_states),) = rng_state.items()
+    states, dp_size = rng_states_of_dp_rank(shared_states, dp_cp_group, dp_group)
+    if dp_size == 0:
+        return rng_state
+    dp_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+    if dp_cp_group is not None:
+        dp_rank = dp_cp_group.rank()
+    refused = ("each data-parallel rank has its own; there is --no-load-rng",)  # by random.setstate
+    return {
+        shared_key: [{"random_rng_state": refused}] * len(shared_states),
+        f"{shared_key}, DP rank {dp_rank} of {dp_size}": states,
+    }
+
+
+def rng_state_of_all_dp_ranks(rng_state: "Any") -> "Any":
+    """The RNG state as one object for all data-parallel ranks of which one saves it."""
+    if not isinstance(rng_state, ShardedObject) or len(rng_state.global_shape) < 3:
+        return rng_state
+    *offset, dp_rank = rng_state.global_offset
+    return ShardedObject(
+        rng_state.key, rng_state.data, rng_state.global_shape[:-1], tuple(offset), dp_rank
+    )
+
+
+def rng_state_to_load(
+    rng_state: "Any",
+    state_dict: "dict[str, Any]",
+    checkpoint_name: str,
+    ckpt_type: "CheckpointType",
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+) -> "tuple[Any, bool]":
+    """The RNG state that can be loaded, and whether this rank's expert-parallel one is not in it.
+
+    Args:
+        rng_state: what this run saves.
+        state_dict: the common state dict of the checkpoint.
+        checkpoint_name: its folder.
+        ckpt_type: its type.
+        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+
+    Returns:
+        The RNG state, None if it is that of other ranks and is to be ignored; and whether this rank
+        goes on with the expert-parallel RNG state that it has.
+    """
+    if not isinstance(rng_state, ShardedObject):
+        return rng_state, False
+    if ckpt_type == CheckpointType.LOCAL:
+        return rng_state_of_all_dp_ranks(rng_state), False
+    run, saved = rng_layout(get_args()), rng_layout(state_dict.get("args"))
+    is_by_dp_rank = len(rng_state.global_shape) == 3
+    if not is_by_dp_rank and saved[:2] == (1, run[2]):
+        return rng_state, False
+    shapes = {
+        saved_object.global_shape
+        for saved_object in dist_checkpointing.serialization.load_sharded_metadata(
+            checkpoint_name
+        ).values()
+        if isinstance(saved_object, ShardedObject) and saved_object.key == rng_state.key
+    }
+    if not shapes or (rng_state.global_shape in shapes and (saved == run or not is_by_dp_rank)):
+        return rng_state, False
+    if not is_by_dp_rank or rng_state.global_shape[:-1] not in shapes:
+        print_rank_0(
+            f"WARNING: RNG state will be ignored: {checkpoint_name} has that of each data-parallel"
+            f" rank with (EP, ETP) {saved[:2]} and (PP, TP, DP) {sorted(shapes)[-1]}, this run has"
+            f" {run[:2]} and {rng_state.global_shape}. All ranks go on with the states that they"
+            " are seeded with."
+        )
+        return None, False
+    return (
+        rng_state_of_all_dp_ranks(rng_state),
+        keeps_expert_rng(run, saved, checkpoint_name, dp_cp_group),
+    )
+
+
+def keyed_rng_state_to_load(
+    rng_state: "dict[str, Any]",
+    reader: "FileSystemReader",
+    state_dict_metadata: "Any",
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+) -> "tuple[dict[str, Any] | None, bool]":
+    """As rng_state_to_load, of a checkpoint with keys in the place of shards.
+
+    Args:
+        rng_state: what this run saves.
+        reader: of the checkpoint.
+        state_dict_metadata: its keys.
+        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+    """
+    import copy
+
+    *shared_key, key = rng_state
+    saved_keys = {name.split(".")[1] for name in state_dict_metadata if name[:10] == "rng_state."}
+    by_dp_rank = sorted(saved_key for saved_key in saved_keys if "DP rank" in saved_key)
+    own = {key: rng_state[key]}
+    if not saved_keys or not (shared_key or by_dp_rank):
+        return own, False
+    common: dict[str, Any] = {"args": None}
+    torch.distributed.checkpoint.load_state_dict(common, reader, no_dist=True)
+    run, saved = rng_layout(get_args()), rng_layout(common["args"])
+    if key in saved_keys and saved == run:
+        return own, False
+    if by_dp_rank:
+        print_rank_0(
+            f"WARNING: RNG state will be ignored: {reader.path} has that of each data-parallel rank"
+            f" with (EP, ETP, TP, PP) {saved[:4]}, the last of them {by_dp_rank[-1]}, this run has"
+            f" {run[:4]} and {key}. All ranks go on with the states that they are seeded with."
+        )
+        return None, False
+    # A load fills tensors in place: neither those of the tracker, nor one of several entries.
+    states = [copy.deepcopy(rng_state[key][0]) for _ in rng_state[shared_key[0]]]
+    return (
+        {shared_key[0]: states},
+        keeps_expert_rng(run, saved, reader.path, dp_cp_group, of_first=False),
+    )
+
+
+def rng_state_by_shared_key(rng_state: "dict[str, Any]") -> "dict[str, Any]":
+    """What was loaded, with the key of all data-parallel ranks, whichever entry a load takes."""
+    ((key, states),) = rng_state.items()
+    shared_key, is_own, _ = key.partition(", DP rank")
+    return {shared_key: states * mpu.get_data_parallel_world_size() if is_own else states}
+
+
+def rng_layout(args: "Any") -> "tuple[int, ...]":
+    """(EP, ETP, TP, PP) of a run, and, where it says whose RNG states a rank has, its CP."""
+    tp_size = getattr(args, "tensor_model_parallel_size", 1)
+    return (
+        getattr(args, "expert_model_parallel_size", 1),
+        getattr(args, "expert_tensor_parallel_size", None) or tp_size,
+        tp_size,
+        getattr(args, "pipeline_model_parallel_size", 1),
+        getattr(args, "context_parallel_size", 1) if get_args().data_parallel_random_init else 0,
+    )
+
+
+def keeps_expert_rng(
+    run: "tuple[int, ...]",
+    saved: "tuple[int, ...]",
+    checkpoint_name: "Any",
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+    of_first: bool = True,
+) -> bool:
+    """Whether this rank's expert-parallel RNG state is not in a checkpoint without those of all.
+
+    Args:
+        run: the layout of this run.
+        saved: that of the one that was saved.
+        checkpoint_name: its folder.
+        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+        of_first: the first of them has saved its state, not one of which that is not known.
+    """
+    if dp_cp_group is None:
+        dp_cp_group = mpu.get_data_parallel_group(with_context_parallel=True)
+    # Those for which one rank's state is loaded: with data_parallel_random_init the list of it has
+    # an entry for each data-parallel rank.
+    is_random = get_args().data_parallel_random_init
+    sharing = mpu.get_context_parallel_group() if is_random else dp_cp_group
+    sharing_ranks = torch.distributed.get_process_group_ranks(sharing)
+    same_experts = torch.distributed.get_process_group_ranks(mpu.get_expert_data_parallel_group())
+    if saved == run and set(sharing_ranks) <= set(same_experts):
+        return False
+    lost = f"all ranks (saved with EP {saved[0]}, ETP {saved[1]}; now EP {run[0]}, ETP {run[1]})"
+    if saved == run and not of_first:
+        lost = "all data-parallel ranks but one, and which one is not known,"
+    elif saved == run:
+        lost = "ranks with other experts than the first data-parallel rank"
+        if run[1] == run[2]:
+            lost = f"expert-parallel rank{'s 1 to' if run[0] > 2 else ''} {run[0] - 1}"
+    print_rank_0(
+        f"WARNING: {checkpoint_name} has the RNG state of one data-parallel rank for all. The"
+        f" expert-parallel RNG states of {lost} are not in it and cannot be recovered:"
+        f" {'these' if of_first else 'all'} ranks go on with the states that they are seeded with."
+        " All others are loaded."
+    )
+    return saved != run or not of_first or sharing_ranks[0] not in same_experts
+
+
+def with_expert_rng_of_this_run(rng_state: "dict[str, Any]") -> "dict[str, Any]":
+    """A loaded RNG state, but with the expert-parallel one that this rank has."""
+    name = tensor_parallel.random.get_expert_parallel_rng_tracker_name()
+    states = rng_state["rng_tracker_states"]
+    own = tensor_parallel.get_cuda_rng_tracker().get_states()
+    if name in states and name in own:
+        states = {**states, name: own[name]}
+    return {**rng_state, "rng_tracker_states": states}
+
+
+FOR_SAVE = (rng_states_of_dp_rank, shard_rng_state_by_dp_rank, rng_state_of_all_dp_ranks)
+FOR_LOAD = (rng_state_to_load, rng_layout, keeps_expert_rng, with_expert_rng_of_this_run)
+OF_FSDP = (key_rng_state_by_dp_rank, keyed_rng_state_to_load, rng_state_by_shared_key)
+
+
+@fix.edit("megatron.training.checkpointing")
+def save_each_rank(source: Source) -> None:
+    """Upstream saves and loads the RNG state of one data-parallel rank, as if it were that of all."""
+    get, save, load = map(source.function, ("get_rng_state", "save_checkpoint", "load_checkpoint"))
+    has_ignored = source.has("ignore_rng_state", within=load)  # since 0.14
+    has_fsdp = source.has(OF_FORMAT, get)
+    needs_groups = has_fsdp and source.has(  # since 0.19, which has None for them
+        "tp_rank = get_pg_rank(tp_group)", source.branch(OF_FORMAT, get)
+    )
+    parts = {
+        **source.functions_there("", *FOR_SAVE, *FOR_LOAD),
+        "a shard of each data-parallel rank": source.has(BY_RANK.format(arguments="..."), get),
+        "one for a local checkpoint": source.has(LOCAL, save),
+        "the RNG state to load": source.has(LOADED, load),
+        "whether it is ignored": source.has(IGNORED, load),
+        "whether the experts' is kept": source.has(KEEP_NONE, load),
+        "the experts' that is kept": source.has(KEPT, load),
+    }
+    if has_fsdp:
+        parts |= {
+            **source.functions_there("", *OF_FSDP),
+            "a key of each data-parallel rank": source.has(BY_KEY.format(arguments="..."), get),
+            "the key to load": source.has(KEYED_TO_LOAD.format(arguments="..."), load),
+            "the key that is loaded": source.has(BY_SHARED_KEY, load),
+        }
+        if needs_groups:
+            parts["the groups of the key to load"] = source.has(GROUPS, if_loaded(source, load))
+    if not any(parts.values()) and source.has(UPSTREAMS, within=get):
+        raise AlreadyThere
+    source.check_parts(parts)
+    if source.has("mpu.get_data_modulo_expert_parallel_rank"):  # up to 0.9
+        raise NoMatch("expected mpu with ranks for expert-tensor parallelism, found one without")
+    groups = [name for name in ("dp_cp_group", "dp_group") if has_parameter(get, name)]
+    listed = ", ".join(["rng_state_list", *groups])
+    made = source.one("rng_state_list = ShardedObject(...)", within=get)
+    source.one("(pp_size, tp_size)", within=made)
+    source.insert_after(made, BY_RANK.format(arguments=listed))
+    for save_function in FOR_SAVE:
+        source.insert_function_before(save, save_function)
+    source.insert_after(source.one("rng_state = get_rng_state(...)", within=save), FOR_LOCAL)
+    for load_function in FOR_LOAD:
+        source.insert_function_before(load, load_function)
+    if has_ignored:
+        source.insert_after(source.one(NOT_IGNORED, within=load), KEEP_NONE)
+    else:
+        source.insert_after(
+            source.one("load_kwargs = {}", within=load), f"{NOT_IGNORED}\n{KEEP_NONE}"
+        )
+        source.insert_at(restores(source, load).test, " and not ignore_rng_state", end=True)
+    group = ["dp_cp_group"] if has_parameter(load, "dp_cp_group") else []
+    arguments = ["gen_sd_rng_state", "state_dict", "checkpoint_name", "ckpt_type", *group]
+    of_layout = [
+        branch
+        for branch in source.all_of(ast.If, load)
+        if source.has("ckpt_tp_pp == run_tp_pp", branch.test)
+    ]
+    source.insert_after(
+        template(source, load, of_layout),
+        TO_LOAD.format(arguments=", ".join(arguments)) + "\n" + IGNORED,
+    )
+    source.insert_before(
+        source.one("random.setstate(rng_state['random_rng_state'])", within=load), KEEP
+    )
+    if has_fsdp:
+        source.insert_after(source.one(KEYED, get), BY_KEY.format(arguments=listed))
+        source.insert_function_before(save, key_rng_state_by_dp_rank)
+        source.insert_function_before(load, keyed_rng_state_to_load)
+        source.insert_function_before(load, rng_state_by_shared_key)
+        asked = template(source, load, [if_loaded(source, load)])
+        if needs_groups:
+            source.insert_before(asked, GROUPS)
+        arguments = ["gen_sd_rng_state", "reader", "state_dict_metadata", *group]
+        source.insert_after(
+            asked, KEYED_TO_LOAD.format(arguments=", ".join(arguments)) + "\n" + IGNORED
+        )
+        restored = source.branch("args.ckpt_format == 'fsdp_dtensor'", restores(source, load))
+        source.insert_before(restored.body[0], BY_SHARED_KEY)
+
+
+def has_parameter(function: Function, name: str) -> bool:
+    return name in [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+
+
+def restores(source: Source, load: Function) -> ast.If:
+    """Where the RNG states are restored. Raises NoMatch."""
+    setting = "random.setstate(rng_state['random_rng_state'])"
+    found = [
+        branch
+        for branch in source.all_of(ast.If, load)
+        if source.has("args.no_load_rng", branch.test) and source.has(setting, branch)
+    ]
+    if len(found) != 1:
+        raise NoMatch(
+            f"expected one `if` that restores RNG states in {load.name}, found {len(found)}"
+        )
+    return found[0]
+
+
+def if_loaded(source: Source, load: Function) -> ast.If:
+    """Whether the RNG state of a checkpoint in fsdp_dtensor is asked for. Raises NoMatch."""
+    return source.branch("not args.no_load_rng", load)
+
+
+def template(source: Source, load: Function, branches: Sequence[ast.If]) -> ast.stmt:
+    """Where the RNG state of a checkpoint is asked for. Raises NoMatch."""
+    made = [
+        statement
+        for branch in branches
+        for statement in branch.body
+        if source.all("gen_sd_rng_state = get_rng_state(...)", statement) == [statement]
+    ]
+    if len(made) != 1:
+        raise NoMatch(f"expected one RNG state to load in {load.name}, found {len(made)}")
+    return made[0]

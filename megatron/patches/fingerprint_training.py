@@ -1,0 +1,20 @@
+"""Check after each load of a whole run that its position in the data and its RNG states are what was saved.
+
+No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.run_megatron`.
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import AlreadyThere, Source
+
+fix = Fix(__name__, upstream=(), test="", switch="fingerprint")
+
+MODULE = "run_megatron"
+
+
+@fix.edit("megatron.training.checkpointing", ours_alone=True)
+def loads(source: Source) -> None:
+    """All that a resume loads is loaded when it returns."""
+    if source.imports(MODULE):
+        raise AlreadyThere
+    source.insert_import(f"from ckpt_patches.fingerprint import {MODULE}")
+    source.decorate(source.function("load_checkpoint"), f"@{MODULE}.run_proven")

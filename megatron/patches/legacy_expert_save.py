@@ -1,0 +1,198 @@
+"""Write each file of a `torch` checkpoint by one rank, also where experts are cut up differently from other layers.
+
+https://github.com/NVIDIA/Megatron-LM/pull/4678
+"""
+
+import ast
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import Function, NoMatch, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+    mpu: Any = None
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/pull/4678",),
+    symptom="`torch` checkpoints lack files of experts, or several ranks write the same one",
+    releases=(("0.17.0", newest("megatron-core")),),
+    stacks="`megatron.training`: experts or context parallelism, `torch`",
+    silent=True,
+    stages=("share",),
+    test="tests/unit_tests/dist_checkpointing/test_legacy_expert_save.py",
+)
+
+FIRST = "is_first_with_checkpoint_name({arguments})"
+LEGACY = "ckpt_type == CheckpointType.LEGACY"
+CHECK = "check_checkpoint_names_of_experts({args}, checkpoint_name)"
+SAVED = 'state_dict.get("args")'
+NOT_STARTED = "not torch.distributed.is_initialized()"
+EXPERT_RANK = "mpu.get_expert_data_parallel_rank() == 0"
+NOT_LEGACY = "ckpt_type != CheckpointType.LEGACY"
+RANKS = ("dp_rank = 0", "expt_dp_rank = ...")
+LAYER_WISE = "layer_wise_optimizer_"
+# Which of these files is a rank's: the parameters are shared out among the context-parallel ranks, too.
+OF_LAYER_WISE, OF_ALL = (
+    "mpu.get_data_parallel_rank()",
+    "mpu.get_data_parallel_rank(with_context_parallel=True)",
+)
+CONDITIONS = (  # under which a rank writes its file
+    (NOT_STARTED, EXPERT_RANK, NOT_LEGACY),  # up to 0.17
+    (NOT_STARTED, "mpu.get_data_parallel_rank() == 0", EXPERT_RANK, NOT_LEGACY),  # 0.18
+    (NOT_STARTED, NOT_LEGACY, "dp_rank == 0", "expt_dp_rank == 0"),  # since 0.19
+)
+
+
+def is_first_with_checkpoint_name(
+    dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
+    expt_dp_group: "torch.distributed.ProcessGroup | None" = None,
+) -> bool:
+    """Whether this rank is the first of those whose legacy checkpoint has the same name.
+
+    The name has the tensor-, pipeline- and expert-parallel rank. Those that share the first two are
+    a data-parallel (with context-parallel) group, of which those with the same experts are in one
+    expert-data-parallel group.
+
+    Args:
+        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+        expt_dp_group: the ranks with the same experts, by default those of mpu.
+    """
+    if expt_dp_group is None:
+        expt_dp_group = mpu.get_expert_data_parallel_group()
+    if expt_dp_group.size() == 1:
+        return True
+    if dp_cp_group is None:
+        dp_cp_group = mpu.get_data_parallel_group(with_context_parallel=True)
+    if dp_cp_group.size() == 1:
+        return True
+    sharing_ranks = set(torch.distributed.get_process_group_ranks(dp_cp_group))
+    sharing_ranks &= set(torch.distributed.get_process_group_ranks(expt_dp_group))
+    return bool(torch.distributed.get_rank() == min(sharing_ranks))
+
+
+def check_checkpoint_names_of_experts(args: "Any", checkpoint_name: str) -> None:
+    """Refuse a legacy checkpoint in which ranks with other parts of experts have the same name.
+
+    Args:
+        args: those of the run that saves, or has saved, it; None if the checkpoint has none.
+        checkpoint_name: the file of this rank.
+
+    Raises:
+        RuntimeError: they write over each other's parts.
+    """
+    if not getattr(args, "num_experts", None):
+        return
+    tp_size = args.tensor_model_parallel_size
+    ep_size = getattr(args, "expert_model_parallel_size", 1)
+    etp_size = getattr(args, "expert_tensor_parallel_size", None) or tp_size
+    if tp_size % etp_size == 0:
+        return
+    ranks = range(args.world_size // args.pipeline_model_parallel_size)
+    names = {(rank % tp_size, rank // etp_size % ep_size) for rank in ranks}
+    parts = {(rank % tp_size, rank // etp_size % ep_size, rank % etp_size) for rank in ranks}
+    if len(names) < len(parts):
+        raise RuntimeError(
+            f"{checkpoint_name}: expected a file for each part of the experts, found {len(names)}"
+            f" files for {len(parts)} parts in a pipeline stage. The torch format names files by"
+            " tensor- and expert-parallel ranks: with several expert-tensor-parallel ranks in one"
+            f" (TP {tp_size}, EP {ep_size}, ETP {etp_size}) ranks write over each other's parts,"
+            " and what a checkpoint lacks cannot be recovered. Save with --ckpt-format torch_dist."
+        )
+
+
+FUNCTIONS = (is_first_with_checkpoint_name, check_checkpoint_names_of_experts)
+
+
+@fix.edit("megatron.training.checkpointing")
+def write_each_file_once(source: Source) -> None:
+    """Upstream's first ranks of data-parallel groups have other files: some are no one's, some are several ranks'."""
+    save, load = map(source.function, ("save_checkpoint", "load_checkpoint"))
+    ranks = [rank for rank in RANKS if source.has(rank, save)]  # since 0.19, and for nothing else
+    layer_wise = [
+        function for function in (save, load) if LAYER_WISE in ast.unparse(function)
+    ]  # since 0.16
+    source.check_parts(
+        {
+            **source.functions_there("", *FUNCTIONS),
+            **dict.fromkeys((f"no {rank}" for rank in ranks), False),
+            "the first rank of a file writes it": source.has(FIRST.format(arguments="..."), save),
+            "a save is checked": source.has(CHECK.format(args="args"), save),
+            "a load is checked": source.has(CHECK.format(args=SAVED), load),
+            **{
+                f"the layer-wise optimizer's file in {function.name}": source.has(
+                    f"dp_rank = {OF_ALL}", function
+                )
+                for function in layer_wise
+            },
+        }
+    )
+    for own in layer_wise:
+        rank = source.one(f"dp_rank = {OF_LAYER_WISE}", within=own)
+        source.replace(source.one(OF_LAYER_WISE, within=rank), OF_ALL)
+    groups = [name for name in ("dp_cp_group", "expt_dp_group") if has_parameter(save, name)]
+    first = FIRST.format(arguments=", ".join(f"{name}={name}" for name in groups))
+    writes, condition = writing(source, save)
+    terms = (NOT_STARTED, NOT_LEGACY, first)
+    if condition.lineno == writes.lineno:
+        source.replace(condition, "(\n    " + "\n    or ".join(terms) + "\n)")
+    else:  # in parentheses
+        source.replace(condition, "\nor ".join(terms))
+    source.remove_comment_above(writes, "For LEGACY checkpoints")
+    if ranks:
+        for name in ("dp_rank", "expt_dp_rank"):
+            source.remove(source.one(f"{name} = 0", within=save))
+        source.remove(source.branch_around("expt_dp_rank = ...", within=save))
+    source.insert_after(naming(source, save), f"if {LEGACY}:\n    {CHECK.format(args='args')}")
+    source.insert_after(reading(source, load), f"if {LEGACY}:\n    {CHECK.format(args=SAVED)}")
+    for function in FUNCTIONS:
+        source.insert_function_before(save, function)
+
+
+def writing(source: Source, save: Function) -> tuple[ast.If, ast.BoolOp]:
+    """Where a rank writes its file, and the condition (later, a part of the test). Raises NoMatch."""
+    found = [
+        (branch, condition)
+        for branch in source.all_of(ast.If, save)
+        for condition in source.all_of(ast.BoolOp, branch.test)
+        if isinstance(condition.op, ast.Or)
+        and tuple(map(ast.unparse, condition.values)) in CONDITIONS
+    ]
+    if len(found) != 1:
+        raise NoMatch(f"expected one known condition for a rank to save, found {len(found)}")
+    return found[0]
+
+
+def naming(source: Source, save: Function) -> ast.stmt:
+    """Where each rank names its file; elsewhere it names older ones, to delete them. Raises NoMatch."""
+    found = source.all("checkpoint_name = get_checkpoint_name(...)", save)
+    found = [statement for statement in found if statement in save.body]
+    if len(found) != 1:
+        raise NoMatch(f"expected one name of a checkpoint to save, found {len(found)}")
+    statement: ast.stmt = found[0]
+    return statement
+
+
+def reading(source: Source, load: Function) -> ast.stmt:
+    """Where each rank reads its file. Raises NoMatch."""
+    read = "state_dict, checkpoint_name, release, ckpt_type = _load_base_checkpoint(...)"
+    found = [
+        statement
+        for statement in source.all(read, load)
+        if any(
+            keyword.arg == "rank0" and ast.unparse(keyword.value) == "False"
+            for keyword in statement.value.keywords
+        )
+    ]
+    if len(found) != 1:
+        raise NoMatch(f"expected one read of a checkpoint by each rank, found {len(found)}")
+    statement: ast.stmt = found[0]
+    return statement
+
+
+def has_parameter(function: Function, name: str) -> bool:
+    return name in [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]

@@ -1,0 +1,94 @@
+"""Load main parameters that were saved as the 16 bits that bf16 weights lack, whatever the run itself keeps.
+
+https://github.com/NVIDIA/Megatron-LM/pull/4222
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.source import NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/NVIDIA/Megatron-LM/pull/4222",),
+    symptom="`AssertionError` in `set_scaled_state` at a resume, or wrong main parameters",
+    releases=(("0.13.0", "0.19.2"),),
+    stacks="precision-aware optimizer, `store_param_remainders` (default)",
+    stages=("optimizer",),
+    test="tests/unit_tests/dist_checkpointing/test_param_remainders.py",
+)
+
+CLASS = "DistributedOptimizer"
+KEPT = "tensors = {**tensors, 'param': self._main_param_as_kept(model_param, tensors['param'])}"
+
+
+class DistributedOptimizer:
+    """The method that the class gets."""
+
+    if TYPE_CHECKING:
+        optimizer: Any
+        _get_model_param_range_map: Any
+
+    def _main_param_as_kept(self, model_param: "torch.Tensor", saved: "Any") -> "Any":
+        """The main parameter of a checkpoint as this run's optimizer keeps it.
+
+        With `store_param_remainders` the optimizer of a bf16 parameter keeps, and saves, the lower
+        16 bits alone, as int16. Formats that gather the state have made fp32 of these numbers.
+
+        Raises:
+            ValueError: the run keeps remainders, and the checkpoint has main parameters.
+        """
+        is_plain = type(model_param.data) is torch.Tensor and model_param.dtype == torch.bfloat16
+        if not is_plain or not isinstance(saved, torch.Tensor):
+            return saved
+        keeps_remainders = getattr(self.optimizer, "store_param_remainders", False)
+        flat, size = saved.view(-1), 1 << 14
+        pieces = (flat[start : start + size] for start in range(0, flat.numel(), size))
+        is_complete = saved.is_floating_point() and any(  # by the first piece, as a rule
+            bool(((piece != piece.round()) | (piece.abs() > 1 << 15)).any()) for piece in pieces
+        )
+        if is_complete and not keeps_remainders:
+            return saved
+        owned = self._get_model_param_range_map(model_param)["param"]
+        weights = model_param.detach().view(-1)[owned.start : owned.end]
+        values = flat.to(weights.device)
+        if saved.is_floating_point() and torch.equal(values.to(weights.dtype), weights):
+            is_complete = True  # whole numbers as well
+        if keeps_remainders:
+            if is_complete and values.any():
+                raise ValueError(
+                    "expected remainders of main parameters, found main parameters in the"
+                    " checkpoint: resume with store_param_remainders=False"
+                )
+            return values.to(torch.int16).view_as(saved)
+        if is_complete:
+            return saved
+        remainders = values.int()
+        upper = weights.view(torch.int16).int() - (remainders < 0).int()  # they were rounded up
+        return ((upper << 16) | (remainders & 0xFFFF)).view(torch.float32).view_as(saved)
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def load_remainders(source: Source) -> None:
+    """Transformer Engine's optimizer asserts int16 if it keeps remainders; any other takes them for main parameters."""
+    if not source.has("self.config.store_param_remainders"):
+        raise NotConcerned  # up to 0.12 the setting is off
+    method = DistributedOptimizer._main_param_as_kept
+    load = source.function(f"{CLASS}._set_main_param_and_optimizer_states")
+    source.check_parts(
+        {
+            **source.functions_there(f"{CLASS}.", method),
+            "what is loaded goes through it": source.has(KEPT, within=load),
+        }
+    )
+    first = source.one(
+        "group_index, group_order = self.model_param_group_index_map[model_param]", within=load
+    )
+    source.insert_before(first, KEPT)
+    source.insert_method_before(
+        source.function(f"{CLASS}._get_main_param_and_optimizer_states"), method
+    )

@@ -1,0 +1,1 @@
+"""The explorer: configurations of real trainings that nobody listed, saved, loaded and judged."""

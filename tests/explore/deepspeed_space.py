@@ -1,0 +1,139 @@
+"""What the explorer draws of DeepSpeed: a training, a save and a load, as plain data."""
+
+import copy
+import random
+from collections.abc import Iterable
+from typing import Any
+
+Case = dict[str, Any]
+
+# Of a training of which nothing is drawn. Shrinking goes back to these.
+PLAIN: Case = {
+    "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 1, "steps": 2, "accumulation": 1, "bucket": 1000,
+    "sub_group_size": 0, "persistent": 0, "writer": None, "contiguous_gradients": True,
+    **dict.fromkeys(
+        (
+            "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
+            "buffers", "lora", "overflow", "round_robin_gradients", "overlap_comm", "hpz", "offload", "fp32_gradients",
+            "clipping",
+        ),
+        False,
+    ),
+}  # fmt: skip
+OPTIMIZERS = (
+    "AdamW", "AdamW", "AdamW", "Adam", "AMSGrad", "Lion", "SGD", "momentum", "Adagrad", "RMSprop", "NAdam",
+    "built-in Adam", "built-in AdamW",
+)  # fmt: skip
+RESTORE = ("everything",) * 6 + ("module only", "without optimizer states", "without scheduler")
+LOADS = (
+    "ordinary", "ordinary", "universal", "universal", "upstream's universal",
+)  # fmt: skip
+RANKS = (1, 2, 2, 2, 2, 3, 4, 5)
+
+
+def drawn(seed: str) -> Case:
+    """One case, the same for the same seed."""
+    generator = random.Random(seed)
+
+    def one_in(count: int) -> bool:
+        return generator.randrange(count) == 0
+
+    stage, ranks = generator.choice([0, 1, 1, 2, 2, 3, 3, 3]), generator.choice(RANKS)
+    dtype = generator.choice(["bf16", "bf16", "bf16", "fp16", "fp32"])
+    run = {
+        **PLAIN,
+        "stage": stage,
+        "dtype": dtype,
+        "optimizer": generator.choice(OPTIMIZERS),
+        "groups": generator.choice([1, 1, 2, 3, 4]),
+        "steps": generator.choice([0, 1, 2, 2, 3, 5]),
+        "accumulation": generator.choice([1, 1, 1, 2]),
+        "bucket": generator.choice([20, 100, 1000, 1000]),
+        "contiguous_gradients": not one_in(4),
+        "overlap_comm": one_in(3),
+        "round_robin_gradients": stage in (1, 2) and one_in(4),
+        "fp32_gradients": stage in (0, 1) and dtype == "bf16" and one_in(3),
+        "overflow": dtype == "fp16" and one_in(2),
+        "offload": stage > 0 and one_in(6),
+    }
+    nodes = 2 if ranks == 4 and one_in(2) else 1
+    if stage == 3:
+        run |= {
+            "sub_group_size": generator.choice([0, 0, 50, 300]),
+            "writer": generator.choice([None, None, {"type": "python"}, {"type": "python", "decoupled": True}]),
+            "persistent": generator.choice([0, 0, 30, 10**5]),
+            "hpz": nodes == 2 and one_in(2),
+        }
+    for name, count in (
+        ("single", 4), ("empty_group", 6), ("zero_rate", 5), ("reversed", 4), ("warm_up", 4), ("frozen", 4),
+        ("unused", 4), ("tied", 4), ("zero_initialized", 3), ("buffers", 3), ("lora", 8), ("clipping", 4),
+    ):  # fmt: skip
+        run[name] = one_in(count)
+    kind = generator.choice(LOADS if stage else [kind for kind in LOADS if "universal" not in kind])
+    other = kind.endswith("universal") and not one_in(3)
+    to = generator.choice([1, 2, 3, 4, 5]) if other else ranks
+    two_saves = one_in(3)
+    load = {
+        "kind": kind,
+        "restore": generator.choice(RESTORE),
+        "ranks": to,
+        "nodes": nodes if to == ranks else 1,
+        "tag": generator.choice(["first", "last"]) if two_saves else "first",
+        "times": 2 if one_in(6) else 1,
+        "trained": one_in(6),
+        "old": one_in(8),  # saved without the fixes
+        "more_groups": int(one_in(12)),  # param groups than the saved run had
+    }
+    return {"package": "deepspeed", "ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "load": load}
+
+
+def steps_to_plain(case: Case) -> list[Case]:
+    """What could be plainer in a case, each by itself: options of the run, of the load, and of the case.
+
+    Of those that exclude each other the plainest is the last.
+    """
+    run, load = case["run"], case["load"]
+    found: list[Case] = [{"run": {"groups": 2}}] * (run["groups"] > 2) + [{"run": {"steps": 3}}] * (run["steps"] > 3)
+    found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value]
+    plain_load = {"times": 1, "trained": False, "old": False, "more_groups": 0}
+    found += [{"load": {name: value}} for name, value in plain_load.items() if load[name] != value]
+    if case["two_saves"]:
+        found.append({"two_saves": False, "load": {"tag": "first"}})
+    if case["nodes"] == 2:
+        found.append({"nodes": 1, "run": {"hpz": False}, "load": {"nodes": 1}})
+    elif load["nodes"] == 1:
+        found += [{"load": {"ranks": case["ranks"]}}] * (load["ranks"] != case["ranks"])
+        for fewer in range(max(case["ranks"], load["ranks"]) - 1, 0, -1):
+            found.append({"ranks": min(case["ranks"], fewer), "load": {"ranks": min(load["ranks"], fewer)}})
+    return found
+
+
+def plainer(case: Case, steps: Iterable[Case]) -> Case:
+    """A case after these steps."""
+    made = copy.deepcopy(case)
+    for step in steps:
+        made = {**made, **step, "run": made["run"] | step.get("run", {}), "load": made["load"] | step.get("load", {})}
+    return made
+
+
+def loaded(case: Case) -> str:
+    """Which checkpoint, and what of it."""
+    load = case["load"]
+    return f"{load['kind']}, {load['restore']}".removesuffix(", everything")
+
+
+def described(case: Case) -> str:
+    """What is not as in a plain case, in a line."""
+    load, options = case["load"], {name: value for name, value in case["run"].items() if value != PLAIN[name]}
+    ranks = f"{case['ranks']} ranks" + " on 2 nodes" * (case["nodes"] == 2)
+    words = [
+        loaded(case),
+        ranks + f" to {load['ranks']}" * (load["ranks"] != case["ranks"]),
+        f"{load['tag']} of two saves" * case["two_saves"],
+        "loaded twice" * (load["times"] == 2),
+        "into a run that has trained" * load["trained"],
+        "saved without the fixes" * load["old"],
+        "one param group more" * load["more_groups"],
+        *(name if value is True else f"{name} {value}" for name, value in options.items()),
+    ]
+    return ", ".join(filter(None, words))

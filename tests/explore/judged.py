@@ -1,0 +1,116 @@
+"""Run one case of the explorer: train and save, convert where it loads a universal checkpoint, load, and judge."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, audit
+from ckpt_patches.engine.registry import FIXES
+from explore.deepspeed_space import loaded
+from upstream import run_json, tree
+
+PROGRAM = "explore_deepspeed"
+NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
+UNIVERSAL = "universal"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    detail: str = ""  # the error, or what differs
+    signature: str = ""  # of what is SILENT: the load, and of which kinds the things are that differ
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.signature or self.detail}".strip()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a case runs on."""
+
+    version: str
+    fixes: bool = True  # the import hook is on
+    without: str = ""  # a fix that is switched off
+
+    def __str__(self) -> str:
+        return f"{self.version}-{f'without-{self.without}' if self.without else 'on' if self.fixes else 'off'}"
+
+    def run(self, *arguments: str | Path) -> dict[str, Any]:
+        others = [name for name in FIXES if name != self.without] if self.without else ()
+        delivery = "hook" if self.fixes else "none"
+        on: dict[str, Any] = {"tree": tree("deepspeed", self.version), "delivery": delivery, "fixes": others}
+        found: dict[str, Any] = run_json(PROGRAM, *arguments, **on, env=PERMISSIVE)
+        return found
+
+
+# Of a checkpoint that upstream's older releases cannot load with torch 2.6 and later: `torch_load_weights_only`.
+PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+
+
+def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
+    """What comes of a case. Where fixes are on for the load alone, the checkpoint is one that upstream saved."""
+    saving = Stack(stack.version, fixes=False) if case["load"]["old"] else stack
+    with tempfile.TemporaryDirectory(prefix="explore-") as folder:
+        file, saves = Path(folder, "case.json"), Path(folder, "saves")
+        file.write_text(json.dumps(case))
+        trained = saving.run("train", file, saves)
+        if trained.get("hangs"):
+            return Outcome(SILENT, signature="save: hangs")
+        if "error" in trained:
+            return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
+        kind, tag = case["load"]["kind"], saves / case["load"]["tag"]
+        if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
+            return Outcome(LOUD, error)
+        found = stack.run("load", file, saves)
+        if found.get("hangs"):
+            return Outcome(SILENT, signature=f"{loaded(case)}: hangs")
+        if "error" in found:
+            return Outcome(LOUD, found["error"])
+        if found["different"]:
+            kinds = sorted({_kind(name) for name in found["different"]})
+            return Outcome(SILENT, ", ".join(found["different"][:20]), f"{loaded(case)}: {', '.join(kinds)}")
+        return _of_tools(tag)
+
+
+def _converted(kind: str, tag: Path, stack: Stack) -> str:
+    """Convert a checkpoint, by our converter or upstream's; the error, or nothing."""
+    output = tag.with_name(f"{tag.name}_universal")
+    if kind != UNIVERSAL:
+        return str(stack.run("convert", tag, output).get("error", ""))
+    command = [
+        sys.executable,
+        "-m",
+        "ckpt_patches",
+        "to-universal",
+        "--input-folder",
+        str(tag),
+        "--output-folder",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CKPT_PATCHES": "off"})
+    return done.stderr.strip()[-1000:] if done.returncode else ""
+
+
+def _of_tools(tag: Path) -> Outcome:
+    """What loads right is not damaged."""
+    for folder in (tag, tag.with_name(f"{tag.name}_universal")):
+        if folder.exists() and (report := audit(folder, 1)).verdict in (DAMAGED, INCOMPLETE):
+            kinds = sorted({finding.kind.name for finding in report.findings})
+            of = "universal checkpoint" if folder != tag else "checkpoint"
+            return Outcome(SILENT, str(report.findings[:5])[:500], f"audit of a whole {of}: {', '.join(kinds)}")
+    return Outcome(RIGHT)
+
+
+def _kind(name: str) -> str:
+    """Of a thing that differs: without the parameter's and the group's name."""
+    first = name.split(" ")[0]
+    if first in ("buffer", "counter", "next"):
+        return name if first != "buffer" else first
+    if first == "group":
+        return f"group.{name.rpartition('.')[2]}"
+    return ("later " if first == "later" else "") + name.rpartition(".")[2]

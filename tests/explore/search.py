@@ -1,0 +1,86 @@
+"""An exploration: cases drawn and judged until a time, what is SILENT made smaller, and its state in a file."""
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.runtime.durable import replace_durably
+from explore.deepspeed_space import described, drawn, plainer, steps_to_plain
+from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Outcome, Stack, outcome
+
+SAME = 2  # cases with one signature that are made smaller
+AT_ONCE = 2
+
+
+class Exploration:
+    """What has been explored on a stack with a seed; kept in a file after each case."""
+
+    def __init__(self, file: Path, seed: str, stack: Stack) -> None:
+        self.file, self.seed, self.stack = file, seed, stack
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        self.next: int = kept.get("next", 0)
+        self.counts: Counter[str] = Counter(kept.get("counts", {}))
+        self.errors: Counter[str] = Counter(kept.get("errors", {}))
+        self.silent: list[dict[str, Any]] = kept.get("silent", [])
+        self.lock = threading.Lock()
+
+    def run(self, deadline: float) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda _: self._until(deadline), range(AT_ONCE)))
+
+    def _until(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            with self.lock:
+                number, self.next = self.next, self.next + 1
+            self.take(f"{self.seed}-{number}")
+
+    def take(self, name: str) -> None:
+        case = drawn(name)
+        found = outcome(case, self.stack)
+        with self.lock:
+            self.counts[found.kind] += 1
+            if found.kind in (LOUD, NOT_TRAINED):
+                self.errors[f"{found.kind}: {_without_numbers(found.detail)}"] += 1
+            seen = sum(one["signature"] == found.signature for one in self.silent)
+            one: dict[str, Any] = {"name": name, "signature": found.signature, "detail": found.detail, "case": case}
+            if found.kind == SILENT:
+                self.silent.append(one)
+        if found.kind == SILENT and seen < SAME:
+            smaller, found = shrunk(case, found, self.stack)
+            one |= {"case": smaller, "detail": found.detail, "shrunk": True}
+            print(f"SILENT {name} {found.signature} | {described(smaller)}", flush=True)
+        with self.lock:
+            state = {"next": self.next, "counts": self.counts, "errors": self.errors, "silent": self.silent}
+            replace_durably(self.file, json.dumps(state, indent=1).encode())
+
+    def summary(self) -> str:
+        done = sum(count for kind, count in self.counts.items() if kind != NOT_TRAINED)
+        signatures = len({one["signature"] for one in self.silent})
+        parts = f"right {self.counts[RIGHT]}, loud {self.counts[LOUD]}"
+        return f"explored {done}: {parts}, silent {self.counts[SILENT]} ({signatures} signatures)"
+
+
+def _without_numbers(error: str) -> str:
+    return re.sub(r"\d+", "N", error)[:200]
+
+
+def shrunk(case: dict[str, Any], found: Outcome, stack: Stack) -> tuple[dict[str, Any], Outcome]:
+    """A small case that shows what this one does: none of the steps to a plainer one leaves that as it is.
+
+    Half of the steps are taken at once, then a quarter, and so on: most options have nothing to do with it.
+    """
+    size = len(steps_to_plain(case))
+    while size:
+        steps, changed = steps_to_plain(case), False
+        for at in range(0, len(steps), size):
+            left = steps_to_plain(case)
+            smaller = plainer(case, [step for step in steps[at : at + size] if step in left])
+            if smaller != case and (again := outcome(smaller, stack)).signature == found.signature:
+                case, found, changed = smaller, again, True
+        size = size // 2 if size > 1 or not changed else 1
+    return case, found

@@ -1,0 +1,438 @@
+"""Train one configuration of the explorer with the real DeepSpeed on CPU ranks and save it, or load that and judge.
+
+    explore_deepspeed.py train CASE.json FOLDER     FOLDER/first, FOLDER/last: two saves; FOLDER/truth.pt
+    explore_deepspeed.py convert FOLDER OUTPUT      by DeepSpeed's converter
+    explore_deepspeed.py load CASE.json FOLDER      prints what came of the load, as JSON
+
+The truth is what is in the optimizer's memory, read here: no accessor of DeepSpeed's or of ours takes part.
+"""
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ckpt_patches.demo import deepspeed_training as dt
+from ckpt_patches.demo import ranks
+from explore_deepspeed_model import Model, optimizer
+from patience import seconds
+
+Options = dict[str, Any]
+State = dict[str, Any]
+SAMPLES = 60  # of a step: for 1 to 5 ranks
+MORE = 2  # steps that are taken after the load
+FIRST, LAST = "first", "last"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def engine(options: Options, on: Options, seed: int, *, universal: bool = False) -> Any:
+    """A run on so many ranks and nodes."""
+    ranks = on["ranks"]
+    gc.freeze()
+    torch._dynamo.config.disable = True
+    torch.manual_seed(seed)
+    model = Model(options)
+    zero = {"stage": options["stage"], "reduce_bucket_size": options["bucket"]}
+    zero |= {name: True for name in ("round_robin_gradients", "overlap_comm") if options[name]}
+    zero |= {"contiguous_gradients": options["contiguous_gradients"]}
+    if options["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = options["persistent"]
+        zero |= {"sub_group_size": options["sub_group_size"]} if options["sub_group_size"] else {}
+        zero |= {"zero_hpz_partition_size": ranks // on["nodes"]} if options["hpz"] else {}
+    if options["offload"]:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // ranks // options["accumulation"],
+        "gradient_accumulation_steps": options["accumulation"],
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0 if options["clipping"] else 0.0,
+        "zero_optimization": zero,
+        "checkpoint": {
+            "load_universal": universal,
+            **({"writer": options["writer"]} if options["writer"] else {}),
+        },
+    }
+    if options["dtype"] == "bf16":
+        config["bf16"] = {"enabled": True}
+    if options["dtype"] == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 24 if options["overflow"] else 4, "hysteresis": 1}
+    if options["fp32_gradients"]:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if options["warm_up"]:
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    return deepspeed.initialize(model=model, config=config, **optimizer(model, options, config))[0]
+
+
+def train(run: Any, options: Options, first: int, steps: int) -> list[float]:
+    """The mean loss of each step."""
+    rank, ranks, count = dist.get_rank(), dist.get_world_size(), options["accumulation"]
+    dtype, losses = next(run.module.parameters()).dtype, []
+    for step in range(first, first + steps):
+        samples = torch.randn(SAMPLES, Model.HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
+        total = torch.zeros(())
+        for part in samples.chunk(ranks)[rank].chunk(count):
+            loss = (run(part).float() - 1).pow(2).mean()
+            run.backward(loss)
+            with torch.no_grad():
+                run.step()
+            total += loss.detach() / count
+        dist.all_reduce(total)
+        losses.append(total.item() / ranks)
+    return losses
+
+
+class Part(NamedTuple):
+    """What this rank holds of a tensor: `local` is a view of its memory, of elements from `begin` on."""
+
+    name: str  # of the parameter, and of what it is: "weight", "fp32", or a state of the optimizer
+    local: torch.Tensor  # flat
+    begin: int
+    shape: torch.Size
+
+
+def parts(run: Any) -> Iterator[Part]:
+    """Of weights, main parameters and states of the optimizer; a whole one of what each rank has for itself."""
+    names = {parameter: name for name, parameter in run.module.named_parameters()}
+    for parameter, name in names.items():
+        if hasattr(parameter, "ds_tensor"):
+            yield from _shard(f"{name}.weight", parameter, parameter.ds_tensor.flatten(), 0)
+        if parameter.numel() or not hasattr(parameter, "ds_tensor"):  # a persistent one of stage 3 is there as well
+            yield Part(f"{name}.weight", parameter.data.view(-1), 0, parameter.shape)
+    for name, buffer in run.module.named_buffers():
+        yield Part(f"buffer {name}", buffer.view(-1), 0, buffer.shape)
+    inner = inner_optimizer(run)
+    for main, parameters, begin in groups(run, inner):
+        own = {"fp32": main.detach(), **inner.state.get(main, {})}
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and value.shape == main.shape:
+                yield from _cut(key, value.view(-1), parameters, begin, names)
+
+
+def _cut(key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names: dict[Any, str]) -> Iterator[Part]:
+    """Of a flat tensor, what it has of each of its parameters; in all they lie behind each other from 0 on."""
+    at = 0
+    for parameter in parameters:
+        name = f"{names[parameter]}.{key}"
+        if hasattr(parameter, "ds_tensor"):
+            yield from _shard(name, parameter, flat, at)
+            at += parameter.partition_numel()
+        else:
+            low, high = max(at, begin), min(at + parameter.numel(), begin + flat.numel())
+            if low < high:
+                yield Part(name, flat[low - begin : high - begin], low - at, parameter.shape)
+            at += parameter.numel()
+
+
+def _shard(name: str, parameter: Any, flat: torch.Tensor, at: int) -> Iterator[Part]:
+    """At stage 3 each rank has an equal share of each parameter, the last one with padding."""
+    each = parameter.partition_numel()
+    begin = dist.get_rank() * each
+    if (count := min(each, parameter.ds_numel - begin)) > 0:
+        yield Part(name, flat[at : at + count], begin, parameter.ds_shape)
+
+
+def inner_optimizer(run: Any) -> Any:
+    return getattr(run.optimizer, "optimizer", run.optimizer)
+
+
+def groups(run: Any, inner: Any) -> Iterator[tuple[torch.Tensor, list[Any], int]]:
+    """What the inner optimizer steps: a main parameter, the parameters that it stands for, and where in them it begins.
+
+    A flat one of this rank's share (stages 1 to 3), a flat one of all (FP16_Optimizer), or each by itself.
+    """
+    outer = run.optimizer
+    if hasattr(outer, "fp32_partitioned_groups_flat"):  # stage 3; of sub-groups
+        for flat, parameters in zip(outer.fp32_partitioned_groups_flat, outer.fp16_groups, strict=True):
+            yield flat, list(parameters), 0
+    elif hasattr(outer, "single_partition_of_fp32_groups"):  # stage 1 and 2
+        for flat, parameters in zip(outer.single_partition_of_fp32_groups, outer.round_robin_bit16_groups, strict=True):
+            yield flat, list(parameters), dist.get_rank() * flat.numel()
+    elif hasattr(outer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        for flat, parameters in zip(outer.fp32_groups_flat_partition, outer.bf16_groups, strict=True):
+            yield flat, list(parameters), dist.get_rank() * flat.numel()
+    elif hasattr(outer, "fp32_groups_flat"):  # FP16_Optimizer
+        for flat, parameters in zip(outer.fp32_groups_flat, outer.fp16_groups, strict=True):
+            yield flat, list(parameters), 0
+    elif hasattr(outer, "fp32_groups"):
+        for mains, parameters in zip(outer.fp32_groups, outer.fp16_groups, strict=True):
+            for main, parameter in zip(mains, parameters, strict=True):
+                yield main, [parameter], 0
+    else:
+        for parameter in itertools.chain(*(group["params"] for group in inner.param_groups)):
+            yield parameter, [parameter], 0
+
+
+def live(run: Any) -> State:
+    """All that the next steps depend on: tensors whole, and what is not a tensor; the same on each rank if all is well.
+
+    What no rank has of a tensor is NaN.
+    """
+    mine = [(part.name, part.begin, part.local.clone(), part.shape) for part in parts(run)]
+    of_ranks = dt.gathered(mine)
+    found: State = {}
+    for part in [*itertools.chain(*of_ranks), *mine]:  # own ones last: they are this rank's of what each has for itself
+        name, begin, local, shape = part
+        whole = found.setdefault(name, torch.full((shape.numel(),), torch.nan, dtype=local.dtype))
+        whole[begin : begin + local.numel()] = local
+    found = {name: whole.view(-1) for name, whole in found.items()}
+    inner = inner_optimizer(run)
+    for number, group in enumerate(inner.param_groups):
+        found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    found["steps"] = sorted({float(step) for steps in dt.gathered(_steps(run, inner)) for step in steps})
+    found |= {f"counter {name}": getattr(run, name) for name in COUNTERS}
+    for what, of in SETTINGS.items():
+        found |= {f"{what}.{name}": value for name, value in of(run).items()}
+    return found
+
+
+def _steps(run: Any, inner: Any) -> set[float]:
+    every = [inner.state.get(main, {}).get("step") for main, *_ in groups(run, inner)]
+    return {float(step) for step in every if step is not None}
+
+
+def _scaler(run: Any) -> Any:
+    return dt.scaler_of(run.optimizer) if hasattr(run.optimizer, "overflow") else None
+
+
+# Of what counts for the loss scale, and of a learning-rate scheduler, the attributes that are numbers.
+OF_SCALER = re.compile(r"cur_|last_overflow|(loss_)?scale$")
+SETTINGS: dict[str, Callable[[Any], State]] = {
+    "scaler": lambda run: _numbers(_scaler(run), OF_SCALER),
+    "scheduler": lambda run: _numbers(run.lr_scheduler, re.compile("")),
+}
+
+
+def _numbers(one: Any, names: re.Pattern[str]) -> State:
+    values = vars(one).items() if one else ()
+    return {name: value for name, value in values if isinstance(value, (bool, int, float)) and names.match(name)}
+
+
+def put(run: Any, options: Options, state: State) -> None:
+    """Set a run's memory to a state, as if it had been loaded: what goes on from there is what a load is to come to."""
+    if any(kind_of(name) == "state" for name in state):
+        train(run, options, 90, 2)  # a fresh optimizer has no states yet
+    for part in parts(run):
+        part.local.copy_(state[part.name][part.begin : part.begin + part.local.numel()])
+    inner = inner_optimizer(run)
+    for own in inner.state.values():
+        if "step" in own:
+            (step,) = state["steps"]
+            own["step"] = torch.full_like(own["step"], step) if isinstance(own["step"], torch.Tensor) else int(step)
+    for number, group in enumerate(inner.param_groups):
+        group.update({key: state[f"group {number}.{key}"] for key in group if key != "params"})
+    for name in COUNTERS:
+        setattr(run, name, state[f"counter {name}"])
+    for what, one in (("scaler", _scaler(run)), ("scheduler", run.lr_scheduler)):
+        for name in SETTINGS[what](run):
+            setattr(one, name, state[f"{what}.{name}"])
+
+
+# What a load is asked to restore; all else stays as the run had it.
+WEIGHTS = ("weight", "buffer")
+PROMISES: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
+    "everything": ({}, ("",)),
+    "module only": ({"load_module_only": True}, WEIGHTS),
+    "without optimizer states": ({"load_optimizer_states": False}, (*WEIGHTS, "counter", "scheduler")),
+    "without scheduler": (
+        {"load_lr_scheduler_states": False},
+        (*WEIGHTS, "fp32", "state", "group", "steps", "counter", "scaler"),
+    ),
+}
+
+
+def kind_of(name: str) -> str:
+    """Of what is in a state: a weight, a buffer, fp32 (a main parameter), state, group, steps, counter, scaler, …"""
+    first = name.split(" ")[0].split(".")[0] if name.startswith(("buffer ", "group ", "counter ")) else ""
+    if first or name == "steps" or name.startswith(("scaler.", "scheduler.")):
+        return first or name.split(".")[0]
+    last = name.rpartition(".")[2]
+    return last if last in ("weight", "fp32") else "state"
+
+
+class SaveFailed(Exception):
+    """Of a run that trains."""
+
+
+def begin(rank: int, case: Options, folder: Path) -> Options:
+    options = case["run"]
+    run = engine(options, case, seed=0)
+    train(run, options, 0, options["steps"])
+    for group in inner_optimizer(run).param_groups:
+        if not options["warm_up"]:
+            group["lr"] /= 2  # as a scheduler of the user's would: it is not what the next run is started with
+    truth: State = {}
+    at = options["steps"]
+    for tag, more in ((FIRST, 1), (LAST, MORE)):
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": at}
+        try:
+            run.save_checkpoint(str(folder), tag=tag, client_state=info)
+        except Exception as error:
+            raise SaveFailed(f"{type(error).__name__}: {error}") from error
+        truth[tag] = {"saved": live(run), "losses": train(run, options, at, more), "at": at}
+        truth[tag]["end"] = live(run)
+        at += more
+        if not case["two_saves"]:
+            break
+    if rank == 0:
+        torch.save(truth, folder / "truth.pt")
+    return {"optimizer": type(run.optimizer).__name__}
+
+
+def load(rank: int, case: Options, folder: Path) -> Options:
+    """What differs from the truth after a load on any rank, and in the losses of the next steps."""
+    wanted = case["load"]
+    options = {**case["run"], "groups": case["run"]["groups"] + wanted["more_groups"]}
+    kind, tag = wanted["kind"], wanted["tag"]
+    truth = torch.load(folder / "truth.pt", weights_only=False)[tag]
+    universal = "universal" in kind
+    run = engine(options, wanted, seed=1, universal=universal)
+    if wanted["trained"]:  # a run that has been going on, as a trainer that rolls back
+        train(run, options, 50, 1)
+    before = live(run)
+    asked, restored = PROMISES[wanted["restore"]]
+    name = f"{tag}_universal" if universal else tag
+    for _ in range(wanted["times"]):
+        run.load_checkpoint(str(folder), tag=name, **asked)
+    if wanted.get("spoil"):  # for tests: what was loaded is changed, or a rank goes nowhere
+        spoil(rank, run, wanted)
+    found = live(run)
+    expected = {key: truth["saved"].get(key) for key in {*truth["saved"], *found}}
+    different = []
+    for key in sorted(expected):
+        if not restored[0] or kind_of(key).startswith(restored):
+            good = alike(found.get(key), expected[key])
+        elif kind_of(key) == "fp32":  # with new weights: theirs, or those of the checkpoint
+            good = alike(found.get(key), expected[key]) or is_weight(found, key)
+        else:
+            good = alike(found.get(key), before.get(key)) or is_nothing(found.get(key), before.get(key))
+        different += [] if good else [key]
+    result = {"different": dt.on_any_rank(different)}
+    if not result["different"] and not restored[0]:
+        losses, end = truth["losses"], truth["end"]
+        if wanted["ranks"] != case["ranks"]:  # sums are in another order
+            reference = engine(options, wanted, seed=2)
+            put(reference, options, truth["saved"])
+            losses, end = train(reference, options, truth["at"], len(losses)), live(reference)
+        differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
+        result["different"] = differ + [f"later {name}" for name in dt.on_any_rank(wrong(live(run), end))]
+    else:
+        train(run, options, 70, 1)  # whose error is one that somebody gets
+    return result
+
+
+def spoil(rank: int, run: Any, wanted: Options) -> None:
+    """Change one element of `wanted["spoil"]` on the last rank, or let it wait for ever."""
+    if rank == wanted["ranks"] - 1:
+        if wanted["spoil"] == "hang":
+            time.sleep(10**6)
+        next(part for part in parts(run) if part.name.endswith(wanted["spoil"])).local.view(-1)[0] += 1
+
+
+def wrong(found: State, expected: State) -> list[str]:
+    return [key for key in sorted({*found, *expected}) if not alike(found.get(key), expected.get(key))]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and bool(one.view(torch.uint8).equal(other.view(torch.uint8)))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return float(one) == float(other)
+    return repr(one) == repr(other)
+
+
+def is_nothing(one: Any, other: Any) -> bool:
+    """Zeros are what a fresh optimizer may have, or not have yet."""
+    values = [value for value in (one, other) if value is not None]
+    return all(not value.any() if isinstance(value, torch.Tensor) else value in ([], [0.0], [1.0]) for value in values)
+
+
+def is_weight(found: State, key: str) -> bool:
+    weight = found.get(f"{key.removesuffix('.fp32')}.weight")
+    return weight is not None and alike(found[key], weight.float())
+
+
+def convert(checkpoint: Path, output: Path) -> Options:
+    """By DeepSpeed's converter, in a process of its own."""
+    try:
+        ranks.results(dt.convert_by_upstream, 1, checkpoint, output)
+    except ranks.RankError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def work(rank: int, args: argparse.Namespace) -> None:
+    """What came of it, in a file of the rank."""
+    os.environ["CROSS_RANK"] = str(rank // args.node)
+    do = {"train": begin, "load": load}[args.command]
+    try:
+        told = do(rank, args.case, args.folder)
+    except Exception as error:
+        told = {"error": f"{type(error).__name__}: {error}"[:1000]}
+    Path(args.told, f"{rank}.part").write_text(json.dumps(told))
+    Path(args.told, f"{rank}.part").rename(Path(args.told, str(rank)))
+    if "error" in told:
+        os._exit(1)  # a decoupled writer's process would be waited for
+
+
+def on_ranks(args: argparse.Namespace) -> Options:
+    """What rank 0 has found; where ranks have failed, the cause. Ranks that wait for a failed one are ended."""
+    context, port = multiprocessing.get_context("fork"), ranks.free_port()
+    processes = [context.Process(target=dt.rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
+    for process in processes:
+        process.start()
+    limit, failed = time.monotonic() + seconds(60), float("inf")
+    while any(process.is_alive() for process in processes):
+        time.sleep(0.01)
+        if any(process.exitcode for process in processes):
+            failed = min(failed, time.monotonic())
+        if time.monotonic() > min(limit, failed + seconds(1)):
+            hangs = failed == float("inf")
+            for process in processes:
+                process.kill()
+                process.join()
+            if hangs:
+                return {"hangs": True}
+    found = [json.loads(path.read_text()) for path in sorted(Path(args.told).iterdir()) if path.suffix != ".part"]
+    errors = [one for one in found if "error" in one]
+    if not errors and any(process.exitcode for process in processes):
+        return {"error": f"exit statuses {[process.exitcode for process in processes]}"}
+    causes = [one for one in errors if "gloo/transport" not in one["error"]]  # not of a rank that lost another one
+    return dict([*causes, *errors, *found][0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=("train", "convert", "load"))
+    parser.add_argument("case", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.command == "convert":
+        print("\n" + json.dumps(convert(args.case, args.folder)))
+        return
+    args.case = json.loads(args.case.read_text())
+    of = args.case if args.command == "train" else args.case["load"]
+    args.ranks, args.node, args.work = of["ranks"], of["ranks"] // of["nodes"], work
+    os.environ["CROSS_SIZE"] = str(of["nodes"])  # which writers ask for, and some launchers set
+    dt.prepare()
+    dt.reduce_as_on_a_gpu()
+    with tempfile.TemporaryDirectory() as args.told:
+        print("\n" + json.dumps(on_ranks(args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The models and optimizers of the explorer's trainings with DeepSpeed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import zero_healthy
+from ckpt_patches.demo.optimizers import Lion
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {**zero_healthy.OPTIMIZERS, "Lion": Lion}
+BUILT_IN = {"built-in Adam": "Adam", "built-in AdamW": "AdamW", "Muon": "Muon"}
+
+
+class Model(torch.nn.Module):
+    HIDDEN = 8
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        hidden = self.HIDDEN
+        self.up = torch.nn.Linear(hidden, 3 * hidden)
+        self.norm = torch.nn.LayerNorm(3 * hidden)
+        self.down = torch.nn.Linear(3 * hidden, hidden)
+        self.head = torch.nn.Linear(hidden, hidden, bias=False)
+        self.again = torch.nn.Linear(hidden, hidden, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        if options["tied"]:
+            self.again.weight = self.head.weight
+        if options["unused"]:
+            self.unused = torch.nn.Linear(hidden, 3)
+        if options["zero_initialized"]:
+            torch.nn.init.zeros_(self.down.bias)
+        if options["frozen"]:
+            self.norm.requires_grad_(False)
+            self.down.bias.requires_grad_(False)
+        if options["buffers"]:
+            self.register_buffer("mask", torch.full((hidden, hidden), float("-inf")).triu(1))
+            self.register_buffer("mean", torch.randn(hidden))
+        if options["lora"]:  # adapters of rank 2, whose second matrix begins with zeros; nothing else is trained
+            self.requires_grad_(False)
+            self.lora_a = torch.nn.Linear(3 * hidden, 2, bias=False)
+            self.lora_b = torch.nn.Linear(2, hidden, bias=False)
+            torch.nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.norm(torch.tanh(self.up(x)))
+        x = self.down(wide)
+        if hasattr(self, "lora_b"):
+            x = x + self.lora_b(self.lora_a(wide))
+        if hasattr(self, "mean"):
+            x = x + self.mean.to(x.dtype)
+        output: torch.Tensor = self.again(x + self.head(x)) * self.scale
+        return output
+
+
+def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `deepspeed.initialize`; a built-in optimizer goes into the config."""
+    named = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = options["groups"]
+    groups: list[dict[str, Any]] = [{"params": named[n::count], "weight_decay": 0.01 * n} for n in range(count)]
+    if options["single"] and not options["lora"]:  # a group of one element
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not model.scale]
+        groups.append({"params": [model.scale], "weight_decay": 0.0})
+    if options["empty_group"]:
+        groups.insert(len(groups) // 2, {"params": [], "weight_decay": 0.3})
+    for number, group in enumerate(groups):
+        group["lr"] = 1e-2 / (number + 1)
+    if options["zero_rate"]:
+        groups[-1]["lr"] = 0.0
+    if options["reversed"]:
+        groups.reverse()
+    if options["optimizer"] in OPTIMIZERS:
+        return {"optimizer": OPTIMIZERS[options["optimizer"]](groups, lr=1e-2)}
+    name = BUILT_IN[options["optimizer"]]
+    of_adam = {"torch_adam": True} if name != "Muon" else {}
+    config["optimizer"] = {"type": name, "params": {"lr": 1e-2, **of_adam}}
+    return {"model_parameters": groups if name != "Muon" else named}

@@ -1,0 +1,44 @@
+"""Save SwiGLU under torch FSDP2, or load what was saved, on ranks of the real megatron-core.
+
+The training is that of the demonstration of `fsdp2_swiglu_rows`, which saves in two forms: as the release does, and as
+those up to 0.18 do. A load prints a line of JSON for each form: how many rows of the weight and the moment differ from
+the live ones of the save, and whether it was refused.
+
+    fsdp2_rows.py save|load FOLDER [--ranks 2] [--tensor-parallel 1] [--without-fsdp2]
+"""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.demo import megatron_training as mt
+from program_arguments import parsed
+
+DEMOS = Path(__file__).resolve().parents[2] / "megatron" / "patches" / "demos"
+DEMO = runpy.run_path(str(DEMOS / "fsdp2_swiglu_rows.py"))
+TRUTH = "truth.json"
+
+
+def main() -> None:
+    options = parsed({"what": str, "folder": Path}, ranks=2, tensor_parallel=1, without_fsdp2=False)
+    parallel = (options.tensor_parallel, 1)
+    if options.what == "save":
+        saved = mt.results(DEMO["save"], options.ranks, options.folder, parallel=parallel)
+        (options.folder / TRUTH).write_text(json.dumps(saved))
+        return
+    loaded = mt.results(DEMO["load"], options.ranks, options.folder, not options.without_fsdp2, parallel=parallel)
+    saved = json.loads((options.folder / TRUTH).read_text())
+    print(json.dumps({form: compared(saved, loaded, form) for form in DEMO["FORMS"]}), flush=True)
+
+
+def compared(saved: list[dict[str, Any]], loaded: list[dict[str, Any]], form: str) -> int | str:
+    """How many rows are others."""
+    if None in [rank[form] for rank in loaded]:
+        return "refused"
+    truth, found = (DEMO["whole"]([rank[form] for rank in ranks]) for ranks in (saved, loaded))
+    return sum(int((truth[name] != found[name]).any(1).sum()) for name in truth)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Train with frozen parameters and hpZ on ranks of two nodes, load in every way, and print the losses, as JSON.
+
+    hpz_loads.py FOLDER LOAD... [--persistent] [--trained]
+
+The next loss of the run that was saved is `expected`; that of each run of other weights that has loaded is named by
+what it has loaded. With --persistent no parameter is large enough to be partitioned between its uses; with --trained
+none is frozen.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.demo import deepspeed_training as dt
+from deepspeed_patches.demos import hpz_secondary_weights as demo
+
+LOADS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "module": {"load_module_only": True},
+    "weights": {"load_optimizer_states": False},
+    "universal": {},  # which is a setting
+}
+
+
+def losses(rank: int, folder: Path, loads: list[str], frozen: bool) -> dict[str, float]:
+    saved = demo.engine(seed=0, frozen=frozen)
+    dt.train(saved, rank, demo.RANKS, first=0)
+    dt.save(saved, folder)
+    if "universal" in loads:
+        dt.convert(folder)
+    found = {"expected": next_loss(saved, rank)}
+    for name in loads:
+        run = demo.engine(seed=1, universal=name == "universal", frozen=frozen)
+        run.load_checkpoint(str(folder), tag=dt.UNIVERSAL if name == "universal" else dt.TAG, **LOADS[name])
+        found[name] = next_loss(run, rank)
+    return found
+
+
+def next_loss(run: Any, rank: int) -> float:
+    return dt.train(run, rank, demo.RANKS, first=dt.STEPS)[0]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("loads", nargs="+", choices=LOADS)
+    parser.add_argument("--persistent", action="store_true")
+    parser.add_argument("--trained", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.persistent:
+        dt.KINDS["stage3_hpz"]["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
+    dt.allow_pickles()
+    args = (arguments.folder, arguments.loads, not arguments.trained)
+    print("\n" + json.dumps(dt.results(losses, demo.RANKS, *args, node=demo.NODE)[0]))

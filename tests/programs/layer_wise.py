@@ -1,0 +1,155 @@
+"""Train a small GPT with the real layer-wise distributed optimizer on CPU ranks, save it in torch_dist, and resume it.
+
+Each data-parallel rank has whole parameters. Matrices are stepped by torch's SGD with momentum in the place of Muon,
+which keeps a state of the same name and comes from a package that is on no index; the rest by Adam. `save` writes
+OUT/checkpoint and what each rank holds; `resume` prints JSON: what of the state "loaded" differs from it.
+
+    layer_wise.py save|resume OUT [--tp 1] [--dp 2] [--ep 1] [--experts] [--of-each 2]
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gpt_resume
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo import stand_in_fused_adam
+from program_arguments import parsed
+
+STEPS = 3
+
+
+def main() -> None:
+    options = parsed({"what": str, "out": Path}, tp=1, dp=2, ep=1, experts=False, of_each=2)
+    vars(options).update(pp=1, fp32=False, inner="fused", optimizer="whole")
+    dist.all_gather = gathered
+    work = save if options.what == "save" else resume
+    mt.spawn(work, options.tp * options.dp, options, tensor_parallel=options.tp)
+
+
+def gathered(
+    outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, *, as_it_is: Any = dist.all_gather, **more: Any
+) -> Any:
+    """Of different sizes, as NCCL does it and Gloo does not."""
+    if len({one.numel() for one in outputs}) == 1:
+        return as_it_is(outputs, own, group=group, **more)
+    for number, output in enumerate(outputs):
+        rank = dist.get_global_rank(group, number)
+        if rank == dist.get_rank():
+            output.copy_(own)
+        dist.broadcast(output, rank, group=group)
+    return None
+
+
+def build(options: argparse.Namespace) -> tuple[Any, Any]:
+    import megatron.core.optimizer
+
+    as_it_is = megatron.core.optimizer.get_megatron_optimizer
+    megatron.core.optimizer.get_megatron_optimizer = layer_wise
+    try:
+        return gpt_resume.build(options)
+    finally:
+        megatron.core.optimizer.get_megatron_optimizer = as_it_is
+
+
+def layer_wise(config: Any, models: list[Any]) -> Any:
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    named = list(models[0].named_parameters())
+    matrices = [p for name, p in named if p.dim() == 2 and "embedding" not in name]
+    others = [p for name, p in named if not any(p is matrix for matrix in matrices)]
+    by_decay = [p for p in others if p.dim() > 1], [p for p in others if p.dim() == 1]
+    optimizers = [
+        torch.optim.SGD([group(own, 1.0) for own in by_expert(matrices)], lr=1e-2, momentum=0.9),
+        stand_in_fused_adam.FusedAdam(
+            [group(own, decay) for own, decay in zip(by_decay, (1.0, 0.0), strict=True) if own], lr=1e-2
+        ),
+    ]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return LayerWiseDistributedOptimizer(optimizers, config, groups, init_state_fn_list=[init_sgd, init_adam])
+
+
+def by_expert(parameters: list[Any]) -> list[list[Any]]:
+    apart = [[p for p in parameters if getattr(p, "allreduce", True) == shared] for shared in (True, False)]
+    return [own for own in apart if own]
+
+
+def group(parameters: list[Any], wd_mult: float) -> dict[str, Any]:
+    """With what Megatron tells groups apart by."""
+    expert = not getattr(parameters[0], "allreduce", True)
+    own = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False}
+    return {"params": parameters, **own, "max_lr": 1e-2, "min_lr": 0.0, "default_config": True}
+
+
+def init_sgd(optimizer: Any, config: Any = None) -> None:
+    for own in optimizer.param_groups:
+        for parameter in own["params"]:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def init_adam(optimizer: Any, config: Any = None) -> None:
+    for own in optimizer.param_groups:
+        for parameter in own["params"]:
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
+
+
+def held(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The weights, and of this rank's own parameters the main one and the states."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {name: parameter.detach().clone() for parameter, name in names.items()}
+    for own in optimizer.chained_optimizers:
+        for mains, weights in zip(own.fp32_from_float16_groups, own.float16_groups, strict=True):
+            for main_parameter, weight in zip(mains, weights, strict=True):
+                states = {"main": main_parameter, **own.optimizer.state[main_parameter]}
+                found |= {f"{names[weight]} {key}": its.detach().clone() for key, its in states.items()}
+    return found
+
+
+def sharded(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    of_model = model.module.sharded_state_dict()
+    return {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, is_loading=is_loading)}
+
+
+def save(rank: int, options: argparse.Namespace) -> None:
+    model, optimizer = build(options)
+    for number in range(STEPS):
+        gpt_resume.step(model, optimizer, number)
+    run = {"args": argparse.Namespace(iteration=STEPS, bf16=True), "iteration": STEPS, "checkpoint_version": 3.0}
+    mt.write({**sharded(model, optimizer, is_loading=False), **run}, options.out / "checkpoint", "torch_dist")
+    torch.save((gpt_resume.place(), held(model, optimizer)), options.out / f"rank-{rank}.pt")
+
+
+def resume(rank: int, options: argparse.Namespace) -> None:
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = build(options)
+    loaded = dist_checkpointing.load(sharded(model, optimizer, is_loading=True), str(options.out / "checkpoint"))
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    saved = together([torch.load(file) for file in options.out.glob("rank-*.pt")])
+    found = together(mt.gathered((gpt_resume.place(), held(model, optimizer))))
+    differ = gpt_resume.different(saved, found)
+    everybody = mt.gathered(differ)
+    if rank == 0:
+        print(json.dumps({"states": len(saved), "differ": sorted({name for own in everybody for name in own})}))
+
+
+def together(ranks: list[tuple[str, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """Of all data-parallel ranks; experts are those of this expert-parallel rank alone."""
+    here = gpt_resume.place()
+    return {
+        name: tensor
+        for place, its in ranks
+        for name, tensor in its.items()
+        if place == here or (".experts." not in name and place.rpartition("-")[0] == here.rpartition("-")[0])
+    }
+
+
+if __name__ == "__main__":
+    main()

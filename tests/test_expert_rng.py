@@ -1,0 +1,175 @@
+"""expert_rng: saves and loads of the real megatron.training, with the fix on one side or both, in several layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edits
+from upstream import newest_affected, run, run_lines, tree
+
+FIX = "expert_rng"
+NEWEST = newest_affected(FIX)[1]
+MODULE = "megatron.training.checkpointing"
+LOST = "are not in it and cannot be recovered"
+IGNORED = "RNG state will be ignored"
+SEEDED = "seeded"
+FSDP = ("--format", "fsdp_dtensor")
+
+
+def line(delivery: str, what: str, folder: Path, *options: object, ranks: int = 2, **more: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    arguments = ["--ranks", str(ranks), *map(str, options)]
+    (found,) = run_lines(
+        "expert_rng", what, folder, *arguments, tree=tree("megatron-core", NEWEST), delivery=delivery, **more
+    )
+    return found
+
+
+def save(delivery: str, folder: Path, *options: object, ranks: int = 2) -> None:
+    assert line(delivery, "save", folder, *options, ranks=ranks) == {"error": ""}
+
+
+def load(delivery: str, folder: Path, *options: object, ranks: int = 2) -> tuple[list[Any], bool, str]:
+    """Whose random numbers come next for experts, whether the others are the saved ones, and the warning."""
+    found = line(delivery, "load", folder, *options, ranks=ranks)
+    assert found["error"] == ""
+    assert len(found["said"]) < 2
+    return found["experts"], found["model"], "".join(found["said"])
+
+
+def test_a_checkpoint_without_them_loads_what_it_has_and_names_what_is_lost(tmp_path: Path) -> None:
+    save("none", tmp_path, "--ep", 4, ranks=4)
+    assert load("none", tmp_path, "--ep", 4, ranks=4) == ([0, 0, 0, 0], True, "")
+    experts, model, said = load("hook", tmp_path, "--ep", 4, ranks=4)
+    assert (experts, model) == ([0, SEEDED, SEEDED, SEEDED], True)
+    assert f"of expert-parallel ranks 1 to 3 {LOST}" in said
+    experts, model, said = load("hook", tmp_path, "--ep", 2, ranks=4)
+    assert (experts, model) == ([SEEDED] * 4, True)
+    assert f"of all ranks (saved with EP 4, ETP 1; now EP 2, ETP 1) {LOST}" in said
+    assert load("hook", tmp_path, "--ep", 1, ranks=4) == ([0, 0, 0, 0], True, "")  # as upstream
+
+
+def test_without_the_fix_the_load_of_what_it_saved_fails(tmp_path: Path) -> None:
+    save("hook", tmp_path)
+    assert load("hook", tmp_path) == ([0, 1], True, "")
+    done = run("expert_rng", "load", tmp_path, "--ranks", "2", tree=tree("megatron-core", NEWEST))
+    assert "Missing key in checkpoint state_dict: rng_state/shard_0.0_1.1" in done.stderr
+    assert '{"error": "process' in done.stdout
+
+
+@pytest.mark.parametrize("form", [(), FSDP])
+@pytest.mark.parametrize(("ep", "ranks"), [(2, 2), (4, 4), (1, 4)])
+def test_in_another_layout_states_are_ignored(ep: int, ranks: int, form: tuple[str, ...], tmp_path: Path) -> None:
+    save("hook", tmp_path, "--ep", 2, *form, ranks=4)
+    experts, model, said = load("hook", tmp_path, "--ep", ep, *form, ranks=ranks)
+    assert (experts, model) == ([SEEDED] * ranks, False)
+    assert IGNORED in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_expert_tensor_parallel_ranks_of_their_own(ep: int, tmp_path: Path) -> None:
+    """With TP 2, ETP 1 and four ranks: with EP 4 alone the data-parallel ranks have different experts."""
+    options = ("--tp", 2, "--etp", 1, "--ep", ep)
+    save("none", tmp_path / "none", *options, ranks=4)
+    assert load("none", tmp_path / "none", *options, ranks=4) == ([0, 1, 0, 1], True, "")
+    experts, model, said = load("hook", tmp_path / "none", *options, ranks=4)
+    assert (experts, model) == ([0, 1, *([SEEDED] * 2 if ep == 4 else [0, 1])], True)
+    assert (f"of ranks with other experts than the first data-parallel rank {LOST}" in said) == (ep == 4)
+    save("hook", tmp_path / "hook", *options, ranks=4)
+    assert load("hook", tmp_path / "hook", *options, ranks=4) == ([0, 1, 2, 3], True, "")
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_lose_those_of_other_experts_alone(tmp_path: Path) -> None:
+    save("none", tmp_path, "--tp", 2, ranks=4)
+    experts, model, said = load("hook", tmp_path, "--tp", 2, ranks=4)
+    assert (experts, model) == ([0, 1, SEEDED, SEEDED], True)
+    assert f"of expert-parallel rank 1 {LOST}" in said
+
+
+@pytest.mark.parametrize("form", [(), FSDP])
+@pytest.mark.parametrize("saved", ["none", "hook"])
+def test_with_random_init_the_states_of_all_ranks_are_there(saved: str, form: tuple[str, ...], tmp_path: Path) -> None:
+    save(saved, tmp_path, "--random", *form)
+    assert load("hook", tmp_path, "--random", *form) == ([0, 1], True, "")
+    if saved == "hook":
+        assert load("hook", tmp_path, *form) == ([0, 1], True, "")
+
+
+@pytest.mark.parametrize("form", [(), FSDP])
+def test_without_experts_nothing_changes(form: tuple[str, ...], tmp_path: Path) -> None:
+    options = ("--ep", 1, *form)
+    save("hook", tmp_path, *options)
+    (first, second), *others = load("none", tmp_path, *options)
+    assert (first, others) == (second, [True, ""])
+    assert load("hook", tmp_path, *options) == ([first, first], True, "")
+
+
+def test_in_fsdp_dtensor_it_is_not_known_whose_the_experts_state_is(tmp_path: Path) -> None:
+    """torch has each of the keys that ranks share written by the rank that writes the least so far."""
+    options = ("--ep", 4, *FSDP)
+    save("none", tmp_path, *options, ranks=4)
+    experts, model, said = load("none", tmp_path, *options, ranks=4)
+    assert (len(set(experts)), set(experts) <= {0, 1, 2, 3}, model, said) == (1, True, True, "")
+    experts, model, said = load("hook", tmp_path, *options, ranks=4)
+    assert (experts, model) == ([SEEDED] * 4, True)
+    assert f"of all data-parallel ranks but one, and which one is not known, {LOST}" in said
+    experts, model, said = load("hook", tmp_path, "--ep", 2, *FSDP, ranks=4)
+    assert (experts, model) == ([SEEDED] * 4, True)
+    assert f"of all ranks (saved with EP 4, ETP 1; now EP 2, ETP 1) {LOST}" in said
+    assert load("hook", tmp_path, "--ep", 1, *FSDP, ranks=4) == load("none", tmp_path, "--ep", 1, *FSDP, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ((), "Missing key in checkpoint state_dict: rng_state.(0, 0).0."),
+        (("--partial",), "each data-parallel rank has its own; there is --no-load-rng"),
+    ],
+)
+def test_without_the_fix_the_load_of_its_fsdp_dtensor_fails(
+    options: tuple[str, ...], error: str, tmp_path: Path
+) -> None:
+    save("hook", tmp_path, *FSDP)
+    assert load("hook", tmp_path, *FSDP, *options) == ([0, 1], True, "")
+    done = run("expert_rng", "load", tmp_path, *FSDP, *options, tree=tree("megatron-core", NEWEST))
+    assert error in done.stdout + done.stderr
+
+
+def test_what_was_saved_in_fsdp_dtensor_has_the_state_of_each_tensor_parallel_rank(tmp_path: Path) -> None:
+    """Since 0.19 they all ask for that of the first."""
+    options = ("--tp", 2, "--ep", 1, *FSDP)
+    save("none", tmp_path, *options)
+    assert load("none", tmp_path, *options) == ([0, 0], False, "")
+    assert load("hook", tmp_path, *options) == ([0, 1], True, "")
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_formats_with_a_file_for_each_rank(delivery: str, tmp_path: Path) -> None:
+    save(delivery, tmp_path / "torch", "--format", "torch")
+    assert load("hook", tmp_path / "torch", "--format", "torch") == ([0, 1], True, "")
+    nvrx = [tree("nvidia-resiliency-ext", "0.6.0")]
+    local = line(delivery, "save", tmp_path / "local", "--local", path=nvrx)
+    assert local == {"error": "", "experts": [0, 1], "model": True, "said": []}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("            (pp_size, tp_size),\n", "            shape,\n"),
+        ("            (pp_size, tp_size),\n", "            (pp_size, tp_size, ep_size),\n"),
+        ("ignore_rng_state = False", "ignore_rng_state = bool()"),
+        ("ckpt_tp_pp == run_tp_pp\n", "run_tp_pp == ckpt_tp_pp\n"),
+        ("{f'({pp_rank}, {tp_rank})': rng_state_list}", "{f'{pp_rank}, {tp_rank}': rng_state_list}"),
+        ("            if not args.no_load_rng:\n", "            if not args.finetune and not args.no_load_rng:\n"),
+        (
+            "                if args.ckpt_format == 'fsdp_dtensor':\n",
+            "                if 'fsdp' in args.ckpt_format:\n",
+        ),
+    ],
+)
+def test_code_of_another_shape_is_left_alone(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, MODULE, old, new)

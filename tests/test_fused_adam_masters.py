@@ -1,0 +1,27 @@
+"""fused_adam_masters: apex from before it had master weights, and one that uses those of bf16 weights."""
+
+from pathlib import Path
+
+import edits
+from ckpt_patches.cli.status import NOT_PRESENT
+from upstream import newest_affected, tree
+
+FIX = "fused_adam_masters"
+MODULE = "apex.optimizers.fused_adam"
+
+
+def test_apex_without_master_weights_is_left_alone(tmp_path: Path) -> None:
+    """Every commit calls itself 0.1, so that no release can say that they are not there yet."""
+    copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
+    edits.rewrite(copy, MODULE, "        master_weights=False,\n", "")
+    assert edits.check_not_needed(copy, FIX) == NOT_PRESENT
+
+
+def test_masters_of_bf16_weights_are_not_left_out(tmp_path: Path) -> None:
+    """As apex#1731 proposes; the fix would not save them."""
+    copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
+    used = "g_bf.append(p.grad)\n"
+    reason = edits.check_left_alone(
+        copy, FIX, MODULE, used, f"{used}                    p_bf_master.append(p_master)\n"
+    )
+    assert "expected FusedAdam.step to update BF16 parameters without master weights" in reason

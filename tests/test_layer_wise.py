@@ -1,0 +1,71 @@
+"""The layer-wise distributed optimizer, as Muon uses it: what upstream saves and loads, and what is said of it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import shared
+from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.cli import command_line
+from torch_dist_indexes import changed_index
+from upstream import newest, run, run_json, tree
+
+NEWEST = newest("megatron-core")
+OLDEST = "0.16.1"
+VERSIONS = [NEWEST, pytest.param(OLDEST, marks=pytest.mark.slow)]
+EXPERTS = ("--dp", "4", "--ep", "2", "--experts")
+RECORDED = {"CKPT_PATCHES_FINGERPRINT": "1"}
+
+
+def saved(version: str, *options: str, delivery: str = "none") -> Path:
+    def save(out: Path) -> None:
+        run("layer_wise", "save", out, *options, tree=tree("megatron-core", version), delivery=delivery, env=RECORDED)
+
+    return shared.once(f"layer-wise-{version}-{delivery}-{''.join(options)}", save)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ((), ("--dp", "4")),
+        pytest.param(EXPERTS, ("--dp", "2", "--ep", "2", "--experts"), marks=pytest.mark.long),
+        pytest.param(("--tp", "2"), ("--tp", "2", "--dp", "1"), marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_each_rank_loads_what_was_saved_whichever_has_it_now(
+    version: str, options: tuple[str, ...], others: tuple[str, ...], delivery: str
+) -> None:
+    folder = saved(version, *options, delivery=delivery)
+    found = run_json("layer_wise", "resume", folder, *others, tree=tree("megatron-core", version), delivery=delivery)
+    assert found["states"] > 60
+    assert found["differ"] == []
+    report = audit(folder / "checkpoint")
+    assert report.verdict == WHOLE, report.findings
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_fingerprint_has_the_parameters_of_all_ranks(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(version, delivery="hook")
+    options = ("resume", folder, "--dp", "4")
+    release = tree("megatron-core", version)
+    done = run("layer_wise", *options, tree=release, delivery="hook", env=RECORDED)
+    assert "resume proven: 11 parameters, 29 states" in done.stderr
+    assert "not proven" not in done.stderr
+    assert command_line.main(["fingerprint", str(folder / "checkpoint")]) == 0
+    assert "compared 29 states with what the run recorded when it saved: all are the same" in capsys.readouterr().out
+
+
+def test_a_parameter_without_its_momentum_is_not_whole(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved(NEWEST) / "checkpoint", tmp_path / "copy"))
+    with changed_index(copy) as index:
+        (momentum, *_) = [name for name in index.state_dict_metadata if "momentum_buffer" in name]
+        del index.state_dict_metadata[momentum]
+        for key in [key for key in index.storage_data if key.fqn == momentum]:
+            del index.storage_data[key]
+    report = audit(copy)
+    assert report.verdict != WHOLE
+    named = [finding.array for finding in report.findings if finding.kind.name == "missing_moments"]
+    assert [momentum.endswith(name) for name in named] == [True]

@@ -1,0 +1,25 @@
+"""remainder_rounding: apex from before its checkpoints had masters."""
+
+from pathlib import Path
+
+import edits
+from ckpt_patches.cli.status import NOT_PRESENT
+from ckpt_patches.engine.plan import Outcome
+from upstream import newest_affected, tree
+
+FIX = "remainder_rounding"
+MODULE = "apex.contrib.optimizers.distributed_fused_adam"
+
+
+def test_apex_without_masters_in_its_state_is_left_alone(tmp_path: Path) -> None:
+    """Every commit calls itself 0.1, so that no release can say that they are not there yet."""
+    copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
+    edits.rewrite(copy, MODULE, "state_dict_v2", "state_dict")
+    edits.rewrite(copy, MODULE, "state_dict_format", "format")
+    assert edits.check_not_needed(copy, FIX) == NOT_PRESENT
+
+
+def test_another_name_of_the_load_is_missed(tmp_path: Path) -> None:
+    copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
+    edits.rewrite(copy, MODULE, "state_dict_v2", "state_dict_v3")
+    assert edits.plan(copy, FIX)[0].outcome is Outcome.NO_MATCH

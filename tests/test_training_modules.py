@@ -1,0 +1,104 @@
+"""Fixes of megatron.training: of the package megatron-core, and planned when a program imports it."""
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.engine.plan import Outcome, plan_tree
+from ckpt_patches.engine.registry import CORE, FIXES, TARGETS
+from small_tree import IS_PATCHED, MODULE, command, make, python
+from upstream import tree
+
+FIX = "expert_rng"
+TRAINING = "megatron.training.checkpointing"
+# What the fix looks at, in a module that imports nothing.
+TEXT = """Any = CheckpointType = ShardedObject = dist_checkpointing = get_args = mpu = print_rank_0 = None
+tensor_parallel = torch = None
+
+
+def get_rng_state(ckpt_format):
+    rng_state_list = ShardedObject("rng_state", [], (pp_size, tp_size), (0, 0), replica_id=0)
+    return rng_state_list
+
+
+def save_checkpoint(ckpt_type):
+    rng_state = get_rng_state("torch_dist")
+
+
+def load_checkpoint(args, state_dict, checkpoint_name, ckpt_type):
+    ignore_rng_state = False
+    if ckpt_tp_pp == run_tp_pp:
+        gen_sd_rng_state = get_rng_state("torch_dist")
+    if not args.no_load_rng and not ignore_rng_state:
+        rng_state = state_dict['rng_state'][0]
+        random.setstate(rng_state['random_rng_state'])
+"""
+IS_THERE = f"import {TRAINING} as t; print(hasattr(t, 'rng_state_to_load'))"
+OTHERS = [name for name, modules in FIXES.items() if name != FIX and TRAINING in modules]
+STRICT = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_SKIP": ",".join(OTHERS)}
+
+
+def training(root: Path, text: str = TEXT) -> Path:
+    path = root.joinpath(*TRAINING.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(text)
+    return path
+
+
+def test_it_is_planned_when_it_is_imported(tmp_path: Path) -> None:
+    """A file that cannot be read is no matter for a program with megatron.core alone."""
+    make(tmp_path)
+    path = training(tmp_path, "def get_rng_state(:\n")
+    assert python("-c", IS_PATCHED, tree=tmp_path, env=STRICT).stdout == "True\n"
+    done = python("-c", f"{IS_PATCHED}; {IS_THERE}", tree=tmp_path, env=STRICT, check=False)
+    assert done.stdout == "True\n"
+    assert f"StrictModeError: the fix {FIX} is NOT active on megatron-core 0.14.0" in done.stderr
+    path.write_text(TEXT)
+    for order in (f"{IS_PATCHED}; {IS_THERE}", f"{IS_THERE}; {IS_PATCHED}"):
+        done = python("-c", order, tree=tmp_path, env=STRICT)
+        assert done.stdout == "True\nTrue\n"
+        lines = sorted(line.partition(" on ")[2] for line in done.stderr.splitlines())
+        on = f"megatron-core 0.14.0 ({tmp_path}): "
+        assert lines == [f"{on}{FIX}", f"{on}numpy2_product"]
+
+
+def test_where_it_needs_nothing_nothing_is_said(tmp_path: Path) -> None:
+    make(tmp_path)
+    training(tmp_path, TEXT.replace("(pp_size, tp_size)", "(pp_size, tp_size, dp_size)"))
+    done = python("-c", f"{IS_PATCHED}; {IS_THERE}", tree=tmp_path, env=STRICT)
+    assert done.stdout == "True\nFalse\n"
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_it_may_come_from_another_tree(tmp_path: Path) -> None:
+    """As of a checkout behind an installed megatron-core: neither is missed in the other's."""
+    make(tmp_path / "core")
+    training(tmp_path / "training")
+    path = {**STRICT, "PYTHONPATH": f"{tmp_path / 'core'}:{tmp_path / 'training'}"}
+    done = python("-c", f"{IS_PATCHED}; {IS_THERE}", tree=tmp_path, env=path)
+    assert done.stdout == "True\nTrue\n"
+    assert "WARNING" not in done.stderr
+
+
+def test_its_fixes_are_of_megatron_core(tmp_path: Path) -> None:
+    make(tmp_path)
+    path = training(tmp_path)
+    assert TARGETS[TRAINING] == TARGETS[MODULE] == CORE
+    assert command("apply", FIX, "--tree", str(tmp_path)).returncode == 0
+    assert "def rng_state_to_load" in path.read_text()
+    assert python("-c", IS_THERE, tree=tmp_path, env={"CKPT_PATCHES": "off"}).stdout == "True\n"
+    assert command("revert", "--tree", str(tmp_path)).returncode == 0
+    assert path.read_text() == TEXT
+
+
+@pytest.mark.parametrize("version", ["0.19.2"])
+def test_a_tree_of_a_release_without_it_lacks_nothing(version: str, tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/core").symlink_to(tree("megatron-core", version) / "megatron/core")
+    (result,) = plan_tree(str(tmp_path), CORE, [FIX]).results
+    assert result.outcome is Outcome.NOT_PRESENT
+    (tmp_path / "megatron/training").mkdir()
+    (result,) = plan_tree(str(tmp_path), CORE, [FIX]).results
+    assert result.outcome is Outcome.NO_MATCH
+    assert "no such file" in result.reason
