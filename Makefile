@@ -40,8 +40,8 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s
 
-# Configurations that nobody listed, judged: `make explore MINUTES=60 [SEED=…] [VERSION=…] [FIXES=off] [WITHOUT=fix]`,
-# or one of them, `make explore CASE=tests/explore/corpus/….json`.
+# Configurations that nobody listed, judged: `make explore MINUTES=60 [SEED=…] [PACKAGE=megatron] [VERSION=…] [FIXES=off]
+# [WITHOUT=fix]`, or one of them, `make explore CASE=tests/explore/corpus/….json`.
 explore: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m explore
 

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.audit.run_folder import saves
 from every_checkpoint import EVERY, Place, put, tensors
+from explore.deepspeed_space import plainer
 from test_audit import names
 from test_audit_coverage import MODEL, change
 from test_audit_fp8 import found_in, masters, saved
-from upstream import run_json, tree
+from test_explore import SMALL
+from upstream import newest, run_json, tree
 
 NAN = torch.tensor([float("nan")]).numpy().tobytes()
 STEP_3 = "0.16, fully_reshardable"
@@ -158,6 +160,23 @@ def test_an_index_of_another_program_is_no_checkpoint_of_megatron(tmp_path: Path
     (path / "metadata.json").unlink()
     (path / "common.pt").unlink()
     assert found_in(path) == (UNKNOWN, {"not_read"})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [("whole", (UNKNOWN, {"not_read"})), ("distributed", (INCOMPLETE, {"incomplete_save"}))]
+)
+def test_a_checkpoint_in_torch_format_without_distrib_optim(
+    optimizer: str, expected: tuple[str, set[str]], tmp_path: Path
+) -> None:
+    """The arguments of the run say whether there was to be one: without the distributed optimizer there is none."""
+    case = plainer(SMALL["megatron"], [{"run": {"format": "torch", "optimizer": optimizer, "pp": 2}}])
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    on = tree("megatron-core", newest("megatron-core"))
+    run_json("explore_megatron", "train", tmp_path / "case.json", tmp_path / "run", tree=on)
+    for file in tmp_path.glob("run/first/*/distrib_optim.pt"):
+        file.unlink()
+    assert found_in(tmp_path / "run" / "first") == expected
+    assert list(saves(tmp_path / "run")) == [tmp_path / "run" / "first"]
 
 
 def test_the_shape_of_an_array_without_end_is_damage(tmp_path: Path) -> None:

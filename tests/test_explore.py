@@ -7,27 +7,44 @@ from typing import Any
 import pytest
 
 from ckpt_patches.engine.fix import load
-from explore.deepspeed_space import PLAIN, described, drawn, plainer, steps_to_plain
+from ckpt_patches.engine.registry import FIXES
+from explore import deepspeed_space, megatron_space
+from explore.deepspeed_space import plainer
 from explore.judged import LOUD, RIGHT, SILENT, Outcome, Stack, outcome
 from explore.search import shrunk
+from explore.spaces import SPACES, space_of
 from upstream import newest, newest_affected
 
+Case = dict[str, Any]
 CORPUS = sorted(Path(__file__).parent.glob("explore/corpus/*.json"))
-SAMPLE = [f"sample-{number}" for number in (0, 3, 4, 6, 7, *range(9, 17), 18, 19)]  # which can be resumed
-NEWEST = Stack(newest("deepspeed"))
-SMALL = {
-    "package": "deepspeed", "ranks": 2, "nodes": 1, "run": PLAIN, "two_saves": False,
-    "load": {
-        "kind": "ordinary", "restore": "everything", "ranks": 2, "nodes": 1, "tag": "first", "times": 1,
-        "trained": False, "old": False, "more_groups": 0,
+NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
+# Of those drawn with these numbers the ones that can be resumed.
+SAMPLE = {"deepspeed": (0, 3, 4, 6, 7, *range(9, 17), 18, 19), "megatron": range(5)}
+PLAIN = {"deepspeed": deepspeed_space.PLAIN, "megatron": megatron_space.PLAIN}
+SMALL: dict[str, Case] = {
+    "deepspeed": {
+        "package": "deepspeed", "ranks": 2, "nodes": 1, "run": deepspeed_space.PLAIN, "two_saves": False,
+        "load": {
+            "kind": "ordinary", "restore": "everything", "ranks": 2, "nodes": 1, "tag": "first", "times": 1,
+            "trained": False, "old": False, "more_groups": 0,
+        },
+    },
+    "megatron": {
+        "package": "megatron", "ranks": 2, "run": megatron_space.PLAIN, "two_saves": False,
+        "load": {**megatron_space.PLAIN_LOAD, "tp": 1, "pp": 1, "ep": 0, "ranks": 2, "tag": "first"},
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", SAMPLE)
-def test_a_drawn_case_is_right(seed: str) -> None:
-    found = outcome(drawn(seed), NEWEST)
-    assert found.kind == RIGHT, f"{found}: {found.detail}\n{described(drawn(seed))}"
+def drawn(package: str, seed: str) -> Case:
+    return SPACES[package].drawn(seed, NEWEST[package].version)
+
+
+@pytest.mark.parametrize(("package", "number"), [(package, n) for package, numbers in SAMPLE.items() for n in numbers])
+def test_a_drawn_case_is_right(package: str, number: int) -> None:
+    case = drawn(package, f"sample-{number}")
+    found = outcome(case, NEWEST[package])
+    assert found.kind == RIGHT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
 
 
 @pytest.mark.long
@@ -35,52 +52,80 @@ def test_a_drawn_case_is_right(seed: str) -> None:
 def test_what_was_found_is_right_with_the_fixes_and_silent_without_one(file: Path) -> None:
     """A case of the corpus is named after the fix that it needs."""
     known = json.loads(file.read_text())
-    _, version = newest_affected(file.stem)
+    case, version = known["case"], known.get("version") or newest_affected(file.stem)[1]
+    assert file.stem in FIXES, f"needs a fix, or an error: {known['shows']}"
     assert load(file.stem).silent
-    with_all, without = (outcome(known["case"], Stack(version, without=name)) for name in ("", file.stem))
+    with_all, without = (outcome(case, Stack(case["package"], version, without=name)) for name in ("", file.stem))
     assert with_all.kind in (RIGHT, LOUD), with_all.detail
     assert (without.kind, without.signature) == (SILENT, known["signature"])
 
 
-@pytest.mark.parametrize(("stage", "what"), [(0, ".weight"), (1, ".fp32"), (3, ".exp_avg_sq")])
-def test_one_element_that_is_wrong_on_one_rank_is_silent(stage: int, what: str) -> None:
-    case = plainer(SMALL, [{"run": {"stage": stage}, "load": {"spoil": what}}])
-    assert str(outcome(case, NEWEST)) == f"SILENT ordinary: {what.removeprefix('.')}"
+@pytest.mark.parametrize(
+    ("package", "options", "what", "load"),
+    [
+        ("deepspeed", {"stage": 0}, ".weight", "ordinary"),
+        ("deepspeed", {"stage": 1}, ".fp32", "ordinary"),
+        ("deepspeed", {"stage": 3}, ".exp_avg_sq", "ordinary"),
+        ("megatron", {}, ".fp32", "fully_reshardable"),
+        ("megatron", {"optimizer": "whole", "tp": 2}, ".exp_avg_sq", "fully_reshardable"),
+        ("megatron", {"offload": 1.0}, ".exp_avg", "fully_reshardable"),
+    ],
+)
+def test_one_element_that_is_wrong_on_one_rank_is_silent(package: str, options: Case, what: str, load: str) -> None:
+    case = plainer(SMALL[package], [{"run": options, "load": {"spoil": what, "tp": options.get("tp", 1)}}])
+    assert str(outcome(case, NEWEST[package])) == f"SILENT {load}: {what.removeprefix('.')}"
 
 
-def test_a_rank_that_waits_for_ever_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", SPACES)
+def test_a_rank_that_waits_for_ever_is_silent(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_PATCHES_TEST_PATIENCE", "0.2")
-    case = plainer(SMALL, [{"load": {"spoil": "hang"}}])
-    assert str(outcome(case, NEWEST)) == "SILENT ordinary: hangs"
+    case = plainer(SMALL[package], [{"load": {"spoil": "hang"}}])
+    assert str(outcome(case, NEWEST[package])) == f"SILENT {space_of(case).loaded(case)}: hangs"
 
 
 @pytest.mark.quick
-def test_a_case_is_plain_data_and_the_same_for_a_seed() -> None:
+@pytest.mark.parametrize("package", SPACES)
+def test_a_case_is_plain_data_and_the_same_for_a_seed(package: str) -> None:
     for number in range(100):
-        case = drawn(f"one-{number}")
-        assert case == drawn(f"one-{number}") == json.loads(json.dumps(case))
-        assert case["run"].keys() == PLAIN.keys()
-    assert len({described(drawn(f"one-{number}")) for number in range(100)}) > 95
+        case = drawn(package, f"one-{number}")
+        assert case == drawn(package, f"one-{number}") == json.loads(json.dumps(case))
+        assert case["run"].keys() == PLAIN[package].keys()
+    assert len({space_of(case).described(case) for case in (drawn(package, f"one-{n}") for n in range(100))}) > 95
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("needed", [("frozen",), ("stage", "tied"), ("optimizer", "groups", "dtype")])
-def test_a_case_shrinks_to_what_it_needs(needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("package", "needed"),
+    [
+        ("deepspeed", ("frozen",)),
+        ("deepspeed", ("stage", "tied")),
+        ("deepspeed", ("optimizer", "groups", "dtype")),
+        ("megatron", ("frozen",)),
+        ("megatron", ("format", "bucket")),
+        ("megatron", ("tp", "gated")),
+    ],
+)
+def test_a_case_shrinks_to_what_it_needs(
+    package: str, needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a judge that looks at some options alone; of 100 cases those that have all of them."""
-    tried: list[dict[str, Any]] = []
+    tried: list[Case] = []
+    plain, stack = PLAIN[package], NEWEST[package]
 
-    def found(case: dict[str, Any], stack: Stack) -> Outcome:
+    def found(case: Case, stack: Stack) -> Outcome:
         tried.append(case)
-        shows = all(case["run"][name] != PLAIN[name] for name in needed)
+        shows = all(case["run"][name] != plain[name] for name in needed)
         return Outcome(SILENT, signature="it") if shows else Outcome(RIGHT)
 
     monkeypatch.setattr("explore.search.outcome", found)
-    for case in (drawn(f"two-{number}") for number in range(100)):
-        if found(case, NEWEST).kind == SILENT:
+    for case in (drawn(package, f"two-{number}") for number in range(100)):
+        if found(case, stack).kind == SILENT:
             tried.clear()
-            small, last = shrunk(case, found(case, NEWEST), NEWEST)
+            small, last = shrunk(case, found(case, stack), stack)
             assert last.kind == SILENT
-            assert {name for name in PLAIN if small["run"][name] != PLAIN[name]} == set(needed)
-            assert (small["ranks"], small["load"]["ranks"], small["two_saves"]) == (1, 1, False)
-            assert not any(found(plainer(small, [step]), NEWEST).kind == SILENT for step in steps_to_plain(small))
+            assert {name for name in plain if small["run"][name] != plain[name]} == set(needed)
+            ranks = small["run"].get("tp", 1)
+            assert (small["ranks"], small["load"]["ranks"], small["two_saves"]) == (ranks, ranks, False)
+            steps = space_of(small).steps_to_plain(small)
+            assert not any(found(plainer(small, [step]), stack).kind == SILENT for step in steps)
             assert len(tried) < 60

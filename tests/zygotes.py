@@ -46,6 +46,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "async_saving",
             "empty_state",
             "exact_resume",
+            "explore_megatron",
             "fsdp2_rows",
             "expert_rng",
             "gather_on_many_ranks",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ckpt_patches.audit.readers.formats import reader_of
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
 from ckpt_patches.formats.torch_dist import INDEX
 from ckpt_patches.formats.zarr import METADATA
 
@@ -108,9 +109,12 @@ def is_other_save(path: Path) -> bool:
     """Whether a folder, which no reader knows, is a save in another format.
 
     That is one with the index of torch.distributed.checkpoint, which is written last; but one of Megatron's has
-    `metadata.json` after it, and is told by its name. And one that is named like a save, without a part of a known one.
+    `metadata.json` after it, and is told by its name. One of Megatron's `torch` format without the distributed
+    optimizer. And one that is named like a save, without a part of a known one.
     """
     names = _names(path)
+    if is_without_distributed_optimizer(path):
+        return True
     if INDEX in names:
         return ITERATION.fullmatch(path.name) is None
     is_known = any(PARTS.fullmatch(name) or (path / name / METADATA).exists() for name in names)

@@ -129,8 +129,9 @@ def build(
     make_model: Callable[[Any, torch.dtype, bool], Model] | None = None,
     settings: Mapping[str, Any] | None = None,
     overrides: Callable[[Any], Any] | None = None,
+    config: Any = None,
 ) -> tuple[Model, Optimizer]:
-    """The model under Megatron's DDP, and its distributed optimizer.
+    """The model under Megatron's DDP, and its distributed optimizer; `config` is that of the transformer.
 
     `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps a parameter in fp32.
     All parameters are in one bucket, unless `bucket_size` says how many elements make one. `instances` of the optimizer
@@ -140,8 +141,8 @@ def build(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    dtype = torch.float16 if fp16 else torch.bfloat16
-    config = transformer_config(dtype)
+    config = config or transformer_config(torch.float16 if fp16 else torch.bfloat16)
+    dtype = config.params_dtype
     torch.manual_seed(1)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=(settings or {}).get("use_distributed_optimizer", True),
@@ -155,8 +156,8 @@ def build(
         "optimizer": "adam",
         "lr": 1e-2,
         "weight_decay": 0.1,
-        "bf16": not fp16,
-        "fp16": fp16,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "clip_grad": 0.0,
         "use_distributed_optimizer": True,

@@ -4,11 +4,14 @@
 of many parameters; `mp_rank_*/model_optim_rng.pt` the model's weights and the optimizer's groups.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
 
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
@@ -25,6 +28,18 @@ def folders(path: Path) -> list[Path]:
         return [path]
     found = sorted(path.glob("mp_rank_*"))
     return found if any((folder / OPTIMIZER).exists() for folder in found) else []
+
+
+def is_without_distributed_optimizer(path: Path) -> bool:
+    """Whether each rank's folder has one file alone, and the run's arguments in the first say that this is all."""
+    found = sorted(path.glob("mp_rank_*"))
+    if not found or any((own / OPTIMIZER).exists() or not (own / MODEL).exists() for own in found):
+        return False
+    with contextlib.suppress(UserError):
+        value = torch_file.read(found[0] / MODEL, trust=True).value  # runs nothing: unknown classes are stand-ins
+        arguments = value.get("args") if isinstance(value, dict) else None
+        return isinstance(arguments, torch_file.Instance) and arguments.fields.get("use_distributed_optimizer") is False
+    return False
 
 
 def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:

@@ -1,4 +1,6 @@
-"""Explore configurations that nobody listed: `make explore MINUTES=60 [SEED=…] [VERSION=…] [FIXES=off] [WITHOUT=FIX]`.
+"""Explore configurations that nobody listed.
+
+    make explore MINUTES=60 [SEED=…] [PACKAGE=megatron] [VERSION=…] [FIXES=off] [WITHOUT=FIX]
 
 Each case is drawn, run and judged: right, loud (somebody gets an error), or SILENT. A SILENT one is made smaller while
 it shows the same, and printed as `SILENT <case> <signature>`; then the exit status is 1. The state of an exploration is
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from explore.judged import SILENT, Stack, outcome
 from explore.search import Exploration
+from explore.spaces import SPACES
 from upstream import newest
 
 FOLDER = Path(__file__).resolve().parents[2] / ".explore"
@@ -35,18 +38,21 @@ def main() -> int:
 
     option("minutes", "10", "how long new cases are begun")
     option("seed", time.strftime("%Y%m%d"), "of the cases: the same seed draws the same ones")
-    option("version", newest("deepspeed"), "release of DeepSpeed")
+    option("package", "deepspeed", "what is explored", tuple(SPACES))
+    option("version", "", "its release (default: the newest)")
     option("fixes", "on", "off: upstream as it is", ("on", "off"))
     option("without", "", "a fix to switch off")
     option("case", "", "run this file's case alone")
     args = parser.parse_args()
-    stack = Stack(args.version, args.fixes == "on", args.without)
+    case = json.loads(Path(args.case).read_text())["case"] if args.case else {"package": args.package}
+    version = args.version or newest(SPACES[case["package"]].distribution)
+    stack = Stack(case["package"], version, args.fixes == "on", args.without)
     if args.case:
-        found = outcome(json.loads(Path(args.case).read_text())["case"], stack)
+        found = outcome(case, stack)
         print(f"{found}\n{found.detail}".strip())
         return int(found.kind == SILENT)
     FOLDER.mkdir(exist_ok=True)
-    exploration = Exploration(FOLDER / f"deepspeed-{stack}-{args.seed}.json", args.seed, stack)
+    exploration = Exploration(FOLDER / f"{stack}-{args.seed}.json", args.seed, stack)
     exploration.run(time.monotonic() + 60 * float(args.minutes))
     print(exploration.summary())
     return int(exploration.counts[SILENT] > 0)

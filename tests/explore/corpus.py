@@ -1,53 +1,47 @@
-"""Keep what an exploration without fixes has found: `python -m explore.corpus .explore/deepspeed-0.19.8-off-1.json`.
+"""The cases that explorations have found, each in a file: what it shows, and the release that shows it.
 
-A case that is SILENT without one fix, and not with all of them, is kept as `corpus/FIX.json`, unless there is one.
+One that is SILENT without one fix, and not with all of them, is named after that fix. One that is SILENT with all of
+them is `open_…`: it fails the tests until there is a fix, or an error.
 """
 
 import json
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.engine.fix import load, package_of
-from ckpt_patches.engine.registry import DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
 from ckpt_patches.runtime.durable import replace_durably
-from explore.deepspeed_space import described
 from explore.judged import SILENT, Stack, outcome
-from upstream import newest
+from explore.spaces import space_of
 
 CORPUS = Path(__file__).parent / "corpus"
 
 
-def silent_fixes(version: str) -> list[str]:
+def silent_fixes(stack: Stack) -> list[str]:
     """Those of silent bugs that a release has."""
-    mine = [load(name) for name in FIXES if package_of(name) == DEEPSPEED]
-    return [fix.name for fix in mine if fix.silent and fix.affects(version)]
+    package = {"deepspeed": DEEPSPEED, "megatron": CORE}[stack.package]
+    mine = [load(name) for name in FIXES if package_of(name) == package]
+    return [fix.name for fix in mine if fix.silent and fix.affects(stack.version)]
 
 
-def keep(case: dict[str, Any], version: str) -> str:
-    """The file that a case was kept in; or why it was not."""
-    with_all = outcome(case, Stack(version))
+def keep(name: str, case: dict[str, Any], stack: Stack) -> str:
+    """Keep what an exploration has found; what became of it, in words."""
+    on = replace(stack, fixes=True, without="")
+    with_all = outcome(case, on)
     if with_all.kind == SILENT:
-        return f"SILENT with all fixes: {with_all.signature}"
-    for name in silent_fixes(version):
-        file = CORPUS / f"{name}.json"
-        without = outcome(case, Stack(version, without=name))
-        if without.kind == SILENT and not file.exists():
-            known = {"shows": described(case), "signature": without.signature, "case": case}
-            replace_durably(file, (json.dumps(known, indent=1) + "\n").encode())
-            return str(file)
+        return _kept(f"open_{name}", case, with_all.signature, stack)
+    for fix in silent_fixes(stack):
+        without = outcome(case, replace(on, without=fix))
         if without.kind == SILENT:
-            return f"there is {file} already"
-    return "SILENT without any of several fixes"
+            return _kept(fix, case, without.signature, stack)
+    return "not kept: right without any one of the fixes"
 
 
-def main(state: str) -> None:
-    version = newest("deepspeed")
-    CORPUS.mkdir(exist_ok=True)
-    for one in json.loads(Path(state).read_text())["silent"]:
-        if one.get("shrunk"):
-            print(f"{described(one['case'])}: {keep(one['case'], version)}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def _kept(name: str, case: dict[str, Any], signature: str, stack: Stack) -> str:
+    file = CORPUS / f"{name}.json"
+    if file.exists():
+        return f"not kept: there is {file.name} already"
+    known = {"shows": space_of(case).described(case), "signature": signature, "version": stack.version, "case": case}
+    replace_durably(file, (json.dumps(known, indent=1) + "\n").encode())
+    return f"kept as {file.name}"

@@ -5,16 +5,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, audit
 from ckpt_patches.engine.registry import FIXES
-from explore.deepspeed_space import loaded
+from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
-PROGRAM = "explore_deepspeed"
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
 UNIVERSAL = "universal"
 
@@ -33,18 +32,21 @@ class Outcome:
 class Stack:
     """What a case runs on."""
 
+    package: str  # a name of SPACES
     version: str
     fixes: bool = True  # the import hook is on
     without: str = ""  # a fix that is switched off
 
     def __str__(self) -> str:
-        return f"{self.version}-{f'without-{self.without}' if self.without else 'on' if self.fixes else 'off'}"
+        fixes = f"without-{self.without}" if self.without else "on" if self.fixes else "off"
+        return f"{self.package}-{self.version}-{fixes}"
 
     def run(self, *arguments: str | Path) -> dict[str, Any]:
+        space = SPACES[self.package]
         others = [name for name in FIXES if name != self.without] if self.without else ()
         delivery = "hook" if self.fixes else "none"
-        on: dict[str, Any] = {"tree": tree("deepspeed", self.version), "delivery": delivery, "fixes": others}
-        found: dict[str, Any] = run_json(PROGRAM, *arguments, **on, env=PERMISSIVE)
+        on: dict[str, Any] = {"tree": tree(space.distribution, self.version), "delivery": delivery, "fixes": others}
+        found: dict[str, Any] = run_json(space.program, *arguments, **on, env=PERMISSIVE)
         return found
 
 
@@ -54,7 +56,9 @@ PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
     """What comes of a case. Where fixes are on for the load alone, the checkpoint is one that upstream saved."""
-    saving = Stack(stack.version, fixes=False) if case["load"]["old"] else stack
+    saving = replace(stack, version=case["load"].get("saved_by") or stack.version)
+    if case["load"]["old"]:
+        saving = replace(saving, fixes=False, without="")
     with tempfile.TemporaryDirectory(prefix="explore-") as folder:
         file, saves = Path(folder, "case.json"), Path(folder, "saves")
         file.write_text(json.dumps(case))
@@ -63,18 +67,23 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(SILENT, signature="save: hangs")
         if "error" in trained:
             return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
-        kind, tag = case["load"]["kind"], saves / case["load"]["tag"]
+        kind, tag = case["load"].get("kind", ""), saves / case["load"]["tag"]
         if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
             return Outcome(LOUD, error)
         found = stack.run("load", file, saves)
         if found.get("hangs"):
-            return Outcome(SILENT, signature=f"{loaded(case)}: hangs")
+            return Outcome(SILENT, signature=f"{space_of(case).loaded(case)}: hangs")
         if "error" in found:
             return Outcome(LOUD, found["error"])
+        if found["different"] and case["load"]["old"] and audit(tag, 1).verdict == DAMAGED:
+            return Outcome(LOUD, "the audit calls what was saved without the fixes damaged")
         if found["different"]:
             kinds = sorted({_kind(name) for name in found["different"]})
-            return Outcome(SILENT, ", ".join(found["different"][:20]), f"{loaded(case)}: {', '.join(kinds)}")
-        return _of_tools(tag)
+            return Outcome(
+                SILENT, ", ".join(found["different"][:20]), f"{space_of(case).loaded(case)}: {', '.join(kinds)}"
+            )
+        is_whole = case["load"]["restore"] == "everything" or (saving.fixes and not saving.without)
+        return _of_tools(tag) if is_whole else Outcome(RIGHT)  # what was not loaded may be wrong
 
 
 def _converted(kind: str, tag: Path, stack: Stack) -> str:
@@ -109,8 +118,8 @@ def _of_tools(tag: Path) -> Outcome:
 def _kind(name: str) -> str:
     """Of a thing that differs: without the parameter's and the group's name."""
     first = name.split(" ")[0]
-    if first in ("buffer", "counter", "next"):
-        return name if first != "buffer" else first
-    if first == "group":
-        return f"group.{name.rpartition('.')[2]}"
+    if first in ("buffer", "counter", "next", "step"):
+        return name if first in ("counter", "next") else first
+    if first in ("group", "setting"):
+        return f"{first}.{name.rpartition('.')[2]}"
     return ("later " if first == "later" else "") + name.rpartition(".")[2]

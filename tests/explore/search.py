@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.runtime.durable import replace_durably
-from explore.deepspeed_space import described, drawn, plainer, steps_to_plain
+from explore.corpus import keep
+from explore.deepspeed_space import plainer
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Outcome, Stack, outcome
+from explore.spaces import SPACES, space_of
 
 SAME = 2  # cases with one signature that are made smaller
 AT_ONCE = 2
@@ -40,7 +42,7 @@ class Exploration:
             self.take(f"{self.seed}-{number}")
 
     def take(self, name: str) -> None:
-        case = drawn(name)
+        case = SPACES[self.stack.package].drawn(name, self.stack.version)
         found = outcome(case, self.stack)
         with self.lock:
             self.counts[found.kind] += 1
@@ -53,9 +55,17 @@ class Exploration:
         if found.kind == SILENT and seen < SAME:
             smaller, found = shrunk(case, found, self.stack)
             one |= {"case": smaller, "detail": found.detail, "shrunk": True}
-            print(f"SILENT {name} {found.signature} | {described(smaller)}", flush=True)
+            shown = f"SILENT {name} {found.signature} | {space_of(case).described(smaller)}"
+            print(f"{shown} | {keep(name, smaller, self.stack)}", flush=True)
         with self.lock:
-            state = {"next": self.next, "counts": self.counts, "errors": self.errors, "silent": self.silent}
+            state = {
+                "package": self.stack.package,
+                "version": self.stack.version,
+                "next": self.next,
+                "counts": self.counts,
+                "errors": self.errors,
+                "silent": self.silent,
+            }
             replace_durably(self.file, json.dumps(state, indent=1).encode())
 
     def summary(self) -> str:
@@ -74,6 +84,7 @@ def shrunk(case: dict[str, Any], found: Outcome, stack: Stack) -> tuple[dict[str
 
     Half of the steps are taken at once, then a quarter, and so on: most options have nothing to do with it.
     """
+    steps_to_plain = space_of(case).steps_to_plain
     size = len(steps_to_plain(case))
     while size:
         steps, changed = steps_to_plain(case), False

@@ -1,0 +1,34 @@
+"""load weights into a run with the precision-aware optimizer
+
+The next step, at learning rate 0, has to leave them as they are.
+"""
+
+from pathlib import Path
+
+import torch
+
+from ckpt_patches.demo import megatron_training as mt
+from ckpt_patches.demo import show
+
+
+def run(folder: Path) -> str:
+    lost = mt.results(weights_lost, 2)[0]
+    return f"{lost} of 4 weights are those from before the load, and no error" if lost else ""
+
+
+def weights_lost(rank: int) -> int:
+    mt.use_inner_optimizer("fused")
+    model, optimizer = mt.build(precision_aware=True)
+    mt.step(model, optimizer, 0)
+    mt.set_weights(
+        model, {name: torch.full_like(own, 0.75) for name, own in mt.weights(model).items()}
+    )
+    optimizer.reload_model_params()
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+    mt.step(model, optimizer, 1)
+    return sum(not bool(own.eq(0.75).all()) for own in mt.weights(model).values())
+
+
+if __name__ == "__main__":
+    show(run, "the weights are kept")

@@ -1,0 +1,82 @@
+"""Reload the main parameters of the precision-aware optimizer with the model's weights.
+
+https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py
+"""
+
+from typing import Any
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import NotConcerned, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+
+fix = Fix(
+    __name__,
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py",
+    ),
+    symptom="weights that are loaded into a run are gone after its next step",
+    releases=(("0.11.0", newest("megatron-core")),),
+    stacks="precision-aware optimizer, weights loaded into a run that has trained",
+    silent=True,
+    stages=("optimizer",),
+    test="tests/unit_tests/dist_checkpointing/test_precision_aware_reload.py",
+)
+
+CLASS = "DistributedOptimizer"
+
+
+class DistributedOptimizer:
+    """The method that upstream's class of this name gets."""
+
+    if TYPE_CHECKING:
+        optimizer: Any
+
+    def _reload_precision_aware(self, state_dict: "dict[str, Any] | None" = None) -> None:
+        """Set the main params that the inner optimizer holds since its first step to the params.
+
+        Raises:
+            ValueError: main params of a checkpoint are to be loaded, which this optimizer makes
+                of the params at its first step.
+        """
+        if state_dict is not None:
+            raise ValueError(
+                "expected an optimizer with main params of its own for load_main_params_from_ckpt,"
+                " found the precision-aware one, which takes them from the params: load without"
+            )
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                main_param = self.optimizer.state.get(param, {}).get("master_param")
+                if main_param is None:
+                    continue
+                if main_param.dtype == torch.int16:
+                    main_param.zero_()  # the 16 bits that the param lacks
+                else:
+                    self.optimizer.set_scaled_state(param, "master_param", param.detach().float())
+
+
+@fix.edit("megatron.core.optimizer.distrib_optimizer")
+def reload_main_params(source: Source) -> None:
+    """Upstream returns early: its comment says that the inner optimizer copies, and that copies the other way."""
+    settings = ("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "use_precision_aware_optimizer")
+    reload = source.function(f"{CLASS}._copy_model_params_to_main_params")
+    used = [name for name in settings if source.has(f"self.config.{name}", within=reload)]
+    if not used:
+        raise NotConcerned  # up to 0.10 there is no such optimizer
+    method = DistributedOptimizer._reload_precision_aware
+    branch = source.branch(f"self.config.{used[0]}", within=reload)
+    source.check_parts(
+        {
+            **source.functions_there(f"{CLASS}.", method),
+            "it is called": source.has(f"self.{method.__name__}", within=branch),
+        }
+    )
+    has_state_dict = any(argument.arg == "state_dict" for argument in reload.args.args)
+    source.insert_before(
+        source.one("return", within=branch),
+        f"self.{method.__name__}({'state_dict' if has_state_dict else ''})",
+    )
+    source.insert_method_before(reload, method)

@@ -1,0 +1,179 @@
+"""What the explorer draws of Megatron: a training, a save and a load, as plain data."""
+
+import random
+from typing import Any
+
+from upstream import numbers, runnable
+
+Case = dict[str, Any]
+
+# Of a training of which nothing is drawn. Shrinking goes back to these.
+PLAIN: Case = {
+    "tp": 1, "pp": 1, "ep": 0, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
+    "algorithm": "adam", "offload": None, "format": "fully_reshardable", "steps": 2, "bucket": 0,
+    **dict.fromkeys(
+        (
+            "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
+            "zero_initialized", "scheduler", "overflow", "asynchronous", "clipping",
+        ),
+        False,
+    ),
+}  # fmt: skip
+# Ranks of tensor, pipeline and data parallelism.
+LAYOUTS = (
+    (1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2),
+    (2, 2, 1),
+)  # fmt: skip
+RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel ranks may load these
+PLAIN_LOAD: Case = {
+    "restore": "everything", "times": 1, "trained": False, "old": False, "override": False, "offload": "same",
+    "saved_by": "",
+}  # fmt: skip
+
+
+def formats(version: str) -> list[str]:
+    """Those of the optimizer's state in a release."""
+    minor = int(version.split(".")[1])
+    model_space = ["fully_sharded_model_space"] * (minor < 16)
+    newer = ["dp_reshardable", "fully_reshardable", "fully_reshardable"] * (minor >= 15)
+    return [*model_space, *newer, "dp_zero_gather_scatter", "torch"]
+
+
+def earlier(version: str) -> list[str]:
+    """The newest releases of the minor versions before this one that have the same formats."""
+    own = numbers(version)
+    last = {numbers(one)[:2]: one for one in sorted(runnable("megatron-core"), key=numbers)}
+    return [one for minor, one in last.items() if minor < own[:2] and formats(one) == formats(version)]
+
+
+def drawn(seed: str, version: str) -> Case:
+    """One case for a release, the same for the same seed."""
+    generator = random.Random(seed)
+
+    def one_in(count: int) -> bool:
+        return generator.randrange(count) == 0
+
+    tp, pp, dp = generator.choice(LAYOUTS)
+    ranks = tp * pp * dp
+    hybrid, adam = one_in(3), not one_in(16)
+    optimizer = "whole" if not hybrid and (one_in(6) or not adam) else "distributed"
+    dtype = generator.choice(["bf16", "bf16", "bf16", "fp16", "fp32"])
+    if hybrid:
+        dtype = "bf16"
+    run = {
+        **PLAIN,
+        "tp": tp,
+        "pp": pp,
+        "ep": generator.choice([0, 0, 0, 1, 2 if dp % 2 == 0 else 1]),
+        "instances": 2 if dp == 4 and optimizer == "distributed" and one_in(3) else 1,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "inner": generator.choice(["fused", "fused", "torch"]),
+        "algorithm": "adam" if adam or hybrid else "sgd",
+        "offload": generator.choice([0.0, 0.5, 1.0]) if hybrid else None,
+        "format": generator.choice(formats(version)),
+        "steps": generator.choice([0, 1, 2, 2, 3, 5]),
+        "bucket": generator.choice([0, 0, 300, 2000]),
+        "overlap": hybrid and one_in(2),
+        "overflow": dtype == "fp16" and one_in(2),
+    }
+    run["precision_aware"] = optimizer == "distributed" and dtype == "bf16" and adam and one_in(4)
+    if run["precision_aware"] and not hybrid:
+        run["inner"] = "fused"
+    if tp > 1:
+        run["ep"] = 0  # needs sequence parallelism, which torch's norms do not have
+    run["mup"] = int(version.split(".")[1]) >= 18 and one_in(6)
+    for name, count in (
+        ("decoupled_rate", 4), ("fp32_norms", 4), ("gated", 2), ("untied", 2), ("biases", 2), ("frozen", 4),
+        ("zero_initialized", 4), ("scheduler", 2), ("asynchronous", 4), ("clipping", 4),
+    ):  # fmt: skip
+        run[name] = one_in(count)
+    run["fp32_norms"] &= not hybrid  # torch's optimizers do not take views of a parameter
+    run["biases"] &= not run["ep"]
+    run["asynchronous"] &= run["format"] != "torch"
+    two_saves, restore = one_in(3), generator.choice(["everything"] * 5 + ["weights", "without scheduler"])
+    load = {
+        **PLAIN_LOAD,
+        **{name: run[name] for name in ("tp", "pp", "ep")},
+        "ranks": ranks,
+        "restore": restore,
+        "tag": generator.choice(["first", "last"]) if two_saves else "first",
+        "times": 2 if one_in(8) else 1,
+        "trained": one_in(5),
+        "old": one_in(8),  # saved without the fixes
+        "override": run["scheduler"] and restore == "everything" and one_in(3),  # the new run's learning rates
+        "offload": generator.choice([0.0, 0.5, 1.0]) if hybrid and one_in(3) else "same",
+        "saved_by": generator.choice(earlier(version) or [""]) if one_in(6) and not run["mup"] else "",
+    }
+    if one_in(2) and run["format"] in RESHARDABLE:
+        load["tp"], load["pp"], other = generator.choice([one for one in LAYOUTS if one[0] == 1 or not run["ep"]])
+        load["ranks"] = load["tp"] * load["pp"] * other
+        load["ep"] = min(load["ep"], 2 - other % 2)
+    elif one_in(2):
+        others = [1, 2, 3, 4] if load["ep"] < 2 else [2, 4]
+        load["ranks"] = tp * pp * generator.choice([other for other in others if tp * pp * other <= 4])
+    return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
+
+
+def steps_to_plain(case: Case) -> list[Case]:
+    """What could be plainer in a case, each by itself: options of the run, of the load, and of the case."""
+    run, load = case["run"], case["load"]
+    layout = ("tp", "pp", "ep")
+    found: list[Case] = [{"run": {"steps": 3}}] * (run["steps"] > 3)
+    found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in layout]
+    found += [{"load": {name: value}} for name, value in PLAIN_LOAD.items() if load[name] != value]
+    if case["two_saves"]:
+        found.append({"two_saves": False, "load": {"tag": "first"}})
+    same = {"ranks": case["ranks"], **{name: run[name] for name in layout}}
+    if any(load[name] != value for name, value in same.items()):
+        found.append({"load": same})
+        found += [{"load": {"ranks": load["ranks"] // load[name], name: 1}} for name in layout[:2] if load[name] > 1]
+    else:
+        found += _smaller(case)
+    return found
+
+
+def _smaller(case: Case) -> list[Case]:
+    """Of a case in one layout: without tensor, pipeline or expert parallelism, and on fewer ranks."""
+    run, ranks = case["run"], case["ranks"]
+    found: list[Case] = []
+
+    def layout(count: int, **changed: int) -> None:
+        found.append({"ranks": count, "run": changed, "load": {**changed, "ranks": count}})
+
+    for name in ("tp", "pp"):
+        if run[name] > 1:
+            layout(ranks // run[name], **{name: 1})
+    if run["ep"]:
+        layout(ranks, ep=run["ep"] - 1)
+    model, expert = run["tp"] * run["pp"], max(1, run["ep"]) * run["instances"]
+    for dp in range(ranks // model - 1, 0, -1):
+        if dp % expert == 0:
+            layout(dp * model)
+    return found
+
+
+def loaded(case: Case) -> str:
+    """Which checkpoint, and what of it."""
+    return f"{case['run']['format']}, {case['load']['restore']}".removesuffix(", everything")
+
+
+def described(case: Case) -> str:
+    """What is not as in a plain case, in a line."""
+    load, run = case["load"], case["run"]
+    options = {name: value for name, value in run.items() if value != PLAIN[name] and name != "format"}
+    layout = {name: load[name] for name in ("tp", "pp", "ep") if load[name] != run[name]}
+    words = [
+        loaded(case),
+        f"{case['ranks']} ranks" + f" to {load['ranks']}" * (load["ranks"] != case["ranks"]),
+        *(f"loaded with {name} {value}" for name, value in layout.items()),
+        f"{load['tag']} of two saves" * case["two_saves"],
+        "loaded twice" * (load["times"] == 2),
+        "into a run that has trained" * load["trained"],
+        "saved without the fixes" * load["old"],
+        f"saved by {load['saved_by']}" * bool(load["saved_by"]),
+        "overriding the learning rate" * load["override"],
+        f"loaded with offload {load['offload']}" * (load["offload"] != "same"),
+        *(name if value is True else f"{name} {value}" for name, value in options.items()),
+    ]
+    return ", ".join(filter(None, words))

@@ -1,0 +1,481 @@
+"""Train one configuration of the explorer with the real megatron-core on CPU ranks and save it, or load that and judge.
+
+    explore_megatron.py train CASE.json FOLDER     FOLDER/first, FOLDER/last: two saves; FOLDER/truth.pt
+    explore_megatron.py load CASE.json FOLDER      prints what came of the load, as JSON
+
+The truth is what is in the optimizers' memory, read here: no sharded state dict of Megatron's or of ours takes part.
+"""
+
+import argparse
+import copy
+import functools
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_patches.demo import megatron_training as mt  # isort: skip  the stand-in for a GPU has to be there first
+import torch
+import torch.distributed as dist
+
+import explored
+from ckpt_patches.demo.ranks import call_after
+from explore_megatron_model import SEQUENCES, Options, build, initialize, scheduler, step
+from explored import FIRST, LAST, Part, SaveFailed, State, alike, is_nothing
+
+MORE = 2  # steps that are taken after the load
+NO_SETTINGS = ("params", "step", "offload_fraction")  # of a param group; the last is that of the optimizer
+
+
+class Run(NamedTuple):
+    model: Any  # under Megatron's DDP
+    optimizer: Any
+    scheduler: Any  # or None
+
+
+def started(options: Options, on: Options, seed: int, **changed: Any) -> Run:
+    chosen = {**options, **{name: on[name] for name in ("tp", "pp", "ep")}, **changed}
+    model, optimizer = build(chosen, seed)
+    return Run(model, optimizer, scheduler(optimizer, chosen) if options["scheduler"] else None)
+
+
+def train(run: Run, first: int, steps: int) -> list[float]:
+    """The mean loss of each step."""
+    losses = []
+    for number in range(first, first + steps):
+        losses.append(step(run.model, run.optimizer, number))
+        if run.scheduler:
+            run.scheduler.step(SEQUENCES)
+    return losses
+
+
+# The truth
+
+
+def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Tensor, int]:
+    """Of a parameter of this rank: its name in the whole model, where its elements are in it, and how many that has."""
+    from megatron.core import parallel_state
+
+    network = model.module
+    if name == "output_layer.weight" and network.share_embeddings_and_output_weights:
+        name = "embedding.word_embeddings.weight"
+    if found := re.match(r"(decoder\.layers\.)(\d+)(.*)", name):
+        number = network.decoder.layers[int(found[2])].layer_number - 1
+        name = f"{found[1]}{number}{found[3]}"
+    if found := re.match(r"(.*\.local_experts\.)(\d+)(.*)", name):
+        config, rank = network.config, parallel_state.get_expert_model_parallel_rank()
+        own = config.num_moe_experts // config.expert_model_parallel_size
+        name = f"{found[1]}{rank * own + int(found[2])}{found[3]}"
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    if not getattr(parameter, "tensor_model_parallel", False) or size == 1:
+        return name, torch.arange(parameter.numel()), parameter.numel()
+    axis = parameter.partition_dim
+    parts = 2 if ".linear_fc1." in name and network.config.gated_linear_unit else 1  # W and V, each cut
+    shape = list(parameter.shape)
+    shape[axis : axis + 1] = [parts, size * shape[axis] // parts]
+    index = torch.arange(parameter.numel() * size).view(shape)
+    return name, index.chunk(size, axis + 1)[rank].flatten(), parameter.numel() * size
+
+
+class Held(NamedTuple):
+    """What an optimizer has of a parameter of the model."""
+
+    parameter: Any
+    begin: int  # element of it that the states begin with
+    states: dict[str, torch.Tensor]  # flat
+    settings: Options  # of its param group
+    step: Any
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [leaf for one in chained for leaf in leaves(one)]
+
+
+def held(optimizer: Any) -> Iterator[Held]:
+    for leaf in leaves(optimizer):
+        if getattr(leaf, "optimizer", None) is None or getattr(leaf, "is_stub_optimizer", False):
+            continue
+        groups = [(one, group) for group in leaf.optimizer.param_groups for one in group["params"]]
+        group_of = {id(one): group for one, group in groups}
+        for parameter, begin, stepped in _pairs(leaf):
+            group = group_of[id(stepped)]
+            main, state = _inner(leaf.optimizer, stepped)
+            own = {"fp32": state.get("master_param", main), **state}
+            if main is not stepped and stepped.dtype == torch.float32:
+                own["copy"] = stepped  # of a main parameter that is on the CPU
+            states = {
+                name: value.detach().view(-1)
+                for name, value in own.items()
+                if isinstance(value, torch.Tensor) and value.dim() and name != "master_param"
+            }
+            settings = {name: value for name, value in group.items() if name not in NO_SETTINGS}
+            yield Held(parameter, begin, states, settings, state.get("step"))
+
+
+def _pairs(leaf: Any) -> Iterator[tuple[Any, int, Any]]:
+    """A parameter of the model, an element of it, and what the optimizer steps for the elements from there on."""
+
+    def pairs(*groups: Any) -> Iterator[tuple[Any, ...]]:
+        return (pair for of_group in zip(*groups, strict=True) for pair in zip(*of_group, strict=True))
+
+    if hasattr(leaf, "model_float16_groups"):  # distributed: this rank's range of some
+        mains = leaf.shard_fp32_from_float16_groups  # None each of the precision-aware optimizer
+        found = [
+            *((own, shard if main is None else main) for own, main, shard in
+              pairs(leaf.model_float16_groups, mains, leaf.shard_float16_groups)),
+            *pairs(leaf.model_fp32_groups, leaf.shard_fp32_groups),
+        ]  # fmt: skip
+        yield from ((own, leaf._get_model_param_range_map(own)["param"].start, stepped) for own, stepped in found)
+    elif hasattr(leaf, "fp32_from_float16_groups"):
+        of_16_bits = pairs(leaf.float16_groups, leaf.fp32_from_float16_groups)
+        alone = pairs(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups)
+        yield from ((own, 0, stepped) for own, stepped in [*of_16_bits, *alone])
+    else:
+        yield from ((own, 0, own) for group in leaf.optimizer.param_groups for own in group["params"])
+
+
+def _inner(optimizer: Any, stepped: Any) -> tuple[Any, State]:
+    """Of CPU offload: what one of its optimizers steps, and that one's state and step."""
+    if not hasattr(optimizer, "sub_optimizers"):
+        (group,) = (group for group in optimizer.param_groups if any(stepped is one for one in group["params"]))
+        return stepped, {**optimizer.state.get(stepped, {}), **_counted_by_group(optimizer, group)}
+    main = optimizer.param_to_inner_param[stepped]
+    for one in optimizer.sub_optimizers:
+        for group in one.param_groups:
+            if any(main is parameter for parameter in group["params"]):
+                return main, {**one.state.get(main, {}), **_counted_by_group(one, group)}
+    raise AssertionError("an optimizer of CPU offload steps none of its parameters")
+
+
+def _counted_by_group(optimizer: Any, group: Options) -> Options:
+    """torch's optimizers count the steps of each parameter, Apex's and Transformer Engine's those of a group."""
+    return {"step": group["step"]} if "step" in group and "torch.optim" not in type(optimizer).__module__ else {}
+
+
+def parts(run: Run) -> Iterator[Part]:
+    """Of weights, main parameters and states of the optimizer."""
+    places = {}
+    for name, parameter in run.model.module.named_parameters():
+        named, where, numel = places[id(parameter)] = place(run.model, name, parameter)
+        yield Part(f"{named}.weight", parameter.data.view(-1), where, numel)
+    for one in held(run.optimizer):
+        named, where, numel = places[id(one.parameter)]
+        for name, local in one.states.items():
+            yield Part(f"{named}.{name}", local, where[one.begin : one.begin + local.numel()], numel)
+
+
+def live(run: Run) -> State:
+    """All that the next steps depend on; the same on each rank if all is well."""
+    names = {id(p): place(run.model, name, p)[0] for name, p in run.model.module.named_parameters()}
+    settings: State = {}
+    for one in held(run.optimizer):
+        name = names[id(one.parameter)]
+        settings |= {f"setting {name}.{key}": copy.deepcopy(value) for key, value in one.settings.items()}
+        settings[f"step {name}"] = None if one.step is None else float(one.step)
+    found: State = {}
+    for of_rank in [*explored.gathered(settings), settings]:
+        found |= of_rank
+    found |= {f"scaler.{name}": value for name, value in _scaler(run).items()}
+    if run.scheduler:
+        found |= {f"scheduler.{name}": value for name, value in _numbers(run.scheduler).items()}
+    return explored.whole(parts(run)) | {name: value for name, value in found.items() if value is not None}
+
+
+def _scaler(run: Run) -> Options:
+    scaler = next((leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)), None)
+    return _numbers(scaler) if scaler else {}
+
+
+def _numbers(one: Any) -> Options:
+    found = {name: value for name, value in vars(one).items() if name != "restores_left"}  # of override_learning_rate
+    found = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
+
+
+def put(run: Run, state: State) -> None:
+    """Set a run's memory to a state, as if it had been loaded: what goes on from there is what a load is to come to."""
+    if any(kind_of(name) == "state" for name in state):
+        train(run, 90, 2)  # a fresh optimizer has no states yet
+    explored.put((part for part in parts(run) if part.name in state), state)
+    names = {id(p): place(run.model, name, p)[0] for name, p in run.model.module.named_parameters()}
+    for leaf in leaves(run.optimizer):
+        for one in held(leaf):
+            _set_step(leaf, one, state.get(f"step {names[id(one.parameter)]}"))
+    _set_settings(run, names, state)
+    scalers = [leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)]
+    for what, owners in (("scaler", scalers), ("scheduler", [run.scheduler] if run.scheduler else [])):
+        for owner in owners:
+            for name in _numbers(owner):
+                own, value = getattr(owner, name), state[f"{what}.{name}"]
+                setattr(owner, name, torch.full_like(own, value) if isinstance(own, torch.Tensor) else value)
+
+
+def _set_step(leaf: Any, one: Held, number: float | None) -> None:
+    if number is None:
+        return
+    for optimizer in getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer]):
+        for own in optimizer.state.values():
+            if "step" in own:
+                own["step"] = torch.full_like(own["step"], number)
+        for group in optimizer.param_groups:
+            if "step" in group:
+                group["step"] = int(number)
+    for group in leaf.optimizer.param_groups:
+        if "step" in group:
+            group["step"] = int(number)
+
+
+def _set_settings(run: Run, names: dict[int, str], state: State) -> None:
+    for leaf in leaves(run.optimizer):
+        if getattr(leaf, "optimizer", None) is None:
+            continue
+        for parameter, _, stepped in _pairs(leaf):
+            for group in leaf.optimizer.param_groups:
+                if any(one is stepped for one in group["params"]):
+                    prefix = f"setting {names[id(parameter)]}."
+                    group.update({key: state[prefix + key] for key in group if prefix + key in state})
+
+
+def kind_of(name: str) -> str:
+    """Of what is in a state: a weight, fp32 (a main parameter), state, setting, step, scaler or scheduler."""
+    first = re.split(r"[ .]", name)[0]
+    if first in ("setting", "step", "scaler", "scheduler"):
+        return first
+    last = name.rpartition(".")[2]
+    return last if last in ("weight", "fp32", "copy") else "state"
+
+
+# Saves and loads
+
+
+def sharded(run: Run, options: Options, *, is_loading: bool) -> dict[str, Any]:
+    if options["optimizer"] == "whole":
+        of_model = run.model.module.sharded_state_dict()
+        return {"model": of_model, "optimizer": run.optimizer.sharded_state_dict(of_model, is_loading=is_loading)}
+    of_model = run.model.module.sharded_state_dict()
+    name = options["format"]
+    chosen: Options = {"sharding_type": name}
+    if "metadata" in inspect.signature(leaves(run.optimizer)[0].sharded_state_dict).parameters:
+        chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": True}}
+    of_optimizer = run.optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def of_run(run: Run, options: Options, iteration: int) -> Options:
+    """What is saved of all ranks together."""
+    args = argparse.Namespace(
+        iteration=iteration,
+        world_size=dist.get_world_size(),
+        tensor_model_parallel_size=options["tp"],
+        pipeline_model_parallel_size=options["pp"],
+        expert_model_parallel_size=max(1, options["ep"]),
+        data_parallel_size=dist.get_world_size() // options["tp"] // options["pp"],
+        use_distributed_optimizer=options["optimizer"] == "distributed",
+    )
+    rest: Options = {"iteration": iteration, "checkpoint_version": 3.0, "args": args}
+    return {**rest, "opt_param_scheduler": run.scheduler.state_dict()} if run.scheduler else rest
+
+
+def rank_folder(folder: Path) -> Path:
+    from megatron.core import parallel_state
+
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03}"
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03}"
+    return folder / name
+
+
+def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
+    """Returns what is to be called later to finish an asynchronous save, or None."""
+    from megatron.core import dist_checkpointing
+
+    if options["format"] == "torch":
+        own = rank_folder(folder)
+        own.mkdir(parents=True, exist_ok=True)
+        if options["optimizer"] == "distributed":
+            run.optimizer.save_parameter_state(str(own / "distrib_optim.pt"))
+        content = {"model": run.model.module.state_dict_for_save_checkpoint(), "optimizer": run.optimizer.state_dict()}
+        if _is_first_data_parallel():
+            torch.save({**content, **of_run(run, options, iteration)}, own / "model_optim_rng.pt")
+        dist.barrier()
+        return None
+    mt.make_folder(folder)
+    state = {**sharded(run, options, is_loading=False), **of_run(run, options, iteration)}
+    how: Options = {"async_sharded_save": options["asynchronous"]}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        how["async_strategy"] = "mcore"  # the other is in a package of its own
+    asked = dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **how)
+    dist.barrier()
+    return asked
+
+
+def _is_first_data_parallel() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.get_data_parallel_rank() == 0)
+
+
+def finished_after(asked: Any, sign: Path) -> Any:
+    """Begin to write in the background what waits for a sign; what finishes it."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    calls = AsyncCallsQueue()
+    if asked.async_fn is not None:  # this rank writes something
+        asked = asked._replace(async_fn=functools.partial(call_after, sign, asked.async_fn))
+    calls.schedule_async_request(asked)
+
+    def finish() -> None:
+        if dist.get_rank() == 0:
+            sign.touch()
+        calls.maybe_finalize_async_calls(blocking=True)
+        dist.barrier()
+
+    return finish
+
+
+def load_into(run: Run, options: Options, folder: Path, restore: str) -> None:
+    """In the order in which Megatron-LM does it."""
+    from megatron.core import dist_checkpointing
+
+    if options["format"] == "torch":
+        loaded = torch.load(rank_folder(folder) / "model_optim_rng.pt", weights_only=False)
+    else:
+        wanted = {"model": run.model.module.sharded_state_dict()}
+        if restore != "weights":
+            wanted = sharded(run, options, is_loading=True)
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    run.model.module.load_state_dict(loaded["model"])
+    if restore == "weights":
+        run.optimizer.reload_model_params()
+        return
+    run.optimizer.load_state_dict(loaded["optimizer"])
+    if options["format"] == "torch" and options["optimizer"] == "distributed":
+        run.optimizer.load_parameter_state(str(rank_folder(folder) / "distrib_optim.pt"))
+    if run.scheduler and restore == "everything":
+        run.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def begin(rank: int, case: Options, folder: Path) -> Options:
+    options = case["run"]
+    run = started(options, options, seed=1)
+    at, truth, ends = options["steps"], {}, []
+    train(run, 0, at)
+    for tag, more in ((FIRST, 1 if case["two_saves"] else MORE), (LAST, MORE)):
+        saved = live(run)
+        try:
+            asked = save(run, options, at, folder / tag)
+            if asked is not None:
+                ends.append(finished_after(asked, folder / f"{tag}.go"))
+        except Exception as error:
+            raise SaveFailed(f"{type(error).__name__}: {error}") from error
+        truth[tag] = {"saved": saved, "losses": train(run, at, more), "at": at, "end": live(run)}
+        for end in ends:
+            end()
+        ends.clear()
+        at += more
+        if not case["two_saves"]:
+            break
+    if rank == 0:
+        torch.save(truth, folder / "truth.pt")
+    return {"optimizer": type(leaves(run.optimizer)[0]).__name__}
+
+
+def load(rank: int, case: Options, folder: Path) -> Options:
+    """What differs from the truth after a load on any rank, and in the losses and states of the next steps."""
+    wanted, options = case["load"], case["run"]
+    truth = torch.load(folder / "truth.pt", weights_only=False)[wanted["tag"]]
+    changed: Options = {"override": True} if wanted["override"] else {}
+    changed |= {"offload": wanted["offload"]} if wanted["offload"] != "same" else {}
+    run = started(options, wanted, seed=2, **changed)
+    if wanted["trained"]:
+        train(run, 50, 1)
+    before = live(run)
+    for _ in range(wanted["times"]):
+        load_into(run, options, folder / wanted["tag"], wanted["restore"])
+    if wanted.get("spoil"):
+        explored.spoil(parts(run), wanted["spoil"])
+    found, expected = live(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
+    keys = sorted({*found, *expected})
+    if different := explored.on_any_rank(key for key in keys if not _good(found.get(key), expected.get(key))):
+        return {"different": different}
+    losses, end = truth["losses"], truth["end"]
+    if not goes_on(case):
+        reference = started(options, wanted, seed=3, **changed)
+        put(reference, expected)
+        losses = train(reference, truth["at"], len(losses))
+        end = live(reference)
+    differ = ["next loss"] * (train(run, truth["at"], len(losses)) != losses)
+    later = explored.on_any_rank(explored.different(live(run), end))
+    return {"different": differ + [f"later {name}" for name in later]}
+
+
+def goes_on(case: Options) -> bool:
+    """Whether the next steps are those of the run that saved: sums in another layout are in another order."""
+    wanted, run = case["load"], {**case["run"], "ranks": case["ranks"]}
+    same = all(wanted[name] == run[name] for name in ("tp", "pp", "ep", "ranks"))
+    as_it_was = not wanted["override"] and wanted["offload"] == "same" and not wanted["saved_by"]
+    return same and as_it_was and wanted["restore"] == "everything"
+
+
+def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
+    """The state after a load; None for what is as before it, or zeros, as a fresh optimizer may have."""
+    saved: State = truth["saved"]
+    if wanted["restore"] == "weights":  # main parameters are those weights
+        mains = {key: value for key, value in before.items() if kind_of(key) in ("fp32", "copy")}
+        expected = {key: saved[f"{key.rpartition('.')[0]}.weight"].to(value.dtype) for key, value in mains.items()}
+        expected |= {key: value for key, value in saved.items() if kind_of(key) == "weight"}
+        return before | expected
+    expected = {key: value for key, value in saved.items() if kind_of(key) != "copy"}
+    copies = {key: value for key, value in before.items() if kind_of(key) == "copy"}  # of which another part may be
+    expected |= {
+        key: torch.where(own.isnan(), own, saved[key.removesuffix("copy") + "fp32"]) for key, own in copies.items()
+    }
+    if wanted["saved_by"]:  # a release has settings that another one has not
+        expected = {key: value for key, value in expected.items() if kind_of(key) != "setting" or key in before}
+        expected |= {key: value for key, value in before.items() if kind_of(key) == "setting" and key not in expected}
+    if wanted["restore"] == "without scheduler":
+        expected |= {key: value for key, value in before.items() if kind_of(key) == "scheduler"}
+    if wanted["override"]:
+        fresh.scheduler.step(int(saved["scheduler.num_steps"]))
+        own = live(fresh)
+        expected |= {key: value for key, value in own.items() if kind_of(key) in ("setting", "scheduler")}
+    return expected
+
+
+def _good(found: Any, expected: Any) -> bool:
+    return alike(found, expected) or ((found is None or expected is None) and is_nothing(found, expected))
+
+
+def join(layout: Options, rank: int, ranks: int, port: int) -> None:
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    mt.fork_keeper_of_results()
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    initialize(layout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=("train", "load"))
+    parser.add_argument("case", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    case = json.loads(args.case.read_text())
+    layout = {**case["run"], **(case["load"] if args.command == "load" else {"ranks": case["ranks"]})}
+    args.folder.mkdir(exist_ok=True)
+    mt.import_packages()
+    do = {"train": begin, "load": load}[args.command]
+    found = explored.on_ranks(
+        lambda rank: do(rank, case, args.folder), layout["ranks"], functools.partial(join, layout)
+    )
+    print("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the explorer's programs share: ranks whose failures and hangs are reported, and the comparison of two states."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ckpt_patches.demo.ranks import free_port
+from patience import seconds
+
+Options = dict[str, Any]
+State = dict[str, Any]
+Work = Callable[[int], Options]  # of a rank; what it has found, as JSON
+Join = Callable[[int, int, int], None]  # rank, ranks and port: becomes that rank of a process group
+FIRST, LAST = "first", "last"
+
+
+class SaveFailed(Exception):
+    """Of a run that trains."""
+
+
+class Part(NamedTuple):
+    """What this rank holds of a tensor: `local` is a view of its memory."""
+
+    name: str  # of the parameter, and of what it is: "weight", "fp32", or a state of the optimizer
+    local: torch.Tensor  # flat
+    where: torch.Tensor | int  # the indices of these elements in the whole flat tensor, or that of the first one
+    numel: int  # of the whole
+
+
+def whole(parts: Iterable[Part]) -> State:
+    """The tensors by name, the same on each rank if all is well. What no rank has of one is NaN.
+
+    Own parts come last: of what each rank has for itself they are this rank's.
+    """
+    mine = [Part(part.name, part.local.detach().clone(), part.where, part.numel) for part in parts]
+    found: State = {}
+    for of_rank in [*gathered(mine), mine]:
+        for name, local, where, numel in of_rank:
+            fill = torch.nan if local.is_floating_point() else -1
+            full = found.setdefault(name, torch.full((numel,), fill, dtype=local.dtype))
+            full[where if isinstance(where, torch.Tensor) else slice(where, where + local.numel())] = local
+    return found
+
+
+def put(parts: Iterable[Part], state: State) -> None:
+    """Set this rank's memory to a state."""
+    with torch.no_grad():
+        for name, local, where, _ in parts:
+            at = where if isinstance(where, torch.Tensor) else slice(where, where + local.numel())
+            local.copy_(state[name][at])
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_any_rank(names: Iterable[str]) -> list[str]:
+    return sorted({name for names_of_rank in gathered(list(names)) for name in names_of_rank})
+
+
+def different(found: State, expected: State) -> list[str]:
+    return [key for key in sorted({*found, *expected}) if not alike(found.get(key), expected.get(key))]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and bool(one.view(torch.uint8).equal(other.view(torch.uint8)))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return float(one) == float(other)
+    return repr(one) == repr(other)
+
+
+def is_nothing(*states: Any) -> bool:
+    """Zeros are what a fresh optimizer may have, or not have yet."""
+    given = [state for state in states if state is not None]
+    return all(
+        not state.any() if isinstance(state, torch.Tensor) else state in ([], 0.0, [0.0], [1.0]) for state in given
+    )
+
+
+def spoil(parts: Iterable[Part], what: str) -> None:
+    """For tests of the judge: change one element on the last rank, or let it wait for ever."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if what == "hang":
+            time.sleep(10**6)
+        next(part for part in parts if part.name.endswith(what)).local.view(-1)[0] += 1
+
+
+def on_ranks(work: Work, count: int, join: Join) -> Options:
+    """What rank 0 has found; where ranks have failed, the cause. Ranks that wait for a failed one are ended."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    with tempfile.TemporaryDirectory() as told:
+        processes = [
+            context.Process(target=_rank, args=(rank, count, port, work, join, Path(told))) for rank in range(count)
+        ]
+        for process in processes:
+            process.start()
+        if _hang(processes):
+            return {"hangs": True}
+        found = [json.loads(path.read_text()) for path in sorted(Path(told).iterdir()) if path.suffix != ".part"]
+    errors = [one for one in found if "error" in one]
+    if not errors and any(process.exitcode for process in processes):
+        return {"error": f"exit statuses {[process.exitcode for process in processes]}"}
+    causes = [one for one in errors if "gloo/transport" not in one["error"]]  # not of a rank that lost another one
+    return dict([*causes, *errors, *found][0])
+
+
+def _rank(rank: int, count: int, port: int, work: Work, join: Join, told: Path) -> None:
+    """What came of it, in a file of the rank."""
+    join(rank, count, port)
+    try:
+        found = work(rank)
+    except BaseException as error:  # as torch's CheckpointException is
+        found = {"error": f"{type(error).__name__}: {error}"[:1000]}
+    Path(told, f"{rank}.part").write_text(json.dumps(found))
+    Path(told, f"{rank}.part").rename(Path(told, str(rank)))
+    if "error" not in found:
+        dist.barrier()
+    os._exit("error" in found)  # Gloo leaves threads behind, and a writer's process would be waited for
+
+
+def _hang(processes: list[Any]) -> bool:
+    """Wait for the ranks; where one fails the others end soon, or are ended."""
+    limit, failed = time.monotonic() + seconds(60), float("inf")
+    while any(process.is_alive() for process in processes):
+        time.sleep(0.01)
+        if any(process.exitcode for process in processes):
+            failed = min(failed, time.monotonic())
+        if time.monotonic() > min(limit, failed + seconds(1)):
+            for process in processes:
+                process.kill()
+                process.join()
+            return failed == float("inf")
+    return False

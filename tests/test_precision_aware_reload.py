@@ -1,0 +1,24 @@
+"""precision_aware_reload: a run goes on from the weights that were loaded into it."""
+
+import pytest
+
+from explore import megatron_space
+from explore.deepspeed_space import plainer
+from explore.judged import RIGHT, Stack, outcome
+from test_explore import SMALL
+from upstream import newest_affected
+
+FIX = "precision_aware_reload"
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", "dp_zero_gather_scatter"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_loaded_into_a_run_stay(kind: str, frozen: bool) -> None:
+    """By a real model's state before and after the next steps; without the fix main parameters are the old ones."""
+    _, version = newest_affected(FIX)
+    run = {"precision_aware": True, "format": kind, "frozen": frozen}
+    load = {**megatron_space.PLAIN_LOAD, "restore": "weights", "trained": True}
+    case = plainer(SMALL["megatron"], [{"run": run, "load": load}])
+    with_all, without = (outcome(case, Stack("megatron", version, without=name)) for name in ("", FIX))
+    assert with_all.kind == RIGHT, with_all
+    assert str(without) == f"SILENT {kind}, weights: fp32"
