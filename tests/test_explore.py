@@ -1,27 +1,21 @@
 """The explorer: cases that it draws, those that it has found, and that its judge can say no."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_patches.engine.fix import load
-from explore.deepspeed_space import PLAIN, described, drawn, plainer, steps_to_plain
+from explore.corpus import kept
+from explore.deepspeed_space import PLAIN, complete, described, drawn, plainer, steps_to_plain
 from explore.judged import LOUD, RIGHT, SILENT, Outcome, Stack, outcome
 from explore.search import shrunk
 from upstream import newest, newest_affected
 
-CORPUS = sorted(Path(__file__).parent.glob("explore/corpus/*.json"))
+CORPUS = kept()
 SAMPLE = [f"sample-{number}" for number in (0, 3, 4, 6, 7, *range(9, 17), 18, 19)]  # which can be resumed
 NEWEST = Stack(newest("deepspeed"))
-SMALL = {
-    "package": "deepspeed", "ranks": 2, "nodes": 1, "run": PLAIN, "two_saves": False,
-    "load": {
-        "kind": "ordinary", "restore": "everything", "ranks": 2, "nodes": 1, "tag": "first", "times": 1,
-        "trained": False, "old": False, "more_groups": 0,
-    },
-}  # fmt: skip
+SMALL = complete({"package": "deepspeed", "ranks": 2, "nodes": 1, "run": {}, "load": {"ranks": 2, "nodes": 1}})
 
 
 @pytest.mark.parametrize("seed", SAMPLE)
@@ -31,13 +25,13 @@ def test_a_drawn_case_is_right(seed: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("file", CORPUS, ids=lambda file: file.stem)
-def test_what_was_found_is_right_with_the_fixes_and_silent_without_one(file: Path) -> None:
+@pytest.mark.parametrize("name", CORPUS)
+def test_what_was_found_is_right_with_the_fixes_and_silent_without_one(name: str) -> None:
     """A case of the corpus is named after the fix that it needs."""
-    known = json.loads(file.read_text())
-    _, version = newest_affected(file.stem)
-    assert load(file.stem).silent
-    with_all, without = (outcome(known["case"], Stack(version, without=name)) for name in ("", file.stem))
+    known, fix = CORPUS[name], name.partition("-")[0]
+    version = known.get("version", newest_affected(fix)[1])
+    assert load(fix).silent
+    with_all, without = (outcome(known["case"], Stack(version, without=one)) for one in ("", fix))
     assert with_all.kind in (RIGHT, LOUD), with_all.detail
     assert (without.kind, without.signature) == (SILENT, known["signature"])
 
@@ -59,6 +53,7 @@ def test_a_case_is_plain_data_and_the_same_for_a_seed() -> None:
     for number in range(100):
         case = drawn(f"one-{number}")
         assert case == drawn(f"one-{number}") == json.loads(json.dumps(case))
+        assert case == complete(case)
         assert case["run"].keys() == PLAIN.keys()
     assert len({described(drawn(f"one-{number}")) for number in range(100)}) > 95
 

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from explore.deepspeed_space import complete
 from explore.judged import SILENT, Stack, outcome
 from explore.search import Exploration
 from upstream import newest
@@ -42,7 +43,7 @@ def main() -> int:
     args = parser.parse_args()
     stack = Stack(args.version, args.fixes == "on", args.without)
     if args.case:
-        found = outcome(json.loads(Path(args.case).read_text())["case"], stack)
+        found = outcome(complete(json.loads(Path(args.case).read_text())["case"]), stack)
         print(f"{found}\n{found.detail}".strip())
         return int(found.kind == SILENT)
     FOLDER.mkdir(exist_ok=True)

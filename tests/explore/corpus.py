@@ -11,11 +11,20 @@ from typing import Any
 from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.registry import DEEPSPEED, FIXES
 from ckpt_patches.runtime.durable import replace_durably
-from explore.deepspeed_space import described
+from explore.deepspeed_space import complete, described
 from explore.judged import SILENT, Stack, outcome
 from upstream import newest
 
 CORPUS = Path(__file__).parent / "corpus"
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """What is kept, by the name of its file: a fix, and of several cases of one what is particular to it.
+
+    A "version" is that of an older release than the newest one with the bug, where that one is not silent.
+    """
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(CORPUS.glob("*.json"))}
+    return {name: {**known, "case": complete(known["case"])} for name, known in files.items()}
 
 
 def silent_fixes(version: str) -> list[str]:

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, audit
+from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
+from explore.damaging import damage
 from explore.deepspeed_space import loaded
 from upstream import run_json, tree
 
@@ -64,17 +68,50 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
         if "error" in trained:
             return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
         kind, tag = case["load"]["kind"], saves / case["load"]["tag"]
+        harmed = _harmed(case, saves, killed="killed" in trained)
+        verdict = audit(tag, 1).verdict if harmed else ""
+        if verdict in (WHOLE, REPAIRED):
+            return Outcome(SILENT, signature=f"audit: {verdict} in spite of {harmed}")
         if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
             return Outcome(LOUD, error)
-        found = stack.run("load", file, saves)
-        if found.get("hangs"):
-            return Outcome(SILENT, signature=f"{loaded(case)}: hangs")
+        found = _loaded(case, stack, file, saves)
+        what = f"{loaded(case)}{f', {harmed}' if harmed else ''}"
         if "error" in found:
             return Outcome(LOUD, found["error"])
+        if found.get("hangs"):
+            return Outcome(SILENT, signature=f"{what}: hangs")
+        if found["different"] and case["load"]["damage"] == "other step" and harmed:
+            return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
         if found["different"]:
             kinds = sorted({_kind(name) for name in found["different"]})
-            return Outcome(SILENT, ", ".join(found["different"][:20]), f"{loaded(case)}: {', '.join(kinds)}")
-        return _of_tools(tag)
+            return Outcome(SILENT, ", ".join(found["different"][:20]), f"{what}: {', '.join(kinds)}")
+        # Without optimizer states a checkpoint that lacks them loads right, too.
+        partly = case["load"]["old"] and case["load"]["restore"] != "everything"
+        return Outcome(RIGHT) if harmed or partly else _of_tools(tag)
+
+
+def _harmed(case: dict[str, Any], saves: Path, killed: bool) -> str:
+    """What is wrong with the checkpoint that is loaded: a file, which is damaged here, or its save was interrupted."""
+    load = case["load"]
+    tag, other = (saves / name for name in (("first", "last") if load["tag"] == "first" else ("last", "first")))
+    if load["damage"]:
+        name = damage(tag, other, load["damage"], load["file"])
+        return f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
+    return "an interrupted save" if killed and load["tag"] == "last" else ""
+
+
+def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:
+    """What comes of the load: with the fixes on all ranks, or at the same time on rank 0 and without them on others."""
+    if not case["load"]["some_ranks"]:
+        return stack.run("load", file, saves)
+    others, port = Stack(stack.version, fixes=False), str(free_port())
+    ranks = [str(rank) for rank in range(case["load"]["ranks"])]
+    with tempfile.TemporaryDirectory() as told, ThreadPoolExecutor(2) as pool:
+        more = ("--port", port, "--told", told, "--only")
+        first = pool.submit(stack.run, "load", file, saves, *more, *ranks[:1])
+        rest = pool.submit(others.run, "load", file, saves, *more, *ranks[1:])
+        both = [first.result(), rest.result()]
+    return next((one for one in both if "error" in one), next((one for one in both if "hangs" in one), both[0]))
 
 
 def _converted(kind: str, tag: Path, stack: Stack) -> str:
