@@ -7,13 +7,6 @@ from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NotConcerned, Source
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import logging
-    from typing import Any
-
-    logger = logging.getLogger()
-
 ENGINE = "deepspeed.runtime.engine"
 
 fix = Fix(
@@ -48,36 +41,25 @@ DECIDED = (
 OLD = (ZERO, f"({ZERO} or self.bfloat16_enabled())")
 
 STATE = "load_optimizer_states and self.optimizer is not None and not has_zero_optimizer_state"
-LACKS = "lacks_optimizer_state = not has_zero_optimizer_state and self._lacks_optimizer_state(checkpoint)"
-WITHOUT_STATE = f"""{LACKS}
-if lacks_optimizer_state:
-    self._make_masters_of_weights(load_path)
-"""
-STATE_UNLESS_LACKING = f"""({STATE}
-        and not lacks_optimizer_state)"""
+CHECK = "self._check_has_optimizer_state(checkpoint, load_path)"
 
 
 class DeepSpeedEngine:
     """What its class gets."""
 
-    bfloat16_enabled: "Any"
     has_moe_layers: bool
-    global_rank: int
-    optimizer: "Any"
 
-    def _lacks_optimizer_state(self, checkpoint: "dict[str, object]") -> bool:
-        """Whether it is one of those that DeepSpeed 0.17.6 to 0.18.4 saved in bf16 without ZeRO."""
-        has_one = self.optimizer is not None and not self.has_moe_layers  # with experts it is in another file
-        return has_one and self.bfloat16_enabled() and checkpoint.get("optimizer") is None
+    def _check_has_optimizer_state(self, checkpoint: "dict[str, object]", load_path: str) -> None:
+        """Refuse the checkpoints that DeepSpeed 0.17.6 to 0.18.4 saved in bf16 without ZeRO.
 
-    def _make_masters_of_weights(self, load_path: str) -> None:
-        """For a checkpoint without the optimizer's state: else the first step would undo the weights loaded."""
-        self.optimizer.refresh_fp32_params()
-        if self.global_rank == 0:
+        Raises:
+            RuntimeError: no optimizer state was saved; with experts it is in another file.
+        """
+        if not self.has_moe_layers and checkpoint.get("optimizer") is None:
             found = f"expected the optimizer's state in {load_path}, found none"
             why = "as DeepSpeed 0.17.6 to 0.18.4 saved it in bf16 without ZeRO"
-            now = "the fp32 parameters are made of the bf16 weights; moments and steps stay those of this run"
-            logger.warning(f"{found}, {why}: {now}")
+            remedy = "load_optimizer_states=False loads all else, and goes on with new moments"
+            raise RuntimeError(f"{found}, {why}; {remedy}")
 
 
 @fix.edit(ENGINE, independent=True)
@@ -95,23 +77,14 @@ def ask_the_optimizer_where_its_state_is(source: Source) -> None:
 
 
 @fix.edit(ENGINE, independent=True)
-def make_masters_of_weights_where_there_is_no_state(source: Source) -> None:
+def refuse_a_checkpoint_without_the_state(source: Source) -> None:
     """A load of such a checkpoint dies, or the masters stay those of the new run, which the next step makes weights."""
     check_has_bf16_without_zero(source)
     load = source.function("DeepSpeedEngine._load_checkpoint")
-    methods = (DeepSpeedEngine._lacks_optimizer_state, DeepSpeedEngine._make_masters_of_weights)
-    source.check_parts(
-        {
-            **source.functions_there("DeepSpeedEngine.", *methods),
-            LACKS: source.has(LACKS, within=load),
-            STATE: source.has(STATE_UNLESS_LACKING, within=load),
-        }
-    )
-    branch = source.branch(STATE, within=load)
-    source.insert_before(branch, WITHOUT_STATE)
-    source.replace(branch.test, STATE_UNLESS_LACKING)
-    for method in methods:
-        source.insert_method_before(load, method)
+    method = DeepSpeedEngine._check_has_optimizer_state
+    source.check_parts({**source.functions_there("DeepSpeedEngine.", method), CHECK: source.has(CHECK, within=load)})
+    source.insert_before(source.branch(STATE, within=load).body[0], CHECK)
+    source.insert_method_before(load, method)
 
 
 def check_has_bf16_without_zero(source: Source) -> None:

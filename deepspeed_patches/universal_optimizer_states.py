@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 STAGE3 = "deepspeed.runtime.zero.stage3"
+BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
 
 
 def loads_any_state(source: Source) -> bool:
@@ -68,7 +69,11 @@ FIRST_STEP = """saved = optim_sd[OPTIMIZER_STATE_DICT]['state']
 state_step = next((state['step'] for state in saved.values() if 'step' in state), None)"""
 NO_STEP = """if not _have_step(states, saved):
     self.optimizer.state[fp32_param].pop('step', None)"""
+DROP_OTHERS = """for name in self.optimizer.state[fp32_param].keys() - {*states, 'step'}:
+    del self.optimizer.state[fp32_param][name]"""
 LOAD = "load_hp_checkpoint_state_from_checkpoint_dir"
+FLAT = "map_to_flat_opt_states(...)"
+DROP = "_drop_states_not_saved(self.optimizer.state[hp_param], opt_keys, steps)"
 MOMENTUM = "self._load_muon_momentum(checkpoint_folder)"
 
 
@@ -108,6 +113,14 @@ def _saved_states(checkpoint_dir: str, param_names: "list[str]") -> "list[str]":
 def _have_step(states: "list[str]", saved: "dict[int, dict[str, object]]") -> bool:
     """Whether the optimizer counted steps for flat tensors with these states when it was saved."""
     return any("step" in state for state in saved.values() if {*states} - {"fp32"} <= state.keys())
+
+
+def _drop_states_not_saved(state: "dict[str, object]", opt_keys: "set[str]", steps: "list[object]") -> None:
+    """Drop what a run has trained where the checkpoint has none, as before the first step."""
+    if steps:
+        saved = opt_keys if steps[0] is None else {*opt_keys, "step"}
+        for key in state.keys() - saved:
+            del state[key]
 
 
 class DeepSpeedZeroOptimizer:
@@ -192,6 +205,15 @@ def merge_what_was_extracted(source: Source) -> None:
     source.insert_function_before(functions[0], _states_of_fragments)
 
 
+@fix.edit(BASE_OPTIMIZER)
+def drop_the_states_that_were_not_saved(source: Source) -> None:
+    """Upstream loads those that are in the checkpoint, and leaves the others as they are in the run."""
+    load = source.function(f"ZeROOptimizer.{LOAD}")
+    source.check_parts({**source.functions_there("", _drop_states_not_saved), DROP: source.has(DROP, within=load)})
+    source.insert_before(source.one(FLAT, within=load), DROP)
+    source.insert_function_before(source.class_named("ZeROOptimizer"), _drop_states_not_saved)
+
+
 @fix.edit(STAGE_1_AND_2)
 def load_the_momentum_of_muon(source: Source) -> None:
     """The load cuts it like the partition, and the next step asks for more elements than there are."""
@@ -216,7 +238,9 @@ def load_the_saved_states_at_stage_3(source: Source) -> None:
     by_list = bool(source.all(f"{KEYS_BEFORE_0_18} = ...", within=load))
     saved = SAVED_BEFORE_0_18 if by_list else SAVED
     functions = (_saved_states,) if by_list else (_saved_states, _have_step)
-    parts = [saved] if by_list else [saved, FIRST_STEP.splitlines()[0], OF_SUB_GROUP.splitlines()[0], NO_STEP]
+    parts = (
+        [saved] if by_list else [saved, FIRST_STEP.splitlines()[0], OF_SUB_GROUP.splitlines()[0], NO_STEP, DROP_OTHERS]
+    )
     source.check_parts(
         {**source.functions_there("", *functions), **{part: source.has(part, within=load) for part in parts}}
     )
@@ -227,4 +251,4 @@ def load_the_saved_states_at_stage_3(source: Source) -> None:
         loop = source.loop("sub_group_id, fp16_group", within=source.loop("key", within=load))
         source.replace(source.one(STEP, within=load), FIRST_STEP)
         source.insert_before(loop.body[0], OF_SUB_GROUP)
-        source.insert_after(source.branch("key == 'fp32'", within=loop), NO_STEP)
+        source.insert_after(source.branch("key == 'fp32'", within=loop), f"{NO_STEP}\n{DROP_OTHERS}")

@@ -10,7 +10,7 @@ import torch
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.audit.run_folder import saves
 from every_checkpoint import EVERY, Place, put, tensors
-from explore.deepspeed_space import plainer
+from explore.spaces import plainer
 from test_audit import names
 from test_audit_coverage import MODEL, change
 from test_audit_fp8 import found_in, masters, saved

@@ -1,7 +1,6 @@
 """bf16_stage0_state: what the real DeepSpeed saves and loads in bf16 without ZeRO."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 import edits
 from upstream import newest, newest_by_default, numbers, releases, tree, with_fix, without_fix
-from zero_resumes import exact, optimizers, output_of_resume, resumed, trained
+from zero_resumes import exact, optimizers, resumed, trained
 
 FIX = "bf16_stage0_state"
 
@@ -39,16 +38,14 @@ def saved_without_fix(version: str) -> tuple[Path, ...]:
 
 
 @functools.cache
-def resumes_with(version: str, delivery: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """All that is printed, and what comes of resumes from what was saved with the fix and without."""
+def resumes_with(version: str, delivery: str) -> dict[str, dict[str, Any]]:
+    """What comes of resumes from what was saved with the fix and without."""
     folder = trained(version, delivery, CASE, PIPELINE)
     assert optimizers(folder)[CASE] == UNFUSED
     own, pipeline, old = saved_without_fix(version)
     folders = [folder / CASE, folder / PIPELINE, pipeline if saves_state(version) else own, old]
-    output = output_of_resume(version, delivery, *folders)
-    found = json.loads(output.splitlines()[-1])
     names = ("own", "pipeline", "saved without", "old")
-    return output, {name: found[str(path)] for name, path in zip(names, folders, strict=True)}
+    return dict(zip(names, resumed(version, delivery, *folders), strict=True))
 
 
 @without_fix(FIX, STATELESS)
@@ -78,26 +75,34 @@ def test_upstream_dies_where_bf16_optimizer_runs_without_zero(version: str, deli
 @with_fix(FIX, AFFECTED)
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Every bit of weights, masters, moments, steps, settings and counters, after the load and two steps later."""
-    _, found = resumes_with(version, delivery)
+    found = resumes_with(version, delivery)
     assert (exact(found["own"]), exact(found["pipeline"])) == (True, True), found
     if saves_state(version):  # with pipeline parallelism upstream has saved it whole as well
         assert exact(found["saved without"])
 
 
 @with_fix(FIX, AFFECTED)
-def test_a_checkpoint_without_the_state_keeps_its_weights(version: str, delivery: str) -> None:
-    """And says what it lacks. The next step is one from these weights, with the moments of a new run."""
-    output, found = resumes_with(version, delivery)
-    old = [found["old"]] if saves_state(version) else [found["old"], found["saved without"]]
-    assert output.count("found none, as DeepSpeed 0.17.6 to 0.18.4 saved it in bf16 without ZeRO") == len(old)
-    for one in old:
-        assert one["masters are weights"]
-        assert [name for name in one["different"] if name.endswith(".weight")] == []
-        assert one["losses"][0] == pytest.approx(one["expected"][0], abs=1e-6)
-        assert one["losses"][1] == pytest.approx(one["expected"][1], abs=0.1)
+def test_a_checkpoint_without_the_state_is_refused(version: str, delivery: str) -> None:
+    """By an error that names what is missing, and how to load the rest."""
+    found = resumes_with(version, delivery)
+    for one in [found["old"]] if saves_state(version) else [found["old"], found["saved without"]]:
+        assert one["error"].startswith("RuntimeError: expected the optimizer's state in ")
+        assert "found none, as DeepSpeed 0.17.6 to 0.18.4 saved it in bf16 without ZeRO" in one["error"]
+        assert "load_optimizer_states=False" in one["error"]
+
+
+@with_fix(FIX, AFFECTED)
+def test_it_keeps_its_weights_where_no_state_is_asked_for(version: str, delivery: str) -> None:
+    """The next step is one from these weights, with the moments of a new run."""
+    _, _, old = saved_without_fix(version)
+    (one,) = resumed(version, delivery, old, states=False)
+    assert one["masters are weights"]
+    assert [name for name in one["different"] if name.endswith(".weight")] == []
+    assert one["losses"][0] == pytest.approx(one["expected"][0], abs=1e-6)
+    assert one["losses"][1] == pytest.approx(one["expected"][1], abs=0.1)
 
 
 def test_another_method_of_that_name_is_left_alone(tmp_path: Path) -> None:
     copy = edits.copy_of(tree("deepspeed", newest("deepspeed")), FIX, tmp_path)
-    method = "    def _lacks_optimizer_state(self):\n        pass\n\n    def _load_checkpoint("
+    method = "    def _check_has_optimizer_state(self):\n        pass\n\n    def _load_checkpoint("
     edits.check_left_alone(copy, FIX, "deepspeed.runtime.engine", "    def _load_checkpoint(", method)

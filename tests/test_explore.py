@@ -1,39 +1,29 @@
 """The explorer: cases that it draws, those that it has found, and that its judge can say no."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.registry import FIXES
-from explore import deepspeed_space, megatron_space
-from explore.deepspeed_space import plainer
+from explore.corpus import kept
 from explore.judged import LOUD, RIGHT, SILENT, Outcome, Stack, outcome
 from explore.search import shrunk
-from explore.spaces import SPACES, space_of
+from explore.spaces import SPACES, complete, plainer, space_of
 from upstream import newest, newest_affected
 
 Case = dict[str, Any]
-CORPUS = sorted(Path(__file__).parent.glob("explore/corpus/*.json"))
+CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
 # Of those drawn with these numbers the ones that can be resumed.
 SAMPLE = {"deepspeed": (0, 3, 4, 6, 7, *range(9, 17), 18, 19), "megatron": range(5)}
-PLAIN = {"deepspeed": deepspeed_space.PLAIN, "megatron": megatron_space.PLAIN}
-SMALL: dict[str, Case] = {
-    "deepspeed": {
-        "package": "deepspeed", "ranks": 2, "nodes": 1, "run": deepspeed_space.PLAIN, "two_saves": False,
-        "load": {
-            "kind": "ordinary", "restore": "everything", "ranks": 2, "nodes": 1, "tag": "first", "times": 1,
-            "trained": False, "old": False, "more_groups": 0,
-        },
-    },
-    "megatron": {
-        "package": "megatron", "ranks": 2, "run": megatron_space.PLAIN, "two_saves": False,
-        "load": {**megatron_space.PLAIN_LOAD, "tp": 1, "pp": 1, "ep": 0, "ranks": 2, "tag": "first"},
-    },
-}  # fmt: skip
+SMALL = {
+    "deepspeed": complete(
+        {"package": "deepspeed", "ranks": 2, "nodes": 1, "run": {}, "load": {"ranks": 2, "nodes": 1}}
+    ),
+    "megatron": complete({"package": "megatron", "ranks": 2, "run": {}, "load": {"ranks": 2}}),
+}
 
 
 def drawn(package: str, seed: str) -> Case:
@@ -48,14 +38,15 @@ def test_a_drawn_case_is_right(package: str, number: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("file", CORPUS, ids=lambda file: file.stem)
-def test_what_was_found_is_right_with_the_fixes_and_silent_without_one(file: Path) -> None:
+@pytest.mark.parametrize("name", CORPUS)
+def test_what_was_found_is_right_with_the_fixes_and_silent_without_one(name: str) -> None:
     """A case of the corpus is named after the fix that it needs."""
-    known = json.loads(file.read_text())
-    case, version = known["case"], known.get("version") or newest_affected(file.stem)[1]
-    assert file.stem in FIXES, f"needs a fix, or an error: {known['shows']}"
-    assert load(file.stem).silent
-    with_all, without = (outcome(case, Stack(case["package"], version, without=name)) for name in ("", file.stem))
+    known, fix = CORPUS[name], name.partition("-")[0]
+    case = known["case"]
+    assert fix in FIXES, f"needs a fix, or an error: {known['shows']}"
+    assert load(fix).silent
+    version = known.get("version") or newest_affected(fix)[1]
+    with_all, without = (outcome(case, Stack(case["package"], version, without=one)) for one in ("", fix))
     assert with_all.kind in (RIGHT, LOUD), with_all.detail
     assert (without.kind, without.signature) == (SILENT, known["signature"])
 
@@ -89,7 +80,8 @@ def test_a_case_is_plain_data_and_the_same_for_a_seed(package: str) -> None:
     for number in range(100):
         case = drawn(package, f"one-{number}")
         assert case == drawn(package, f"one-{number}") == json.loads(json.dumps(case))
-        assert case["run"].keys() == PLAIN[package].keys()
+        assert case == complete(case)
+        assert case["run"].keys() == SPACES[package].plain.keys()
     assert len({space_of(case).described(case) for case in (drawn(package, f"one-{n}") for n in range(100))}) > 95
 
 
@@ -110,7 +102,7 @@ def test_a_case_shrinks_to_what_it_needs(
 ) -> None:
     """With a judge that looks at some options alone; of 100 cases those that have all of them."""
     tried: list[Case] = []
-    plain, stack = PLAIN[package], NEWEST[package]
+    plain, stack = SPACES[package].plain, NEWEST[package]
 
     def found(case: Case, stack: Stack) -> Outcome:
         tried.append(case)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from explore import megatron_space
-from explore.deepspeed_space import plainer
 from explore.judged import RIGHT, Stack, outcome
+from explore.spaces import plainer
 from test_explore import SMALL
 from upstream import newest_affected
 
@@ -17,7 +16,7 @@ def test_weights_that_are_loaded_into_a_run_stay(kind: str, frozen: bool) -> Non
     """By a real model's state before and after the next steps; without the fix main parameters are the old ones."""
     _, version = newest_affected(FIX)
     run = {"precision_aware": True, "format": kind, "frozen": frozen}
-    load = {**megatron_space.PLAIN_LOAD, "restore": "weights", "trained": True}
+    load = {"restore": "weights", "trained": True}
     case = plainer(SMALL["megatron"], [{"run": run, "load": load}])
     with_all, without = (outcome(case, Stack("megatron", version, without=name)) for name in ("", FIX))
     assert with_all.kind == RIGHT, with_all

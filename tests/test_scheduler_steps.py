@@ -1,23 +1,19 @@
 """scheduler_steps: after a load the schedule is at the step of the checkpoint, whatever the run has done before."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from explore import megatron_space
 from explore.judged import RIGHT, SILENT, Stack, outcome
+from explore.spaces import plainer
+from test_explore import SMALL
 from upstream import newest_affected
 
 FIX = "scheduler_steps"
-CASE = Path(__file__).parent / "explore" / "corpus" / f"{FIX}.json"
 
 
 @pytest.mark.parametrize("load", [{"trained": True}, {"times": 2}, {"trained": True, "override": True}])
 def test_a_training_that_rolls_back_goes_on_as_it_was_saved(load: dict[str, object]) -> None:
     """With a real model and optimizer; without the fix each of these is silent."""
     _, version = newest_affected(FIX)
-    case = json.loads(CASE.read_text())["case"]
-    case["load"] = {**case["load"], **megatron_space.PLAIN_LOAD, **load}
+    case = plainer(SMALL["megatron"], [{"run": {"scheduler": True}, "load": load}])
     with_all, without = (outcome(case, Stack("megatron", version, without=name)) for name in ("", FIX))
     assert (with_all.kind, without.kind) == (RIGHT, SILENT), (with_all, without)

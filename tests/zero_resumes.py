@@ -37,10 +37,18 @@ def resumed(version: str, delivery: str, *folders: Path, **keywords: Any) -> lis
 
 
 def output_of_resume(
-    version: str, delivery: str, *folders: Path, ranks: int = 2, nodes: int = 1, tag: str = "", spoil: int | None = None
+    version: str,
+    delivery: str,
+    *folders: Path,
+    ranks: int = 2,
+    nodes: int = 1,
+    tag: str = "",
+    spoil: int | None = None,
+    states: bool = True,
 ) -> str:
     """All that such a program prints, the last line of which has the results. `spoil` is a rank to damage."""
     options = [*(("--tag", tag) if tag else ()), *(("--spoil", str(spoil)) if spoil is not None else ())]
+    options += [] if states else ["--no-states"]
     return _run("resume", *folders, *options, version=version, delivery=delivery, ranks=ranks, nodes=nodes)
 
 

@@ -394,7 +394,7 @@ def save(run: Any, folder: Path) -> None:
     run.save_checkpoint(str(folder), tag=TAG, client_state={**info, "iteration": STEPS})
 
 
-def load(run: Any, folder: Path, tag: str) -> Any:
+def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
     """Load a checkpoint; returns the client's part of it.
 
     Up to 0.14.0 a universal one is loaded only with an object for model parallelism.
@@ -402,7 +402,7 @@ def load(run: Any, folder: Path, tag: str) -> Any:
     needed = tag != TAG and numbers(deepspeed.__version__) <= (0, 14, 0)
     if needed:
         run.optimizer.mpu = OneTensorParallelRank
-    _, client_state = run.load_checkpoint(str(folder), tag=tag)
+    _, client_state = run.load_checkpoint(str(folder), tag=tag, **asked)
     if needed:
         run.optimizer.mpu = None
     return client_state

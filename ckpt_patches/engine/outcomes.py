@@ -62,7 +62,7 @@ OUTCOMES: dict[str, str] = {
     "universal_frozen_and_buffers": "0.12.0 m",
     "universal_group_count": "0.12.0 - 0.14.1 m",
     "universal_group_settings": "0.12.0 mmm 0.14.1 ttt",
-    "universal_optimizer_states": "0.12.0 ----- 0.14.1 m-m1-- 0.14.5 mmm-m 0.17.6 mmmmm",
+    "universal_optimizer_states": "0.12.0 ------ 0.14.1 m-m1m-- 0.14.5 mmmm-m 0.17.6 mmmmmm",
     "universal_step": "0.12.0 m 0.12.3 t 0.14.1 -",
     "universal_tensor_paddings": "0.12.0 mmmm 0.14.1 mtmm 0.17.3 mttm",
     "universal_weights_alone": "0.12.0 ---- 0.14.1 mmmm 0.19.3 mmmt",
@@ -74,6 +74,7 @@ OUTCOMES: dict[str, str] = {
     "zero3_universal_rank": "0.12.0 - 0.14.5 m 0.18.0 t 0.19.3 b",
     "zero3_universal_save": "0.12.0 - 0.14.5 m 0.18.0 b",
     "zero3_universal_sizes": "0.12.0 - 0.18.0 m1 0.19.3 m",
+    "zero3_universal_weights_alone": "0.12.0 - 0.14.5 m 0.19.3 t",
     "zero3_weights_of_tag": "0.12.0 m",
     "zero_to_fp32_bf16": "0.12.0 mm",
 }

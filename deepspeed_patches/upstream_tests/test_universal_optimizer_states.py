@@ -59,37 +59,54 @@ def _flat_states(engine):
     return {"fp32": flat[0].detach().clone(), **{key: value.clone() for key, value in tensors.items()}}
 
 
+def _save_universal_checkpoint(engine, steps, folder):
+    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": steps}
+    engine.save_checkpoint(str(folder), tag=SAVED, client_state=info)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        convert_to_universal(
+            argparse.Namespace(
+                input_folder=os.path.join(folder, SAVED),
+                output_folder=os.path.join(folder, UNIVERSAL),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            ))
+    dist.barrier()
+
+
+def _skip_without_universal_checkpoints(stage):
+    if stage == 3 and not hasattr(deepspeed.checkpoint.ds_to_universal, "extract_zero_shards_stage3"):
+        pytest.skip("this release has no universal checkpoints of ZeRO-3")
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "amsgrad"])
 class TestUniversalOptimizerStates(DistributedTest):
     world_size = 2
 
     def test_the_states_of_the_optimizer_are_loaded(self, name, stage, tmpdir):
-        if stage == 3 and not hasattr(deepspeed.checkpoint.ds_to_universal, "extract_zero_shards_stage3"):
-            pytest.skip("this release has no universal checkpoints of ZeRO-3")
+        _skip_without_universal_checkpoints(stage)
         engine = _make_engine(name, stage, seed=0)
         for _ in range(2):
             _step(engine)
-        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 2}
-        engine.save_checkpoint(str(tmpdir), tag=SAVED, client_state=info)
         saved = _flat_states(engine)
         assert saved.keys() == {"fp32"} | STATES[name]
-        dist.barrier()
-        if dist.get_rank() == 0:
-            convert_to_universal(
-                argparse.Namespace(
-                    input_folder=os.path.join(tmpdir, SAVED),
-                    output_folder=os.path.join(tmpdir, UNIVERSAL),
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                ))
-        dist.barrier()
+        _save_universal_checkpoint(engine, 2, tmpdir)
         loaded = _make_engine(name, stage, seed=1, universal=True)
         loaded.load_checkpoint(str(tmpdir), tag=UNIVERSAL)
         found = _flat_states(loaded)
         assert found.keys() == saved.keys()
         assert all(found[key].equal(saved[key]) for key in saved)
+        _step(loaded)
+
+    def test_a_run_that_goes_back_to_its_beginning_keeps_no_states(self, name, stage, tmpdir):
+        _skip_without_universal_checkpoints(stage)
+        _save_universal_checkpoint(_make_engine(name, stage, seed=0), 0, tmpdir)
+        loaded = _make_engine(name, stage, seed=1, universal=True)
+        _step(loaded)
+        loaded.load_checkpoint(str(tmpdir), tag=UNIVERSAL)
+        assert _flat_states(loaded).keys() == {"fp32"}
         _step(loaded)

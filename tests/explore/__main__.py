@@ -18,7 +18,7 @@ from pathlib import Path
 
 from explore.judged import SILENT, Stack, outcome
 from explore.search import Exploration
-from explore.spaces import SPACES
+from explore.spaces import SPACES, complete
 from upstream import newest
 
 FOLDER = Path(__file__).resolve().parents[2] / ".explore"
@@ -44,7 +44,7 @@ def main() -> int:
     option("without", "", "a fix to switch off")
     option("case", "", "run this file's case alone")
     args = parser.parse_args()
-    case = json.loads(Path(args.case).read_text())["case"] if args.case else {"package": args.package}
+    case = complete(json.loads(Path(args.case).read_text())["case"]) if args.case else {"package": args.package}
     version = args.version or newest(SPACES[case["package"]].distribution)
     stack = Stack(case["package"], version, args.fixes == "on", args.without)
     if args.case:

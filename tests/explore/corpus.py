@@ -13,9 +13,15 @@ from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
 from ckpt_patches.runtime.durable import replace_durably
 from explore.judged import SILENT, Stack, outcome
-from explore.spaces import space_of
+from explore.spaces import complete, space_of
 
 CORPUS = Path(__file__).parent / "corpus"
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """All of them, by the names of their files: a fix, and of several cases of one what is particular to it."""
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(CORPUS.glob("*.json"))}
+    return {name: {**known, "case": complete(known["case"])} for name, known in files.items()}
 
 
 def silent_fixes(stack: Stack) -> list[str]:

@@ -1,16 +1,16 @@
 """What the explorer draws of DeepSpeed: a training, a save and a load, as plain data."""
 
-import copy
 import random
-from collections.abc import Iterable
 from typing import Any
+
+from explore.damaging import DAMAGES
 
 Case = dict[str, Any]
 
 # Of a training of which nothing is drawn. Shrinking goes back to these.
 PLAIN: Case = {
     "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 1, "steps": 2, "accumulation": 1, "bucket": 1000,
-    "sub_group_size": 0, "persistent": 0, "writer": None, "contiguous_gradients": True,
+    "sub_group_size": 0, "persistent": 0, "writer": None, "contiguous_gradients": True, "experts": 0,
     **dict.fromkeys(
         (
             "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
@@ -20,9 +20,24 @@ PLAIN: Case = {
         False,
     ),
 }  # fmt: skip
+# Of a load, and of a case, of which nothing is drawn.
+PLAIN_LOAD: Case = {
+    "kind": "ordinary", "restore": "everything", "tag": "first", "times": 1,
+    "trained": False,
+    "old": False,  # saved without the fixes
+    "more_groups": 0,  # param groups than the saved run had
+    "latest": False,  # the tag is left to the tracker
+    "some_ranks": False,  # rank 0 alone has the fixes
+    "damage": "",  # of a file, after the save
+    "file": 0,  # which
+}  # fmt: skip
+PLAIN_CASE: Case = {
+    "two_saves": False,
+    "killed": 0,  # when the second save writes its file of this number, counted over ranks, its rank is killed
+}
 OPTIMIZERS = (
     "AdamW", "AdamW", "AdamW", "Adam", "AMSGrad", "Lion", "SGD", "momentum", "Adagrad", "RMSprop", "NAdam",
-    "built-in Adam", "built-in AdamW",
+    "built-in Adam", "built-in AdamW", "Muon",
 )  # fmt: skip
 RESTORE = ("everything",) * 6 + ("module only", "without optimizer states", "without scheduler")
 LOADS = (
@@ -69,11 +84,17 @@ def drawn(seed: str) -> Case:
         ("unused", 4), ("tied", 4), ("zero_initialized", 3), ("buffers", 3), ("lora", 8), ("clipping", 4),
     ):  # fmt: skip
         run[name] = one_in(count)
+    if stage in (1, 2) and one_in(6):
+        run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False, "tied": False}
+    if run["optimizer"] == "Muon":  # which has param groups of its own
+        run |= {"groups": 1, "offload": False, "experts": 0, "lora": False}
+        run |= dict.fromkeys(("single", "empty_group", "zero_rate", "reversed"), False)
     kind = generator.choice(LOADS if stage else [kind for kind in LOADS if "universal" not in kind])
     other = kind.endswith("universal") and not one_in(3)
     to = generator.choice([1, 2, 3, 4, 5]) if other else ranks
     two_saves = one_in(3)
     load = {
+        **PLAIN_LOAD,
         "kind": kind,
         "restore": generator.choice(RESTORE),
         "ranks": to,
@@ -81,10 +102,19 @@ def drawn(seed: str) -> Case:
         "tag": generator.choice(["first", "last"]) if two_saves else "first",
         "times": 2 if one_in(6) else 1,
         "trained": one_in(6),
-        "old": one_in(8),  # saved without the fixes
-        "more_groups": int(one_in(12)),  # param groups than the saved run had
+        "old": one_in(8),
+        "more_groups": int(one_in(12) and not run["experts"] and run["optimizer"] != "Muon"),
+        "latest": one_in(6),
+        "some_ranks": to > 1 and one_in(10),
     }
-    return {"package": "deepspeed", "ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "load": load}
+    killed = generator.randrange(1, 4 * ranks) if two_saves and one_in(3) else 0
+    if not killed and one_in(6):
+        damages = DAMAGES if two_saves else DAMAGES[:-1]
+        load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
+    if load["latest"] and kind == "ordinary" and two_saves:
+        load["tag"] = "last"
+    case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
+    return {"package": "deepspeed", **case}
 
 
 def steps_to_plain(case: Case) -> list[Case]:
@@ -94,26 +124,23 @@ def steps_to_plain(case: Case) -> list[Case]:
     """
     run, load = case["run"], case["load"]
     found: list[Case] = [{"run": {"groups": 2}}] * (run["groups"] > 2) + [{"run": {"steps": 3}}] * (run["steps"] > 3)
+    found += [{"run": {"experts": 2}}] * (run["experts"] > 2)
     found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value]
-    plain_load = {"times": 1, "trained": False, "old": False, "more_groups": 0}
-    found += [{"load": {name: value}} for name, value in plain_load.items() if load[name] != value]
+    kept = ("kind", "restore", "tag")
+    found += [{"load": {name: value}} for name, value in PLAIN_LOAD.items() if name not in kept and load[name] != value]
+    if case["killed"]:
+        found += [{"killed": 0}] + [{"killed": 1}] * (case["killed"] > 1)
     if case["two_saves"]:
-        found.append({"two_saves": False, "load": {"tag": "first"}})
+        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == DAMAGES[-1] else {})
+        found.append({"two_saves": False, "killed": 0, "load": plainer_load})
     if case["nodes"] == 2:
         found.append({"nodes": 1, "run": {"hpz": False}, "load": {"nodes": 1}})
     elif load["nodes"] == 1:
         found += [{"load": {"ranks": case["ranks"]}}] * (load["ranks"] != case["ranks"])
         for fewer in range(max(case["ranks"], load["ranks"]) - 1, 0, -1):
-            found.append({"ranks": min(case["ranks"], fewer), "load": {"ranks": min(load["ranks"], fewer)}})
+            less = {"ranks": min(load["ranks"], fewer)} | ({"some_ranks": False} if fewer == 1 else {})
+            found.append({"ranks": min(case["ranks"], fewer), "load": less})
     return found
-
-
-def plainer(case: Case, steps: Iterable[Case]) -> Case:
-    """A case after these steps."""
-    made = copy.deepcopy(case)
-    for step in steps:
-        made = {**made, **step, "run": made["run"] | step.get("run", {}), "load": made["load"] | step.get("load", {})}
-    return made
 
 
 def loaded(case: Case) -> str:
@@ -134,6 +161,10 @@ def described(case: Case) -> str:
         "into a run that has trained" * load["trained"],
         "saved without the fixes" * load["old"],
         "one param group more" * load["more_groups"],
+        "by the tracker" * load["latest"],
+        "with the fixes on rank 0 alone" * load["some_ranks"],
+        f"file {load['file']} {load['damage']}" * bool(load["damage"]),
+        f"second save killed at {case['killed']}" * bool(case["killed"]),
         *(name if value is True else f"{name} {value}" for name, value in options.items()),
     ]
     return ", ".join(filter(None, words))

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, audit
+from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
+from explore.damaging import damage
 from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
@@ -56,8 +60,9 @@ PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
     """What comes of a case. Where fixes are on for the load alone, the checkpoint is one that upstream saved."""
-    saving = replace(stack, version=case["load"].get("saved_by") or stack.version)
-    if case["load"]["old"]:
+    load = case["load"]
+    saving = replace(stack, version=load.get("saved_by") or stack.version)
+    if load["old"]:
         saving = replace(saving, fixes=False, without="")
     with tempfile.TemporaryDirectory(prefix="explore-") as folder:
         file, saves = Path(folder, "case.json"), Path(folder, "saves")
@@ -67,23 +72,53 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(SILENT, signature="save: hangs")
         if "error" in trained:
             return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
-        kind, tag = case["load"].get("kind", ""), saves / case["load"]["tag"]
+        kind, tag = load.get("kind", ""), saves / load["tag"]
+        harmed = _harmed(case, saves, killed="killed" in trained)
+        verdict = audit(tag, 1).verdict if harmed else ""
+        if verdict in (WHOLE, REPAIRED):
+            return Outcome(SILENT, signature=f"audit: {verdict} in spite of {harmed}")
         if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
             return Outcome(LOUD, error)
-        found = stack.run("load", file, saves)
-        if found.get("hangs"):
-            return Outcome(SILENT, signature=f"{space_of(case).loaded(case)}: hangs")
+        found = _loaded(case, stack, file, saves)
+        what = f"{space_of(case).loaded(case)}{f', {harmed}' if harmed else ''}"
         if "error" in found:
             return Outcome(LOUD, found["error"])
-        if found["different"] and case["load"]["old"] and audit(tag, 1).verdict == DAMAGED:
-            return Outcome(LOUD, "the audit calls what was saved without the fixes damaged")
+        if found.get("hangs"):
+            return Outcome(SILENT, signature=f"{what}: hangs")
+        if found["different"] and load["damage"] == "other step" and harmed:
+            return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
+        if found["different"] and load["old"] and audit(tag, 1).verdict == DAMAGED:
+            return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
         if found["different"]:
             kinds = sorted({_kind(name) for name in found["different"]})
-            return Outcome(
-                SILENT, ", ".join(found["different"][:20]), f"{space_of(case).loaded(case)}: {', '.join(kinds)}"
-            )
-        is_whole = case["load"]["restore"] == "everything" or (saving.fixes and not saving.without)
-        return _of_tools(tag) if is_whole else Outcome(RIGHT)  # what was not loaded may be wrong
+            return Outcome(SILENT, ", ".join(found["different"][:20]), f"{what}: {', '.join(kinds)}")
+        # Without optimizer states a checkpoint that lacks them loads right, too.
+        partly = load["restore"] != "everything" and (not saving.fixes or bool(saving.without))
+        return Outcome(RIGHT) if harmed or partly else _of_tools(tag)
+
+
+def _harmed(case: dict[str, Any], saves: Path, killed: bool) -> str:
+    """What is wrong with the checkpoint that is loaded: a file, which is damaged here, or its save was interrupted."""
+    load = case["load"]
+    tag, other = (saves / name for name in (("first", "last") if load["tag"] == "first" else ("last", "first")))
+    if load["damage"]:
+        name = damage(tag, other, load["damage"], load["file"])
+        return f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
+    return "an interrupted save" if killed and load["tag"] == "last" else ""
+
+
+def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:
+    """What comes of the load: with the fixes on all ranks, or at the same time on rank 0 and without them on others."""
+    if not case["load"]["some_ranks"]:
+        return stack.run("load", file, saves)
+    others, port = replace(stack, fixes=False, without=""), str(free_port())
+    ranks = [str(rank) for rank in range(case["load"]["ranks"])]
+    with tempfile.TemporaryDirectory() as told, ThreadPoolExecutor(2) as pool:
+        more = ("--port", port, "--told", told, "--only")
+        first = pool.submit(stack.run, "load", file, saves, *more, *ranks[:1])
+        rest = pool.submit(others.run, "load", file, saves, *more, *ranks[1:])
+        both = [first.result(), rest.result()]
+    return next((one for one in both if "error" in one), next((one for one in both if "hangs" in one), both[0]))
 
 
 def _converted(kind: str, tag: Path, stack: Stack) -> str:

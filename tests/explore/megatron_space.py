@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+from explore.damaging import DAMAGES
 from upstream import numbers, runnable
 
 Case = dict[str, Any]
@@ -26,9 +27,18 @@ LAYOUTS = (
 )  # fmt: skip
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel ranks may load these
 PLAIN_LOAD: Case = {
-    "restore": "everything", "times": 1, "trained": False, "old": False, "override": False, "offload": "same",
-    "saved_by": "",
+    "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0,
+    "trained": False,
+    "old": False,  # saved without the fixes
+    "override": False,  # the learning rates of the checkpoint
+    "offload": "same",
+    "saved_by": "",  # another release
+    "some_ranks": False,  # rank 0 alone has the fixes
+    "damage": "",  # of a file, after the save
+    "file": 0,  # which
 }  # fmt: skip
+PLAIN_CASE: Case = {"two_saves": False}
+OF_LAYOUT = ("tp", "pp", "ep", "tag", "restore")  # not plainer by themselves
 
 
 def formats(version: str) -> list[str]:
@@ -100,11 +110,15 @@ def drawn(seed: str, version: str) -> Case:
         "tag": generator.choice(["first", "last"]) if two_saves else "first",
         "times": 2 if one_in(8) else 1,
         "trained": one_in(5),
-        "old": one_in(8),  # saved without the fixes
-        "override": run["scheduler"] and restore == "everything" and one_in(3),  # the new run's learning rates
+        "old": one_in(8),
+        "override": run["scheduler"] and restore == "everything" and one_in(3),
         "offload": generator.choice([0.0, 0.5, 1.0]) if hybrid and one_in(3) else "same",
         "saved_by": generator.choice(earlier(version) or [""]) if one_in(6) and not run["mup"] else "",
     }
+    load["some_ranks"] = load["ranks"] > 1 and one_in(10)
+    if one_in(8):
+        damages = DAMAGES if two_saves else DAMAGES[:-1]
+        load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     if one_in(2) and run["format"] in RESHARDABLE:
         load["tp"], load["pp"], other = generator.choice([one for one in LAYOUTS if one[0] == 1 or not run["ep"]])
         load["ranks"] = load["tp"] * load["pp"] * other
@@ -121,9 +135,11 @@ def steps_to_plain(case: Case) -> list[Case]:
     layout = ("tp", "pp", "ep")
     found: list[Case] = [{"run": {"steps": 3}}] * (run["steps"] > 3)
     found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in layout]
-    found += [{"load": {name: value}} for name, value in PLAIN_LOAD.items() if load[name] != value]
+    own = {name: value for name, value in PLAIN_LOAD.items() if name not in OF_LAYOUT}
+    found += [{"load": {name: value}} for name, value in own.items() if load[name] != value]
     if case["two_saves"]:
-        found.append({"two_saves": False, "load": {"tag": "first"}})
+        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == DAMAGES[-1] else {})
+        found.append({"two_saves": False, "load": plainer_load})
     same = {"ranks": case["ranks"], **{name: run[name] for name in layout}}
     if any(load[name] != value for name, value in same.items()):
         found.append({"load": same})
@@ -173,6 +189,8 @@ def described(case: Case) -> str:
         "saved without the fixes" * load["old"],
         f"saved by {load['saved_by']}" * bool(load["saved_by"]),
         "overriding the learning rate" * load["override"],
+        "with the fixes on rank 0 alone" * load["some_ranks"],
+        f"file {load['file']} {load['damage']}" * bool(load["damage"]),
         f"loaded with offload {load['offload']}" * (load["offload"] != "same"),
         *(name if value is True else f"{name} {value}" for name, value in options.items()),
     ]

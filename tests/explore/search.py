@@ -11,9 +11,8 @@ from typing import Any
 
 from ckpt_patches.runtime.durable import replace_durably
 from explore.corpus import keep
-from explore.deepspeed_space import plainer
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Outcome, Stack, outcome
-from explore.spaces import SPACES, space_of
+from explore.spaces import SPACES, plainer, space_of
 
 SAME = 2  # cases with one signature that are made smaller
 AT_ONCE = 2

@@ -10,11 +10,13 @@ The truth is what is in the optimizer's memory, read here: no accessor of DeepSp
 import argparse
 import copy
 import gc
+import io
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +26,14 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups as expert_groups
 
 from ckpt_patches.demo import deepspeed_training as dt
 from ckpt_patches.demo import ranks
-from explore_deepspeed_model import Model, optimizer
+from ckpt_patches.demo.experts_training import numbered
+from ckpt_patches.demo.optimizers import MOMENTUM
+from explore_deepspeed_model import Model, expert_ranks, optimizer
 from patience import seconds
 
 Options = dict[str, Any]
@@ -35,6 +41,7 @@ State = dict[str, Any]
 SAMPLES = 60  # of a step: for 1 to 5 ranks
 MORE = 2  # steps that are taken after the load
 FIRST, LAST = "first", "last"
+OF_LAYOUT = ("params", "name")  # of a param group: one of experts is named after the ranks that share them
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -44,7 +51,7 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
     gc.freeze()
     torch._dynamo.config.disable = True
     torch.manual_seed(seed)
-    model = Model(options)
+    model = Model(options, ranks)
     zero = {"stage": options["stage"], "reduce_bucket_size": options["bucket"]}
     zero |= {name: True for name in ("round_robin_gradients", "overlap_comm") if options[name]}
     zero |= {"contiguous_gradients": options["contiguous_gradients"]}
@@ -106,7 +113,7 @@ class Part(NamedTuple):
 
 def parts(run: Any) -> Iterator[Part]:
     """Of weights, main parameters and states of the optimizer; a whole one of what each rank has for itself."""
-    names = {parameter: name for name, parameter in run.module.named_parameters()}
+    names = names_of(run)
     for parameter, name in names.items():
         if hasattr(parameter, "ds_tensor"):
             yield from _shard(f"{name}.weight", parameter, parameter.ds_tensor.flatten(), 0)
@@ -115,11 +122,29 @@ def parts(run: Any) -> Iterator[Part]:
     for name, buffer in run.module.named_buffers():
         yield Part(f"buffer {name}", buffer.view(-1), 0, buffer.shape)
     inner = inner_optimizer(run)
-    for main, parameters, begin in groups(run, inner):
+    for number, (main, parameters, begin) in enumerate(groups(run, inner)):
         own = {"fp32": main.detach(), **inner.state.get(main, {})}
         for key, value in own.items():
-            if isinstance(value, torch.Tensor) and value.shape == main.shape:
+            if isinstance(value, torch.Tensor) and is_of_matrices(key, number, run):
+                matrices = run.optimizer.params_in_partition[number]
+                yield from _cut(key, value.view(-1), matrices, 0, names)
+            elif isinstance(value, torch.Tensor) and value.shape == main.shape:
                 yield from _cut(key, value.view(-1), parameters, begin, names)
+
+
+def names_of(run: Any) -> dict[Any, str]:
+    """The parameters' names, in which an expert has its number among all."""
+    ranks = dist.get_world_size()
+    name = f"ep_size_{expert_ranks(ranks)}"
+    local = [module.num_local_experts for module in run.module.modules() if isinstance(module, MoE)]
+    first = local[0] * expert_groups._get_expert_parallel_rank(name) if local else 0
+    return {parameter: numbered(name, first) for name, parameter in run.module.named_parameters()}
+
+
+def is_of_matrices(key: str, number: int, run: Any) -> bool:
+    """Muon's momentum at stage 1 and 2 is of all of each matrix of which a part is in the partition."""
+    is_partitioned = key == MOMENTUM and run.zero_optimization_stage() in (1, 2)
+    return is_partitioned and inner_optimizer(run).param_groups[number].get("use_muon", False)
 
 
 def _cut(key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names: dict[Any, str]) -> Iterator[Part]:
@@ -159,11 +184,13 @@ def groups(run: Any, inner: Any) -> Iterator[tuple[torch.Tensor, list[Any], int]
         for flat, parameters in zip(outer.fp32_partitioned_groups_flat, outer.fp16_groups, strict=True):
             yield flat, list(parameters), 0
     elif hasattr(outer, "single_partition_of_fp32_groups"):  # stage 1 and 2
-        for flat, parameters in zip(outer.single_partition_of_fp32_groups, outer.round_robin_bit16_groups, strict=True):
-            yield flat, list(parameters), dist.get_rank() * flat.numel()
+        flats = zip(outer.single_partition_of_fp32_groups, outer.round_robin_bit16_groups, strict=True)
+        for number, (flat, parameters) in enumerate(flats):
+            yield flat, list(parameters), dist.get_rank(outer.real_dp_process_group[number]) * flat.numel()
     elif hasattr(outer, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        for flat, parameters in zip(outer.fp32_groups_flat_partition, outer.bf16_groups, strict=True):
-            yield flat, list(parameters), dist.get_rank() * flat.numel()
+        flats = zip(outer.fp32_groups_flat_partition, outer.bf16_groups, strict=True)
+        for number, (flat, parameters) in enumerate(flats):
+            yield flat, list(parameters), dist.get_rank(outer.real_dp_process_group[number]) * flat.numel()
     elif hasattr(outer, "fp32_groups_flat"):  # FP16_Optimizer
         for flat, parameters in zip(outer.fp32_groups_flat, outer.fp16_groups, strict=True):
             yield flat, list(parameters), 0
@@ -181,7 +208,7 @@ def live(run: Any) -> State:
 
     What no rank has of a tensor is NaN.
     """
-    mine = [(part.name, part.begin, part.local.clone(), part.shape) for part in parts(run)]
+    mine = [(part.name, part.begin, value(part), part.shape) for part in parts(run)]
     of_ranks = dt.gathered(mine)
     found: State = {}
     for part in [*itertools.chain(*of_ranks), *mine]:  # own ones last: they are this rank's of what each has for itself
@@ -191,12 +218,17 @@ def live(run: Any) -> State:
     found = {name: whole.view(-1) for name, whole in found.items()}
     inner = inner_optimizer(run)
     for number, group in enumerate(inner.param_groups):
-        found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
     found["steps"] = sorted({float(step) for steps in dt.gathered(_steps(run, inner)) for step in steps})
     found |= {f"counter {name}": getattr(run, name) for name in COUNTERS}
     for what, of in SETTINGS.items():
         found |= {f"{what}.{name}": value for name, value in of(run).items()}
     return found
+
+
+def value(part: Part) -> torch.Tensor:
+    """Of Muon's momentum in fp32: a load leaves it in that type, and the next step puts it back into its own."""
+    return part.local.float().clone() if part.name.endswith(MOMENTUM) else part.local.clone()
 
 
 def _steps(run: Any, inner: Any) -> set[float]:
@@ -233,7 +265,7 @@ def put(run: Any, options: Options, state: State) -> None:
             (step,) = state["steps"]
             own["step"] = torch.full_like(own["step"], step) if isinstance(own["step"], torch.Tensor) else int(step)
     for number, group in enumerate(inner.param_groups):
-        group.update({key: state[f"group {number}.{key}"] for key in group if key != "params"})
+        group.update({key: state[f"group {number}.{key}"] for key in group if key not in OF_LAYOUT})
     for name in COUNTERS:
         setattr(run, name, state[f"counter {name}"])
     for what, one in (("scaler", _scaler(run)), ("scheduler", run.lr_scheduler)):
@@ -277,7 +309,13 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
     truth: State = {}
     at = options["steps"]
     for tag, more in ((FIRST, 1), (LAST, MORE)):
-        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": at}
+        if tag == LAST and case["killed"]:
+            truth[tag] = {"saved": live(run), "at": at}
+            keep(rank, folder, truth)
+            be_killed(rank, case)
+        info: Options = {"iteration": at}
+        if not options["experts"]:  # with them it is a key that some releases reserve
+            info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
         try:
             run.save_checkpoint(str(folder), tag=tag, client_state=info)
         except Exception as error:
@@ -287,51 +325,83 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
         at += more
         if not case["two_saves"]:
             break
+    keep(rank, folder, truth)
+    return {"optimizer": type(run.optimizer).__name__}
+
+
+def keep(rank: int, folder: Path, truth: State) -> None:
     if rank == 0:
         torch.save(truth, folder / "truth.pt")
-    return {"optimizer": type(run.optimizer).__name__}
+    dist.barrier()
+
+
+def be_killed(rank: int, case: Options) -> None:
+    """Let this rank write half of one of its next files, and end as by the kernel; another rank goes on."""
+    number, of_rank = divmod(case["killed"] - 1, case["ranks"])
+    save, left = torch.save, iter(range(number, -1, -1))
+
+    def save_and_end(state: Any, file: Any, *args: Any, **keywords: Any) -> None:
+        if next(left, -1) != 0:
+            save(state, file, *args, **keywords)
+            return
+        save(state, whole := io.BytesIO(), *args, **keywords)
+        half = whole.getvalue()[: whole.tell() // 2]
+        if hasattr(file, "write"):
+            file.write(half)
+            file.flush()
+        else:
+            Path(file).write_bytes(half)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == of_rank:
+        torch.save = save_and_end
 
 
 def load(rank: int, case: Options, folder: Path) -> Options:
     """What differs from the truth after a load on any rank, and in the losses of the next steps."""
     wanted = case["load"]
     options = {**case["run"], "groups": case["run"]["groups"] + wanted["more_groups"]}
-    kind, tag = wanted["kind"], wanted["tag"]
-    truth = torch.load(folder / "truth.pt", weights_only=False)[tag]
-    universal = "universal" in kind
+    universal = "universal" in wanted["kind"]
     run = engine(options, wanted, seed=1, universal=universal)
     if wanted["trained"]:  # a run that has been going on, as a trainer that rolls back
         train(run, options, 50, 1)
     before = live(run)
     asked, restored = PROMISES[wanted["restore"]]
-    name = f"{tag}_universal" if universal else tag
+    name = f"{wanted['tag']}_universal" if universal else wanted["tag"]
+    if wanted["latest"]:
+        name = (folder / ("latest_universal" if universal else "latest")).read_text()
     for _ in range(wanted["times"]):
-        run.load_checkpoint(str(folder), tag=name, **asked)
+        path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
+        if path is None:
+            raise FileNotFoundError("load_checkpoint returns no path")
     if wanted.get("spoil"):  # for tests: what was loaded is changed, or a rank goes nowhere
         spoil(rank, run, wanted)
-    found = live(run)
-    expected = {key: truth["saved"].get(key) for key in {*truth["saved"], *found}}
+    truth = torch.load(folder / "truth.pt", weights_only=False)[name.removesuffix("_universal")]
+    different = dt.on_any_rank(differences(live(run), truth["saved"], before, restored))
+    if different or restored[0] or "losses" not in truth:
+        train(run, options, 70, 1)  # whose error is one that somebody gets
+        return {"different": different}
+    losses, end = truth["losses"], truth["end"]
+    if wanted["ranks"] != case["ranks"]:  # sums are in another order
+        reference = engine(options, wanted, seed=2)
+        put(reference, options, truth["saved"])
+        losses, end = train(reference, options, truth["at"], len(losses)), live(reference)
+    differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
+    return {"different": differ + [f"later {name}" for name in dt.on_any_rank(wrong(live(run), end))]}
+
+
+def differences(found: State, saved: State, before: State, restored: tuple[str, ...]) -> list[str]:
+    """What is not as it was saved, of kinds that are to be restored, and of the others what is not as before."""
     different = []
-    for key in sorted(expected):
+    for key in sorted({*saved, *found}):
         if not restored[0] or kind_of(key).startswith(restored):
-            good = alike(found.get(key), expected[key])
+            good = alike(found.get(key), saved.get(key))
         elif kind_of(key) == "fp32":  # with new weights: theirs, or those of the checkpoint
-            good = alike(found.get(key), expected[key]) or is_weight(found, key)
+            good = alike(found.get(key), saved.get(key)) or is_weight(found, key)
         else:
             good = alike(found.get(key), before.get(key)) or is_nothing(found.get(key), before.get(key))
         different += [] if good else [key]
-    result = {"different": dt.on_any_rank(different)}
-    if not result["different"] and not restored[0]:
-        losses, end = truth["losses"], truth["end"]
-        if wanted["ranks"] != case["ranks"]:  # sums are in another order
-            reference = engine(options, wanted, seed=2)
-            put(reference, options, truth["saved"])
-            losses, end = train(reference, options, truth["at"], len(losses)), live(reference)
-        differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
-        result["different"] = differ + [f"later {name}" for name in dt.on_any_rank(wrong(live(run), end))]
-    else:
-        train(run, options, 70, 1)  # whose error is one that somebody gets
-    return result
+    return different
 
 
 def spoil(rank: int, run: Any, wanted: Options) -> None:
@@ -390,24 +460,28 @@ def work(rank: int, args: argparse.Namespace) -> None:
 
 
 def on_ranks(args: argparse.Namespace) -> Options:
-    """What rank 0 has found; where ranks have failed, the cause. Ranks that wait for a failed one are ended."""
-    context, port = multiprocessing.get_context("fork"), ranks.free_port()
-    processes = [context.Process(target=dt.rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
+    """What rank 0 has found; where ranks have failed, the cause. Ranks that wait for a failed one are ended.
+
+    `args.only` are those that this program starts; what all of them have found is in `args.told`.
+    """
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=dt.rank_main, args=(rank, args.port, args)) for rank in args.only]
     for process in processes:
         process.start()
     limit, failed = time.monotonic() + seconds(60), float("inf")
     while any(process.is_alive() for process in processes):
         time.sleep(0.01)
-        if any(process.exitcode for process in processes):
+        if any(process.exitcode for process in processes) or any("error" in one for one in told(args.told)):
             failed = min(failed, time.monotonic())
         if time.monotonic() > min(limit, failed + seconds(1)):
-            hangs = failed == float("inf")
             for process in processes:
                 process.kill()
                 process.join()
-            if hangs:
+            if failed == float("inf"):
                 return {"hangs": True}
-    found = [json.loads(path.read_text()) for path in sorted(Path(args.told).iterdir()) if path.suffix != ".part"]
+    found = told(args.told)
+    if args.command == "train" and args.case["killed"] and -signal.SIGKILL in [one.exitcode for one in processes]:
+        return {"killed": True}
     errors = [one for one in found if "error" in one]
     if not errors and any(process.exitcode for process in processes):
         return {"error": f"exit statuses {[process.exitcode for process in processes]}"}
@@ -415,11 +489,20 @@ def on_ranks(args: argparse.Namespace) -> Options:
     return dict([*causes, *errors, *found][0])
 
 
+def told(folder: str) -> list[Options]:
+    """What ranks have found by now."""
+    paths = sorted(path for path in Path(folder).iterdir() if path.suffix != ".part")
+    return [json.loads(path.read_text()) for path in paths]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=("train", "convert", "load"))
     parser.add_argument("case", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", type=int, nargs="+", help="ranks; another program starts the others")
+    parser.add_argument("--port", type=int, default=ranks.free_port())
+    parser.add_argument("--told", help="folder of what the ranks of both programs have found")
     args = parser.parse_args()
     if args.command == "convert":
         print("\n" + json.dumps(convert(args.case, args.folder)))
@@ -427,10 +510,12 @@ def main() -> None:
     args.case = json.loads(args.case.read_text())
     of = args.case if args.command == "train" else args.case["load"]
     args.ranks, args.node, args.work = of["ranks"], of["ranks"] // of["nodes"], work
+    args.only = args.only or range(args.ranks)
     os.environ["CROSS_SIZE"] = str(of["nodes"])  # which writers ask for, and some launchers set
     dt.prepare()
     dt.reduce_as_on_a_gpu()
-    with tempfile.TemporaryDirectory() as args.told:
+    with tempfile.TemporaryDirectory() as folder:
+        args.told = args.told or folder
         print("\n" + json.dumps(on_ranks(args)))
 
 

@@ -4,18 +4,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.ops.adam import fused_adam
 
 import zero_healthy
-from ckpt_patches.demo.optimizers import Lion
+from ckpt_patches.demo.optimizers import Lion, NoCompiler
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {**zero_healthy.OPTIMIZERS, "Lion": Lion}
 BUILT_IN = {"built-in Adam": "Adam", "built-in AdamW": "AdamW", "Muon": "Muon"}
 
 
+class Expert(torch.nn.Linear):
+    """A rank with several experts cuts their tokens out of one tensor, of which torch rounds a layer differently."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.contiguous())
+
+
 class Model(torch.nn.Module):
     HIDDEN = 8
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], ranks: int) -> None:
         super().__init__()
         hidden = self.HIDDEN
         self.up = torch.nn.Linear(hidden, 3 * hidden)
@@ -24,6 +34,10 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(hidden, hidden, bias=False)
         self.again = torch.nn.Linear(hidden, hidden, bias=False)
         self.scale = torch.nn.Parameter(torch.ones(1))
+        if options["experts"]:
+            more = {"num_experts": options["experts"], "ep_size": expert_ranks(ranks)}
+            expert = torch.nn.Sequential(Expert(hidden, hidden))
+            self.experts = MoE(hidden, expert, k=1, min_capacity=0, use_rts=False, **more)
         if options["tied"]:
             self.again.weight = self.head.weight
         if options["unused"]:
@@ -49,8 +63,15 @@ class Model(torch.nn.Module):
             x = x + self.lora_b(self.lora_a(wide))
         if hasattr(self, "mean"):
             x = x + self.mean.to(x.dtype)
+        if hasattr(self, "experts"):
+            x = x + self.experts(x)[0]
         output: torch.Tensor = self.again(x + self.head(x)) * self.scale
         return output
+
+
+def expert_ranks(ranks: int) -> int:
+    """Of so many ranks how many share the experts: expert parallel on an even number of them."""
+    return 1 + (ranks % 2 == 0)
 
 
 def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -70,9 +91,15 @@ def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> 
         groups[-1]["lr"] = 0.0
     if options["reversed"]:
         groups.reverse()
+    if options["experts"]:
+        groups = [{**group, "name": f"group {number}"} for number, group in enumerate(groups)]
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
     if options["optimizer"] in OPTIMIZERS:
         return {"optimizer": OPTIMIZERS[options["optimizer"]](groups, lr=1e-2)}
     name = BUILT_IN[options["optimizer"]]
     of_adam = {"torch_adam": True} if name != "Muon" else {}
     config["optimizer"] = {"type": name, "params": {"lr": 1e-2, **of_adam}}
+    if name == "Muon":
+        fused_adam.FusedAdamBuilder = NoCompiler  # then it steps vectors by Adam itself
+        config["zero_optimization"]["reduce_scatter"] = False
     return {"model_parameters": groups if name != "Muon" else named}

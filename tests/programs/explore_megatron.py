@@ -8,12 +8,12 @@ The truth is what is in the optimizers' memory, read here: no sharded state dict
 
 import argparse
 import copy
-import functools
 import inspect
 import json
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -327,7 +327,7 @@ def finished_after(asked: Any, sign: Path) -> Any:
 
     calls = AsyncCallsQueue()
     if asked.async_fn is not None:  # this rank writes something
-        asked = asked._replace(async_fn=functools.partial(call_after, sign, asked.async_fn))
+        asked = asked._replace(async_fn=partial(call_after, sign, asked.async_fn))
     calls.schedule_async_request(asked)
 
     def finish() -> None:
@@ -461,20 +461,14 @@ def join(layout: Options, rank: int, ranks: int, port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("train", "load"))
-    parser.add_argument("case", type=Path)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
+    args = explored.arguments("train", "load").parse_args()
     case = json.loads(args.case.read_text())
     layout = {**case["run"], **(case["load"] if args.command == "load" else {"ranks": case["ranks"]})}
     args.folder.mkdir(exist_ok=True)
     mt.import_packages()
     do = {"train": begin, "load": load}[args.command]
-    found = explored.on_ranks(
-        lambda rank: do(rank, case, args.folder), layout["ranks"], functools.partial(join, layout)
-    )
-    print("\n" + json.dumps(found))
+    ranks = explored.ranks_of(args, layout["ranks"])
+    print("\n" + json.dumps(explored.on_ranks(lambda rank: do(rank, case, args.folder), ranks, partial(join, layout))))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What the explorer's programs share: ranks whose failures and hangs are reported, and the comparison of two states."""
 
+import argparse
 import json
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,18 +98,41 @@ def spoil(parts: Iterable[Part], what: str) -> None:
         next(part for part in parts if part.name.endswith(what)).local.view(-1)[0] += 1
 
 
-def on_ranks(work: Work, count: int, join: Join) -> Options:
-    """What rank 0 has found; where ranks have failed, the cause. Ranks that wait for a failed one are ended."""
-    context, port = multiprocessing.get_context("fork"), free_port()
-    with tempfile.TemporaryDirectory() as told:
-        processes = [
-            context.Process(target=_rank, args=(rank, count, port, work, join, Path(told))) for rank in range(count)
-        ]
+class Ranks(NamedTuple):
+    """Which ranks this process starts. Another one may start the others, in another environment."""
+
+    of: int  # all
+    only: Sequence[int]
+    port: int
+    told: str  # the folder of what they have found, or "" for one of this process
+
+
+def arguments(*commands: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("case", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", type=int, nargs="+", help="ranks; another process starts the others")
+    parser.add_argument("--port", type=int, default=free_port())
+    parser.add_argument("--told", default="", help="folder of what the ranks of both processes have found")
+    return parser
+
+
+def ranks_of(args: argparse.Namespace, count: int) -> Ranks:
+    return Ranks(count, args.only or range(count), args.port, args.told)
+
+
+def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
+    """What the first rank has found; where ranks have failed, the cause. Who waits for a failed one is ended."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(ranks.told or folder)
+        processes = [context.Process(target=_rank, args=(rank, ranks, told, work, join)) for rank in ranks.only]
         for process in processes:
             process.start()
-        if _hang(processes):
+        if _hang(processes, told):
             return {"hangs": True}
-        found = [json.loads(path.read_text()) for path in sorted(Path(told).iterdir()) if path.suffix != ".part"]
+        found = _told(told)
     errors = [one for one in found if "error" in one]
     if not errors and any(process.exitcode for process in processes):
         return {"error": f"exit statuses {[process.exitcode for process in processes]}"}
@@ -116,9 +140,9 @@ def on_ranks(work: Work, count: int, join: Join) -> Options:
     return dict([*causes, *errors, *found][0])
 
 
-def _rank(rank: int, count: int, port: int, work: Work, join: Join, told: Path) -> None:
+def _rank(rank: int, ranks: Ranks, told: Path, work: Work, join: Join) -> None:
     """What came of it, in a file of the rank."""
-    join(rank, count, port)
+    join(rank, ranks.of, ranks.port)
     try:
         found = work(rank)
     except BaseException as error:  # as torch's CheckpointException is
@@ -130,12 +154,17 @@ def _rank(rank: int, count: int, port: int, work: Work, join: Join, told: Path) 
     os._exit("error" in found)  # Gloo leaves threads behind, and a writer's process would be waited for
 
 
-def _hang(processes: list[Any]) -> bool:
+def _told(folder: Path) -> list[Options]:
+    """What ranks have found by now."""
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir()) if path.suffix != ".part"]
+
+
+def _hang(processes: list[Any], told: Path) -> bool:
     """Wait for the ranks; where one fails the others end soon, or are ended."""
     limit, failed = time.monotonic() + seconds(60), float("inf")
     while any(process.is_alive() for process in processes):
         time.sleep(0.01)
-        if any(process.exitcode for process in processes):
+        if any(process.exitcode for process in processes) or any("error" in one for one in _told(told)):
             failed = min(failed, time.monotonic())
         if time.monotonic() > min(limit, failed + seconds(1)):
             for process in processes:

@@ -5,7 +5,7 @@
 
 With `--save NAME` the run saves in the folder of that name in FOLDER/CASE at its end, with the client's state that it
 has loaded. With `--node N` there are N ranks on a node. `--spoil` changes a weight of that rank after the load: it must
-be found.
+be found. `--no-states` loads all but the optimizer's states.
 A case is a kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, goes on for two
 steps more, and writes what the run held at the save and at the end beside it. `resume` loads that into a new run of
 other weights, says what differs on any rank, and takes the same two steps; what it prints is by the folders as they
@@ -72,7 +72,7 @@ def begin(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     truth = torch.load(args.folder / "truth.pt", weights_only=False)
     run = engine_of(args.folder.name, args.ranks, universal=args.tag != TAG, seed=1)
-    client_state = load(run, args.folder, args.tag)
+    client_state = load(run, args.folder, args.tag, **args.asked)
     if rank == args.spoil:
         next(run.module.parameters()).data.view(-1)[0] += 1
     states = snapshot(run)
@@ -141,6 +141,8 @@ def main() -> None:
     resuming.add_argument("--tag", default=TAG)
     resuming.add_argument("--spoil", type=int, metavar="RANK")
     resuming.add_argument("--save", metavar="NAME")
+    without = {"load_optimizer_states": False}
+    resuming.add_argument("--no-states", dest="asked", action="store_const", const=without, default={})
     for command in (training, resuming):
         command.set_defaults(work=work_and_tell)
         command.add_argument("cases", nargs="+")

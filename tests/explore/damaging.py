@@ -1,0 +1,29 @@
+"""Damage a file of a checkpoint: cut it off, remove it, or put the one of another step in its place."""
+
+from pathlib import Path
+
+DAMAGES = ("truncated", "absent", "other step")
+
+
+def damage(checkpoint: Path, other: Path, how: str, number: int) -> str:
+    """Damage the file of this number, counted again from the first; its name, or nothing where there is none to damage.
+
+    `other` is a checkpoint of another step. One of a single file is whole with the other's.
+    """
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    if how == "other step":
+        files = [path for path in files if len(files) > 1 and is_other(path, other / path.name)]
+    if not files:
+        return ""
+    file = files[number % len(files)]
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif how == "absent":
+        file.unlink()
+    else:
+        file.write_bytes((other / file.name).read_bytes())
+    return file.name
+
+
+def is_other(path: Path, other: Path) -> bool:
+    return other.exists() and path.read_bytes() != other.read_bytes()
