@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it
+
 
 def damage(checkpoint: Path, other: Path, how: str, number: int) -> str:
     """Damage the file of this number, counted again from the first; its name, or nothing where there is none to damage.
 
     `other` is a checkpoint of another step. One of a single file is whole with the other's.
     """
-    files = sorted(path for path in checkpoint.glob("*.pt"))
+    files = sorted(path for path in checkpoint.glob("*.pt") if not path.name.startswith(UNREAD))
     if how == "other step":
         files = [path for path in files if len(files) > 1 and is_other(path, other / path.name)]
     if not files:

@@ -82,6 +82,10 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(SILENT, signature=f"{what}: hangs")
         if found["different"] and case["load"]["damage"] == "other step" and harmed:
             return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
+        if found["different"] and case["load"]["some_ranks"]:
+            without = Stack(stack.version, fixes=False).run("load", file, saves)
+            if "error" in without or {*found["different"]} <= {*without.get("different", [])}:
+                return Outcome(NOT_TRAINED, "upstream's own on ranks without the fixes")
         if found["different"]:
             kinds = sorted({_kind(name) for name in found["different"]})
             return Outcome(SILENT, ", ".join(found["different"][:20]), f"{what}: {', '.join(kinds)}")
