@@ -110,7 +110,8 @@ def drawn(seed: str) -> Case:
     }
     killed = generator.randrange(1, 1 + 2 * ranks) if two_saves and one_in(2) else 0
     if not killed and one_in(6):
-        damages = DAMAGES if two_saves else DAMAGES[:-1]
+        # A step that is skipped changes counters alone, of which the optimizer's file has none.
+        damages = DAMAGES if two_saves and not run["overflow"] else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     if load["latest"] and kind == "ordinary" and two_saves:
         load["tag"] = "last"

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, audit
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.errors import UserError
 from explore.damaging import damage
 from explore.deepspeed_space import loaded
 from upstream import run_json, tree
@@ -69,7 +70,7 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
         kind, tag = case["load"]["kind"], saves / case["load"]["tag"]
         harmed = _harmed(case, saves, killed="killed" in trained)
-        verdict = audit(tag, 1).verdict if harmed else ""
+        verdict = _verdict(tag) if harmed else ""
         if verdict in (WHOLE, REPAIRED):
             return Outcome(SILENT, signature=f"audit: {verdict} in spite of {harmed}")
         if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
@@ -102,6 +103,14 @@ def _harmed(case: dict[str, Any], saves: Path, killed: bool) -> str:
         name = damage(tag, other, load["damage"], load["file"])
         return f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
     return "an interrupted save" if killed and load["tag"] == "last" else ""
+
+
+def _verdict(tag: Path) -> str:
+    """Of the audit, which refuses a folder without an optimizer's file."""
+    try:
+        return audit(tag, 1).verdict
+    except UserError as error:
+        return str(error)
 
 
 def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:

@@ -340,17 +340,17 @@ def ending(rank: int, killed: int, ranks: int) -> Callable[..., None]:
     """A `torch.save` that writes half of a file, and ends its process as the kernel would; on one rank."""
     save, left = torch.save, iter(range((killed - 1) // ranks, -1, -1))
 
-    def save_or_end(state: Any, file: Any, *args: Any, **keywords: Any) -> None:
+    def save_or_end(obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
         if not killed or rank != (killed - 1) % ranks or next(left, -1) != 0:
-            save(state, file, *args, **keywords)
+            save(obj, f, *args, **keywords)
             return
-        save(state, whole := io.BytesIO(), *args, **keywords)
+        save(obj, whole := io.BytesIO(), *args, **keywords)
         half = whole.getvalue()[: whole.tell() // 2]
-        if hasattr(file, "write"):
-            file.write(half)
-            file.flush()
+        if hasattr(f, "write"):
+            f.write(half)
+            f.flush()
         else:
-            Path(file).write_bytes(half)
+            Path(f).write_bytes(half)
         os.kill(os.getpid(), signal.SIGKILL)
 
     return save_or_end
