@@ -10,7 +10,7 @@ import pytest
 
 import shared
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, WHOLE, audit
-from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MIXED_RANKS
+from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MISSING_WEIGHT, MIXED_RANKS
 from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
 from test_convert_experts import NEIGHBOURS, autoep
@@ -61,6 +61,15 @@ def test_a_rank_in_a_group_of_others_is_damage(tmp_path: Path) -> None:
     report = audit(path)
     assert report.verdict == DAMAGED
     assert MIXED_RANKS.name in names(report)
+
+
+def test_an_expert_without_a_file_is_damage(tmp_path: Path) -> None:
+    path = copied(experts(1), tmp_path)
+    name = "layer_0_expert_1_mp_rank_00_model_states.pt"
+    (path / name).unlink()
+    report = audit(path)
+    assert (report.verdict, names(report)) == (DAMAGED, {MISSING_WEIGHT.name})
+    assert name in str(report.findings)
 
 
 @pytest.mark.parametrize("kind", ["AutoEP", "classic"])

@@ -21,6 +21,7 @@ ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absen
 FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
 CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
+AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_TELLING = 16  # elements
 MOST_KEYS = 5  # of a file that are named
@@ -109,6 +110,7 @@ def problems(
     yield from _counted_steps(ranks, models)
     yield from _models(models, stage, has_layers=bool(layers))
     yield from _layers(layers, models)
+    yield from _expert_files({*names}, models)
 
 
 def blocking(found: Iterable[Problem]) -> list[Problem]:
@@ -396,6 +398,19 @@ def _layers(
             expected |= {place.file for name, place in found.items() if not is_expert(name)} - {*layers.values()}
     for name in sorted(expected):
         yield Problem(ABSENT_WEIGHT, name, "the file is missing")
+
+
+def _expert_files(names: Collection[str], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
+    """Each expert of a layer of `deepspeed.moe` has a file; a model file states how many a layer has."""
+    for (_, mp), facts in models.items():
+        counts = facts.value.get("num_experts")
+        if not isinstance(counts, list) or any(facts.value.get(key) for key in AUTOEP_LAYERS):
+            continue
+        for layer, count in enumerate(counts):
+            for expert in range(count if isinstance(count, int) and 0 <= count < MOST_RANKS else 0):
+                name = f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+                if name not in names:
+                    yield Problem(ABSENT_WEIGHT, name, "the file is missing")
 
 
 def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, has_layers: bool) -> Iterator[Problem]:

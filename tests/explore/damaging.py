@@ -3,6 +3,7 @@
 from pathlib import Path
 
 DAMAGES = ("truncated", "absent", "other step")
+UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it
 
 
 def damage(checkpoint: Path, other: Path, how: str, number: int) -> str:
@@ -10,7 +11,8 @@ def damage(checkpoint: Path, other: Path, how: str, number: int) -> str:
 
     `other` is a checkpoint of another step. One of a single file is whole with the other's.
     """
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    files = [path for path in found if not path.name.startswith(UNREAD)]
     if how == "other step":
         files = [path for path in files if len(files) > 1 and is_other(path, other / path.name)]
     if not files:

@@ -85,9 +85,9 @@ def drawn(seed: str) -> Case:
     ):  # fmt: skip
         run[name] = one_in(count)
     if stage in (1, 2) and one_in(6):
-        run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False, "tied": False}
+        run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False, "contiguous_gradients": True}
     if run["optimizer"] == "Muon":  # which has param groups of its own
-        run |= {"groups": 1, "offload": False, "experts": 0, "lora": False}
+        run |= {"groups": 1, "offload": False, "experts": 0, "lora": False, "stage": max(stage, 1)}
         run |= dict.fromkeys(("single", "empty_group", "zero_rate", "reversed"), False)
     kind = generator.choice(LOADS if stage else [kind for kind in LOADS if "universal" not in kind])
     other = kind.endswith("universal") and not one_in(3)
@@ -107,9 +107,10 @@ def drawn(seed: str) -> Case:
         "latest": one_in(6),
         "some_ranks": to > 1 and one_in(10),
     }
-    killed = generator.randrange(1, 4 * ranks) if two_saves and one_in(3) else 0
+    killed = generator.randrange(1, 1 + 2 * ranks) if two_saves and one_in(2) else 0
     if not killed and one_in(6):
-        damages = DAMAGES if two_saves else DAMAGES[:-1]
+        # A step that is skipped changes counters alone, of which the optimizer's file has none.
+        damages = DAMAGES if two_saves and not run["overflow"] else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     if load["latest"] and kind == "ordinary" and two_saves:
         load["tag"] = "last"

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, audit
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.errors import UserError
 from explore.damaging import damage
 from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
@@ -74,7 +75,7 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
         kind, tag = load.get("kind", ""), saves / load["tag"]
         harmed = _harmed(case, saves, killed="killed" in trained)
-        verdict = audit(tag, 1).verdict if harmed else ""
+        verdict = _verdict(tag) if harmed else ""
         if verdict in (WHOLE, REPAIRED):
             return Outcome(SILENT, signature=f"audit: {verdict} in spite of {harmed}")
         if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
@@ -89,6 +90,10 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
         if found["different"] and load["old"] and audit(tag, 1).verdict == DAMAGED:
             return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
+        if found["different"] and load["some_ranks"]:
+            without = replace(stack, fixes=False, without="").run("load", file, saves)
+            if "error" in without or {*found["different"]} <= {*without.get("different", [])}:
+                return Outcome(NOT_TRAINED, "upstream's own on ranks without the fixes")
         if found["different"]:
             kinds = sorted({_kind(name) for name in found["different"]})
             return Outcome(SILENT, ", ".join(found["different"][:20]), f"{what}: {', '.join(kinds)}")
@@ -105,6 +110,14 @@ def _harmed(case: dict[str, Any], saves: Path, killed: bool) -> str:
         name = damage(tag, other, load["damage"], load["file"])
         return f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
     return "an interrupted save" if killed and load["tag"] == "last" else ""
+
+
+def _verdict(tag: Path) -> str:
+    """Of the audit, which refuses a folder without an optimizer's file."""
+    try:
+        return audit(tag, 1).verdict
+    except UserError as error:
+        return str(error)
 
 
 def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import deepspeed
 import torch
@@ -125,7 +126,7 @@ def parts(run: Any) -> Iterator[Part]:
     for number, (main, parameters, begin) in enumerate(groups(run, inner)):
         own = {"fp32": main.detach(), **inner.state.get(main, {})}
         for key, value in own.items():
-            if isinstance(value, torch.Tensor) and is_of_matrices(key, number, run):
+            if isinstance(value, torch.Tensor) and key == MOMENTUM and is_of_matrices(run, number):
                 matrices = run.optimizer.params_in_partition[number]
                 yield from _cut(key, value.view(-1), matrices, 0, names)
             elif isinstance(value, torch.Tensor) and value.shape == main.shape:
@@ -141,10 +142,9 @@ def names_of(run: Any) -> dict[Any, str]:
     return {parameter: numbered(name, first) for name, parameter in run.module.named_parameters()}
 
 
-def is_of_matrices(key: str, number: int, run: Any) -> bool:
+def is_of_matrices(run: Any, group: int) -> bool:
     """Muon's momentum at stage 1 and 2 is of all of each matrix of which a part is in the partition."""
-    is_partitioned = key == MOMENTUM and run.zero_optimization_stage() in (1, 2)
-    return is_partitioned and inner_optimizer(run).param_groups[number].get("use_muon", False)
+    return run.zero_optimization_stage() in (1, 2) and bool(inner_optimizer(run).param_groups[group].get("use_muon"))
 
 
 def _cut(key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names: dict[Any, str]) -> Iterator[Part]:
@@ -312,12 +312,13 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
         if tag == LAST and case["killed"]:
             truth[tag] = {"saved": live(run), "at": at}
             keep(rank, folder, truth)
-            be_killed(rank, case)
         info: Options = {"iteration": at}
         if not options["experts"]:  # with them it is a key that some releases reserve
             info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
+        killed = case["killed"] if tag == LAST else 0
         try:
-            run.save_checkpoint(str(folder), tag=tag, client_state=info)
+            with mock.patch("torch.save", ending(rank, killed, case["ranks"])):
+                run.save_checkpoint(str(folder), tag=tag, client_state=info)
         except Exception as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
         truth[tag] = {"saved": live(run), "losses": train(run, options, at, more), "at": at}
@@ -335,26 +336,24 @@ def keep(rank: int, folder: Path, truth: State) -> None:
     dist.barrier()
 
 
-def be_killed(rank: int, case: Options) -> None:
-    """Let this rank write half of one of its next files, and end as by the kernel; another rank goes on."""
-    number, of_rank = divmod(case["killed"] - 1, case["ranks"])
-    save, left = torch.save, iter(range(number, -1, -1))
+def ending(rank: int, killed: int, ranks: int) -> Callable[..., None]:
+    """A `torch.save` that writes half of a file, and ends its process as the kernel would; on one rank."""
+    save, left = torch.save, iter(range((killed - 1) // ranks, -1, -1))
 
-    def save_and_end(state: Any, file: Any, *args: Any, **keywords: Any) -> None:
-        if next(left, -1) != 0:
-            save(state, file, *args, **keywords)
+    def save_or_end(obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
+        if not killed or rank != (killed - 1) % ranks or next(left, -1) != 0:
+            save(obj, f, *args, **keywords)
             return
-        save(state, whole := io.BytesIO(), *args, **keywords)
+        save(obj, whole := io.BytesIO(), *args, **keywords)
         half = whole.getvalue()[: whole.tell() // 2]
-        if hasattr(file, "write"):
-            file.write(half)
-            file.flush()
+        if hasattr(f, "write"):
+            f.write(half)
+            f.flush()
         else:
-            Path(file).write_bytes(half)
+            Path(f).write_bytes(half)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if rank == of_rank:
-        torch.save = save_and_end
+    return save_or_end
 
 
 def load(rank: int, case: Options, folder: Path) -> Options:
