@@ -15,7 +15,7 @@ test: lint check
 rest: $(VENV)/ready
 	CKPT_PATCHES_TEST_REST=1 $(PYTEST)
 
-# Older releases, fixes in place, combinations. All three together are what CI runs.
+# Older releases, combinations, some fixes in place. All three together are what CI runs.
 older: $(VENV)/ready
 	CKPT_PATCHES_TEST_OLDER=1 $(PYTEST)
 

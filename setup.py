@@ -22,13 +22,14 @@ from setuptools.command.editable_wheel import editable_wheel
 # from starting, and acts once although Python runs the .pth files of a virtual environment twice.
 PTH = "training_checkpoint_patches.pth"
 # What is imported under this name: its folder here. A folder megatron/ in site-packages would be a package `megatron`
-# to all who ask whether Megatron is installed, so the fixes in ours are installed under another name.
+# to all who ask whether Megatron is installed, so the fixes in ours are installed under another name. In the order in
+# which their fixes are listed.
 PACKAGES = {
-    "apex_patches": "apex_patches",
     "ckpt_patches": "ckpt_patches",
-    "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
+    "deepspeed_patches": "deepspeed_patches",
     "nvrx_patches": "nvrx_patches",
+    "apex_patches": "apex_patches",
 }
 # The index of the fixes, which a checkout makes anew in each process.
 DISCOVERY = "ckpt_patches/engine/discovery.py"
@@ -50,8 +51,7 @@ class BuildPy(build_py):
             Path(target).parent.mkdir(exist_ok=True)
             self.copy_file(source, target, preserve_mode=False)
         if not self.editable_mode:
-            packages = ("megatron_patches", "deepspeed_patches", "nvrx_patches", "apex_patches")
-            folders = [PACKAGES[name] for name in packages]
+            folders = [folder for name, folder in PACKAGES.items() if name != "ckpt_patches"]
             self._index().write_text(runpy.run_path(DISCOVERY)["index_text"](folders), encoding="utf-8")
 
     def _index(self) -> Path:

@@ -114,9 +114,9 @@ TEST, REST, OLDER = "test", "rest", "older"
 def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     """Which of the three targets runs each test; "" if none does.
 
-    older: all releases but a case's newest, fixes in place on the newest (the text in place is that of the hook, which
-    another test compares: older ones are in none), and what is marked slow. rest: that upstream has a bug, and what is
-    marked long. test: all others.
+    older: all releases but a case's newest, and what is marked slow. rest: that upstream has a bug, and what is marked
+    long. test: all others. Of fixes in place only what is marked slow: test_fix_contract.py compares their text with
+    that of the hook on each release that is a fix's newest.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -126,9 +126,11 @@ def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
 
 def _part(item: pytest.Item, *, is_newest: bool) -> str:
     delivery = _parameters(item).get("delivery")
-    if delivery == "in place" and not is_newest:
-        return ""
-    if item.get_closest_marker("slow") or (delivery == "in place" and not _on_main(item)) or not is_newest:
+    if item.get_closest_marker("slow"):
+        return OLDER
+    if delivery == "in place" and not _on_main(item):
+        return "" if _release(item) else OLDER
+    if not is_newest:
         return OLDER
     return REST if item.get_closest_marker("long") or (delivery == "none" and not _on_main(item)) else TEST
 

@@ -78,7 +78,9 @@ def show(fixes: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
     """Without and with the patches side by side, as many programs at a time as there are cores."""
     found = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = {fix: [pool.submit(demonstrate, fix, delivery) for delivery in DELIVERIES] for fix in fixes}
+        running = {
+            fix: [pool.submit(demonstrate, fix, delivery, forked=False) for delivery in DELIVERIES] for fix in fixes
+        }
         for fix, of_both in running.items():
             print(f"{demonstrations()[fix].title} ... ", end="", flush=True)
             without, with_ = result(of_both[0], unshown=False), result(of_both[1], unshown=True)

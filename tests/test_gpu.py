@@ -88,5 +88,5 @@ SHOWN = [fix for fix in FIXES if is_shown(fix)]
 def test_the_demonstration_of_a_fix(fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ON_A_GPU.items():
         monkeypatch.setenv(name, value)
-    assert demonstrate(fix, "none").bug
-    assert not demonstrate(fix, "hook").bug
+    assert demonstrate(fix, "none", forked=False).bug
+    assert not demonstrate(fix, "hook", forked=False).bug

@@ -10,7 +10,6 @@ from zero_checkpoints import convert, converted, differences, of_ranks
 
 FIX = "rank_order"
 
-NEWEST_OF_FILES, NEWEST = "0.14.0", "0.14.1"
 AFFECTED = affected(FIX)
 OLD = "0.12.6"
 

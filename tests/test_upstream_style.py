@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-import edits
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.diffs import upstream_test
-from ckpt_patches.engine.plan import Outcome, TreePlan
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, FOLDERS, NVRX
 from upstream import newest_affected, tree
 
 pytestmark = pytest.mark.slow
@@ -43,9 +43,13 @@ PYLINT = [
 YAPF = ["--style={based_on_style: pep8, split_all_comma_separated_values: false, column_limit: 119}"]
 FLAKE8 = ["--isolated", "--ignore=E,F403,F405,F541,F841,W", "--select=E9,F,W6"]
 
-# An import that a fix leaves without a use: another fix uses it, and each is planned over the same text of upstream's.
+BLACK_AND_ISORT = {CORE: (BLACK, ISORT), NVRX: (NVRX_BLACK, NVRX_ISORT)}
+
+# An import that a fix leaves without a use: fixes for other releases use it.
 LEFT_BY = ("torch_load_weights_only", "deepspeed.runtime.base_optimizer")
 LEFT = Counter({"F401 'torch' imported but unused": 1})
+# What adds to a statement to which another fix adds, too: each patch is formatted, and the series is not.
+ALONE = "zero3_module_only"
 
 
 def tool(name: str, *arguments: str | Path, status: Iterable[int] = (0,)) -> str:
@@ -55,7 +59,7 @@ def tool(name: str, *arguments: str | Path, status: Iterable[int] = (0,)) -> str
 
 
 def added_lines(before: bytes, after: bytes) -> list[tuple[int, int]]:
-    """Of what a fix adds or changes the first and the last line, from 1."""
+    """Of what fixes add or change the first and the last line, from 1."""
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     return [(low + 1, high) for tag, _, _, low, high in matcher.get_opcodes() if tag in ("insert", "replace")]
 
@@ -65,37 +69,51 @@ def changes(before: str, after: str) -> Counter[str]:
     return Counter(line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
 
 
-def planned(name: str) -> TreePlan:
-    result, made = edits.plan(tree(*newest_affected(name)), name, for_upstream=True)
-    assert result.outcome is Outcome.APPLIES
+def by_release() -> dict[tuple[str, str], list[str]]:
+    """The fixes by the newest release with their bug. A file is formatted once for all of them: that takes seconds."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in FIXES:
+        found.setdefault((fixes.package_of(name), newest_affected(name)[1]), []).append(name)
+    return found
+
+
+RELEASES = [pytest.param(*release, id="-".join(release)) for release in by_release()]
+
+
+def planned(package: str, version: str, names: list[str]) -> TreePlan:
+    """As a series of patches leaves the files."""
+    made = plan_tree(str(tree(DISTRIBUTIONS[package], version)), package, names, for_upstream=True)
+    assert made.named(Outcome.APPLIES) == names
     return made
 
 
-@pytest.mark.parametrize("name", FIXES)
-def test_what_a_fix_adds_is_as_upstreams_tools_would_have_it(name: str, tmp_path: Path) -> None:
-    made = planned(name)
-    for module, file in made.files.items():
-        original, patched = tmp_path / "original.py", tmp_path / f"{module.rpartition('.')[2]}.py"
-        original.write_bytes(file.original)
-        patched.write_bytes(file.patched)
-        added = added_lines(file.original, file.patched)
-        if made.package == CORE:
-            check_by_black_and_isort(original, patched, added, BLACK, ISORT)
-        elif made.package == NVRX:
-            check_by_black_and_isort(original, patched, added, NVRX_BLACK, NVRX_ISORT)
-        elif made.package == APEX:
-            check_as_apex(patched)
-        else:
-            left = LEFT if (name, file.module) == LEFT_BY else Counter()
-            check_as_deepspeed(original, patched, added, left)
+@pytest.mark.parametrize(("package", "version"), RELEASES)
+def test_what_the_fixes_add_is_as_upstreams_tools_would_have_it(package: str, version: str, tmp_path: Path) -> None:
+    names = by_release()[package, version]
+    for together in ([name for name in names if name != ALONE], [name for name in names if name == ALONE]):
+        for file in planned(package, version, together).files.values():
+            check(package, file, tmp_path)
+
+
+def check(package: str, file: FilePlan, folder: Path) -> None:
+    original, patched = folder / "original.py", folder / f"{file.module.rpartition('.')[2]}.py"
+    original.write_bytes(file.original)
+    patched.write_bytes(file.patched)
+    added = added_lines(file.original, file.patched)
+    if package == APEX:
+        check_as_apex(patched)
+    elif package == DEEPSPEED:
+        check_as_deepspeed(original, patched, added, LEFT if (*file.fixes, file.module) == LEFT_BY else Counter())
+    else:
+        check_by_black_and_isort(original, patched, added, *BLACK_AND_ISORT[package])
 
 
 def test_megatrons_linter_finds_nothing_in_what_the_fixes_add(tmp_path: Path) -> None:
     """All at once: most of its time goes into what these files import."""
     added = {}
-    for name in (name for name in FIXES if fixes.package_of(name) == CORE):
-        for module, file in planned(name).files.items():
-            path = tmp_path / f"{name}_in_{module.rpartition('.')[2]}.py"
+    for (_, version), names in (entry for entry in by_release().items() if entry[0][0] == CORE):
+        for module, file in planned(CORE, version, names).files.items():
+            path = tmp_path / f"{module.rpartition('.')[2]}_{version.replace('.', '_')}.py"
             path.write_bytes(file.patched)
             added[path.stem] = added_lines(file.original, file.patched)
     found = json.loads(tool("pylint", *PYLINT, "--output-format=json", *sorted(tmp_path.iterdir()), status=range(32)))
@@ -103,30 +121,29 @@ def test_megatrons_linter_finds_nothing_in_what_the_fixes_add(tmp_path: Path) ->
     assert [one for one in found if any(low <= one["line"] <= high for low, high in added[one["module"]])] == []
 
 
-@pytest.mark.parametrize("name", FIXES)
-def test_the_test_that_goes_with_it_is_too(name: str, tmp_path: Path) -> None:
-    package = fixes.package_of(name)
-    path, text = upstream_test(name)
-    test, empty = tmp_path / Path(path).name, tmp_path / "empty.py"
-    test.write_bytes(text)
-    empty.touch()
-    whole = [(1, len(text.splitlines()))]
-    if package == CORE:  # upstream's pylint leaves tests out
-        assert formatted("black", BLACK, test, whole) == []
-        assert changes(test.read_text(), tool("isort", *ISORT, "--stdout", test)) == Counter()
-    elif package == NVRX:
-        check_by_black_and_isort(empty, test, whole, NVRX_BLACK, NVRX_ISORT)
-    elif package == APEX:
-        check_as_apex(test)
-    else:
-        assert package == DEEPSPEED
-        check_as_deepspeed(empty, test, whole)
+@pytest.mark.parametrize("package", FOLDERS)
+def test_the_tests_that_go_with_them_are_too(package: str, tmp_path: Path) -> None:
+    texts = dict(upstream_test(name) for name in FIXES if fixes.package_of(name) == package)
+    files = {tmp_path / Path(path).name: text for path, text in texts.items()}
+    for file, text in files.items():
+        file.write_bytes(text)
+        assert text.endswith(b"\n")
+        assert [line for line in text.splitlines() if line != line.rstrip()] == []
+    if package == APEX:
+        check_as_apex(*files)
+    elif package == DEEPSPEED:
+        assert said_by_flake8(*files) == Counter()
+        tool("yapf", "-i", *YAPF, *files)
+    else:  # Megatron's pylint leaves tests out
+        for name, options in zip(("black", "isort"), BLACK_AND_ISORT[package], strict=True):
+            tool(name, "-q", *options, *files)
+    assert {file: file.read_bytes() for file in files} == files
 
 
-def check_as_apex(path: Path) -> None:
+def check_as_apex(*paths: Path) -> None:
     """Which formats all of its files, and ignores what they do not keep."""
-    tool("ruff", "format", "--isolated", "--line-length=100", "--check", path)
-    tool("ruff", "check", "--isolated", "--line-length=100", "--select=E4,E7,E9,F", f"--ignore={APEX_IGNORES}", path)
+    tool("ruff", "format", "--isolated", "--line-length=100", "--check", *paths)
+    tool("ruff", "check", "--isolated", "--line-length=100", "--select=E4,E7,E9,F", f"--ignore={APEX_IGNORES}", *paths)
 
 
 def check_by_black_and_isort(
@@ -137,12 +154,10 @@ def check_by_black_and_isort(
     assert after - before == Counter()
 
 
-def check_as_deepspeed(
-    original: Path, patched: Path, added: list[tuple[int, int]], left: Counter[str] | None = None
-) -> None:
+def check_as_deepspeed(original: Path, patched: Path, added: list[tuple[int, int]], left: Counter[str]) -> None:
     assert formatted("yapf", YAPF, patched, added) == []
     before, after = (said_by_flake8(path) for path in (original, patched))
-    assert after - before == (left or Counter())
+    assert after - before == left
     text = patched.read_text()
     assert [line for line in text.splitlines() if line != line.rstrip() and line not in original.read_text()] == []
     assert text.endswith("\n")
@@ -164,6 +179,6 @@ def formatted(name: str, options: list[str], path: Path, added: list[tuple[int, 
     ]
 
 
-def said_by_flake8(path: Path) -> Counter[str]:
-    lines = tool("flake8", *FLAKE8, "--format=%(code)s %(text)s", path, status=(0, 1)).splitlines()
+def said_by_flake8(*paths: Path) -> Counter[str]:
+    lines = tool("flake8", *FLAKE8, "--format=%(code)s %(text)s", *paths, status=(0, 1)).splitlines()
     return Counter(re.sub(r"line \d+", "line", line) for line in lines)

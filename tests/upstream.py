@@ -469,8 +469,10 @@ def newest_affected(fix: str) -> tuple[str, str]:
     return distribution, next(filter(loaded.affects, runnable(distribution)), newest(distribution))
 
 
-def demonstrate(fix: str, delivery: str, version: str | None = None) -> Outcome:
+def demonstrate(fix: str, delivery: str, version: str | None = None, *, forked: bool = True) -> Outcome:
     """Run the demonstration of a fix on a release, by default on the newest one with the bug.
+
+    `forked` is as `run` does it; else it gets an interpreter of its own, as by `make demo`.
 
     Raises:
         DemonstrationFailed: it could not run.
@@ -480,7 +482,12 @@ def demonstrate(fix: str, delivery: str, version: str | None = None) -> Outcome:
     path = [tree(*release) for release in shown.beside]
     environment = environment_for(in_place(root) if delivery == "in place" else root, delivery, path)
     by_hand.note([shown.path], environment)
-    return demonstrating.run(shown, environment)
+    if not forked:
+        return demonstrating.run(shown, environment)
+    text = shown.path.read_text(encoding="utf-8")
+    imports = next((imports for name, imports in zygotes.OF_DEMONSTRATIONS.items() if name in text), ())
+    done = zygotes.run(shown.path, [], environment=environment, timeout=TIMEOUT, imports=imports)
+    return demonstrating.outcome_of(shown, done)
 
 
 # Pytest with none of this repository's settings.

@@ -70,7 +70,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         MEGATRON,
     ),
     "bridge_finetune": BRIDGE,
-    **dict.fromkeys(("numpy2_product", "strip_shapes"), CORE),
+    "strip_shapes": CORE,
     **dict.fromkeys(("damaged_zero", "load_distcp"), NO_PACKAGE),
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
@@ -78,6 +78,9 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("explore_deepspeed", "zero_resuming", "zero_training"), DEEPSPEED),
     **dict.fromkeys(("write_parallel_checkpoint", "write_sparse_ranks"), DEEPSPEED),
 }
+
+# By a module that a demonstration names, what it imports; one that names none of them is run by itself.
+OF_DEMONSTRATIONS = {"megatron_training": MEGATRON, "deepspeed_training": DEEPSPEED, "zarr_saving": ZARR}
 
 # What all of these import of torch, and is the same for all trees: half of the time of their imports and more.
 TORCH = ("torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.testing")

@@ -567,10 +567,9 @@ def converted(folder: Path) -> str:
     return f"{different} of {len(pairs)} states differ, and no error" if different else ""
 
 
-def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, keep: bool = False) -> None:
+def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2) -> None:
     sys.argv = ["ds_to_universal", "--input_folder", str(source), "--output_folder", str(output)]
     sys.argv += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
-    sys.argv += ["--keep_temp_folder"] if keep else []
     if inspect.signature(ds_to_universal.main).parameters:
         ds_to_universal.main(ds_to_universal.parse_arguments())
     else:  # up to 0.14 it parses the arguments itself

@@ -92,6 +92,15 @@ def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
         done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise DemonstrationFailed(f"{demonstration.path}: took longer than {TIMEOUT:.0f} s") from error
+    return outcome_of(demonstration, done)
+
+
+def outcome_of(demonstration: Demonstration, done: "subprocess.CompletedProcess[str]") -> Outcome:
+    """What a demonstration that has run has found.
+
+    Raises:
+        DemonstrationFailed: it ended with an error, or printed no outcome.
+    """
     outcome = outcome_in(done.stdout)
     if outcome is not None and done.returncode == 0:
         return outcome

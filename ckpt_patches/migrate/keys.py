@@ -56,11 +56,6 @@ def bucket_of(name: str) -> Bucket | None:
     return Bucket(found[1], int(inner[1]), inner[2], int(inner[3])) if found and inner else None
 
 
-def is_of_group(name: str) -> bool:
-    """Whether an object is one of a data-parallel group, as those formats have them that depend on its size."""
-    return _BUCKET.fullmatch(name.rpartition("/")[0]) is not None
-
-
 def object_keys(names: list[str]) -> dict[str, str]:
     """The name that each object gets: with the number of all objects, which old releases left out on the last axis.
 

@@ -1,6 +1,6 @@
 """Convert checkpoint folders with DeepSpeed's converter, imported; print what each raised, as JSON.
 
-    convert.py INPUT... [--output FOLDER] [--workers 2] [--start-method fork] [--keep]
+    convert.py INPUT... [--output FOLDER] [--workers 2] [--start-method fork]
 
 INPUT/… becomes FOLDER/<name of INPUT's parent>. A pool worker that raises does so in the program.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from ckpt_patches.demo.deepspeed_training import convert_by_upstream
 
 
-def convert(source: Path, output: Path, workers: int, keep: bool) -> str:
+def convert(source: Path, output: Path, workers: int) -> str:
     try:
-        convert_by_upstream(0, source, output, workers, keep)
+        convert_by_upstream(0, source, output, workers)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -27,12 +27,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--start-method", default="fork")
-    parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     multiprocessing.set_start_method(args.start_method, force=True)  # 0.17.1 sets it on import
     outcome = {}
     for source in args.inputs:
-        outcome[source.parent.name] = convert(source, args.output / source.parent.name, args.workers, args.keep)
+        outcome[source.parent.name] = convert(source, args.output / source.parent.name, args.workers)
     print("\n" + json.dumps(outcome))
 
 

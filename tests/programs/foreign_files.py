@@ -84,7 +84,7 @@ def read(rank_file: Path) -> dict[str, str]:
     tag = rank_file.parent
     return {
         "engine": said(lambda: TorchCheckpointEngine().load(str(rank_file), map_location="cpu")),
-        "converter": convert(tag, tag.parent / "universal", 1, False),
+        "converter": convert(tag, tag.parent / "universal", 1),
         "fp32 weights": said(lambda: get_fp32_state_dict_from_zero_checkpoint(str(tag.parent), tag=tag.name)),
     }
 

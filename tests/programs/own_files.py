@@ -75,7 +75,7 @@ def resume_each(args: argparse.Namespace, kinds: Iterable[str], tag: Callable[[s
 
 def read(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     allowed = set(torch.serialization.get_safe_globals())
-    converted = {kind: convert(args.folder / kind / TAG, args.output / kind, 1, False) for kind in args.universal}
+    converted = {kind: convert(args.folder / kind / TAG, args.output / kind, 1) for kind in args.universal}
     fp32 = {kind: outcome(fp32_weights, args.folder / kind) for kind in args.kinds}
     changed = set(torch.serialization.get_safe_globals()) ^ allowed
     # DeepSpeed joins the folder and the tag: an absolute tag is the folder with the converted checkpoint.
