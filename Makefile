@@ -25,9 +25,9 @@ quick: $(VENV)/ready
 
 # The tests on every upstream release, and the pages that are made from their results.
 test-all: lint
-	rm -f tests/recorded/compatibility.json tests/recorded/resume.json tests/recorded/resume_across.json tests/recorded/resume_zero.json
+	rm -f tests/recorded/compatibility.json
 	CKPT_PATCHES_TEST_ALL=1 $(PYTEST); status=$$?; \
-	  $(PY) tests/compatibility.py && $(PY) tests/resume_table.py && exit $$status
+	  $(PY) tests/compatibility.py && exit $$status
 
 check: $(VENV)/ready
 	$(PYTEST)
@@ -55,7 +55,6 @@ demo: $(VENV)/ready
 
 compatibility: $(VENV)/ready
 	$(PY) tests/compatibility.py
-	$(PY) tests/resume_table.py
 
 # The pictures of docs/: the map, and the plot of holes. That of docs/scale.md is drawn by `make bench`, which counts.
 pictures: $(VENV)/ready

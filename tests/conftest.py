@@ -53,9 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
         '("none", "hook" or "in place")',
     )
     config.stash[_CELLS] = {}
-    config.stash[_RESUMES] = {}
-    config.stash[_ACROSS] = {}
-    config.stash[_ZERO] = {}
 
 
 # Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
@@ -66,9 +63,6 @@ QUICK = """
 
 _Rows = dict[str, Any]  # lists of rows, by test
 _CELLS = pytest.StashKey[_Rows]()  # one row each
-_RESUMES = pytest.StashKey[_Rows]()
-_ACROSS = pytest.StashKey[_Rows]()
-_ZERO = pytest.StashKey[_Rows]()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -160,22 +154,13 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words.
-
-    The record properties "resume", "across" and "zero" are noted as they are, for docs/resume.md.
-    """
+    """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words."""
     report = yield
     if by_hand := sys.modules.get("by_hand"):
         if report.failed and by_hand.ran:
             report.sections.append(("the last program of this test, from the repository root", by_hand.ran[-1]))
         if report.when == "teardown":
             by_hand.ran.clear()
-    if report.when == "call" and "resume" in dict(report.user_properties) and not _on_main(item):
-        item.config.stash[_RESUMES][item.nodeid] = dict(report.user_properties)["resume"]
-    if report.when == "call" and "across" in dict(report.user_properties):
-        item.config.stash[_ACROSS][item.nodeid] = dict(report.user_properties)["across"]
-    if report.when == "call" and "zero" in dict(report.user_properties):
-        item.config.stash[_ZERO][item.nodeid] = dict(report.user_properties)["zero"]
     marker = item.get_closest_marker("compat")
     if marker and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
@@ -239,6 +224,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         others = {test: rows for test, rows in cells.items() if test not in on_main}
         of_releases = {test: rows for test, rows in others.items() if CHECKOUT not in rows[0]["reason"]}
         recorded_results.add(RECORDED / "compatibility.json", of_releases)
-        for name, key in (("resume", _RESUMES), ("resume_across", _ACROSS), ("resume_zero", _ZERO)):
-            found = session.config.stash[key]
-            recorded_results.add(RECORDED / f"{name}.json", found)

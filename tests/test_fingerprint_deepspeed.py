@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import resume_table
 import shared
 from changed_elements import change_elements
 from ckpt_patches.audit.readers import zero_reader
@@ -16,7 +15,7 @@ from ckpt_patches.audit.readers.checkpoint import EXP_AVG
 from ckpt_patches.cli import command_line
 from upstream import all_releases, newest, newest_affected, newest_by_default, releases, run, tree
 from zero_checkpoints import convert
-from zero_resumes import PROGRAM, exact
+from zero_resumes import KINDS, PROGRAM, exact
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 NEWEST, OTHER = newest("deepspeed"), newest_affected("zero3_fragment_bounds")[1]
@@ -26,7 +25,7 @@ ROUND_ROBIN = (
 )
 CASES.append(ROUND_ROBIN)
 if all_releases():
-    CASES = [f"{kind}-{groups}" for kind in resume_table.KINDS for groups in (1, 2)]
+    CASES = [f"{kind}-{groups}" for kind in KINDS for groups in (1, 2)]
 PARAMETERS = {"pipeline": 6}  # of other kinds 7
 
 

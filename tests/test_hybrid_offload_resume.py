@@ -1,4 +1,4 @@
-"""hybrid_offload_resume: the real hybrid CPU-offload optimizer resumes bit for bit (more in test_exact_resume.py)."""
+"""hybrid_offload_resume: the real hybrid CPU-offload optimizer resumes bit for bit."""
 
 import shutil
 from collections.abc import Sequence

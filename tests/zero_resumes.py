@@ -9,6 +9,10 @@ from upstream import run, tree
 from zero_checkpoints import PERMISSIVE
 
 PROGRAM = "zero_resuming"
+KINDS = (
+    "stage0", "stage0_fp16", "stage1", "bf16_optimizer", "stage1_fp16", "stage2", "stage2_fp16", "stage3",
+    "stage3_fp16",
+)  # fmt: skip
 Found = dict[str, dict[str, Any]]
 
 
