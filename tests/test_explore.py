@@ -18,6 +18,7 @@ CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
 # Of those drawn with these numbers the ones that can be resumed.
 SAMPLE = {"deepspeed": (0, 3, 4, 6, 7, *range(9, 17), 18, 19), "megatron": range(5)}
+MORE = 20  # of each package: right, or loud
 SMALL = {
     "deepspeed": complete(
         {"package": "deepspeed", "ranks": 2, "nodes": 1, "run": {}, "load": {"ranks": 2, "nodes": 1}}
@@ -35,6 +36,15 @@ def test_a_drawn_case_is_right(package: str, number: int) -> None:
     case = drawn(package, f"sample-{number}")
     found = outcome(case, NEWEST[package])
     assert found.kind == RIGHT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(MORE))
+@pytest.mark.parametrize("package", SPACES)
+def test_no_drawn_case_is_silent(package: str, number: int) -> None:
+    case = drawn(package, f"more-{number}")
+    found = outcome(case, NEWEST[package])
+    assert found.kind != SILENT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
 
 
 @pytest.mark.long
