@@ -216,6 +216,9 @@ def live(run: Any) -> State:
         whole = found.setdefault(name, torch.full((shape.numel(),), torch.nan, dtype=local.dtype))
         whole[begin : begin + local.numel()] = local
     found = {name: whole.view(-1) for name, whole in found.items()}
+    for name in unlike(of_ranks):
+        del found[name]
+        found |= {f"{name} on rank {rank}": own[name] for rank, own in enumerate(map(wholes, of_ranks)) if name in own}
     inner = inner_optimizer(run)
     for number, group in enumerate(inner.param_groups):
         found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
@@ -224,6 +227,19 @@ def live(run: Any) -> State:
     for what, of in SETTINGS.items():
         found |= {f"{what}.{name}": value for name, value in of(run).items()}
     return found
+
+
+def wholes(mine: list[Any]) -> State:
+    """Of a rank's parts the momenta of whole matrices."""
+    return {name: own for name, _, own, shape in mine if name.endswith(MOMENTUM) and own.numel() == shape.numel()}
+
+
+def unlike(of_ranks: list[list[Any]]) -> set[str]:
+    """The momenta that are not the same on all ranks: some releases' Muon has others where a matrix lies on two."""
+    first: State = {}
+    for own in map(wholes, of_ranks):
+        first = own | first
+    return {name for own in map(wholes, of_ranks) for name, momentum in own.items() if not alike(momentum, first[name])}
 
 
 def value(part: Part) -> torch.Tensor:
