@@ -228,7 +228,7 @@ def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
 
 
 def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> list[dict[str, Shape]]:
-    """Of the trained parameters in the model's file, which does not state their shapes in older releases' with experts."""
+    """Of the trained parameters; with experts, older releases state no shapes in the model's file."""
     trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
     module = info.get("module")
     weights = module.items() if isinstance(module, Mapping) else ()
