@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shared
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, WHOLE, audit
-from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MISSING_WEIGHT, MIXED_RANKS
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MISSING_WEIGHT, MIXED_RANKS, NOT_JUDGED
 from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
 from test_convert_experts import NEIGHBOURS, autoep
@@ -70,6 +71,17 @@ def test_an_expert_without_a_file_is_damage(tmp_path: Path) -> None:
     report = audit(path)
     assert (report.verdict, names(report)) == (DAMAGED, {MISSING_WEIGHT.name})
     assert name in str(report.findings)
+
+
+def test_experts_of_a_release_that_saves_no_shapes_are_not_damaged(tmp_path: Path) -> None:
+    """Those of the experts are then in no file, and these are not judged."""
+    path = copied(experts(1), tmp_path)
+    file = path / "mp_rank_00_model_states.pt"
+    model = torch.load(file, weights_only=False)
+    model.pop("param_shapes")
+    torch.save(model, file)
+    report = audit(path)
+    assert (report.verdict, names(report)) == (UNKNOWN, {NOT_JUDGED.name})
 
 
 @pytest.mark.parametrize("kind", ["AutoEP", "classic"])

@@ -76,7 +76,8 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
         kind, tag = load.get("kind", ""), saves / load["tag"]
         harmed = _harmed(case, saves, killed="killed" in trained)
         verdict = _verdict(tag) if harmed else ""
-        if verdict in (WHOLE, REPAIRED):
+        whole = verdict in (WHOLE, REPAIRED)  # as a file of another step may be that has the same in it
+        if whole and load["damage"] != "other step":
             return Outcome(SILENT, signature=f"audit: {verdict} in spite of {harmed}")
         if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
             return Outcome(LOUD, error)
@@ -86,7 +87,7 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(LOUD, found["error"])
         if found.get("hangs"):
             return Outcome(SILENT, signature=f"{what}: hangs")
-        if found["different"] and load["damage"] == "other step" and harmed:
+        if found["different"] and load["damage"] == "other step" and harmed and not whole:
             return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
         if found["different"] and load["old"] and audit(tag, 1).verdict == DAMAGED:
             return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")

@@ -7,21 +7,18 @@
 The truth is what is in the optimizer's memory, read here: no accessor of DeepSpeed's or of ours takes part.
 """
 
-import argparse
 import copy
 import gc
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
-import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -30,18 +27,16 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups as expert_groups
 
+import explored
 from ckpt_patches.demo import deepspeed_training as dt
 from ckpt_patches.demo import ranks
 from ckpt_patches.demo.experts_training import numbered
 from ckpt_patches.demo.optimizers import MOMENTUM
 from explore_deepspeed_model import Model, expert_ranks, optimizer
-from patience import seconds
+from explored import FIRST, LAST, Options, Part, SaveFailed, State, alike, is_nothing
 
-Options = dict[str, Any]
-State = dict[str, Any]
 SAMPLES = 60  # of a step: for 1 to 5 ranks
 MORE = 2  # steps that are taken after the load
-FIRST, LAST = "first", "last"
 OF_LAYOUT = ("params", "name")  # of a param group: one of experts is named after the ranks that share them
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -103,15 +98,6 @@ def train(run: Any, options: Options, first: int, steps: int) -> list[float]:
     return losses
 
 
-class Part(NamedTuple):
-    """What this rank holds of a tensor: `local` is a view of its memory, of elements from `begin` on."""
-
-    name: str  # of the parameter, and of what it is: "weight", "fp32", or a state of the optimizer
-    local: torch.Tensor  # flat
-    begin: int
-    shape: torch.Size
-
-
 def parts(run: Any) -> Iterator[Part]:
     """Of weights, main parameters and states of the optimizer; a whole one of what each rank has for itself."""
     names = names_of(run)
@@ -119,9 +105,9 @@ def parts(run: Any) -> Iterator[Part]:
         if hasattr(parameter, "ds_tensor"):
             yield from _shard(f"{name}.weight", parameter, parameter.ds_tensor.flatten(), 0)
         if parameter.numel() or not hasattr(parameter, "ds_tensor"):  # a persistent one of stage 3 is there as well
-            yield Part(f"{name}.weight", parameter.data.view(-1), 0, parameter.shape)
+            yield Part(f"{name}.weight", parameter.data.view(-1), 0, parameter.numel())
     for name, buffer in run.module.named_buffers():
-        yield Part(f"buffer {name}", buffer.view(-1), 0, buffer.shape)
+        yield Part(f"buffer {name}", buffer.view(-1), 0, buffer.numel())
     inner = inner_optimizer(run)
     for number, (main, parameters, begin) in enumerate(groups(run, inner)):
         own = {"fp32": main.detach(), **inner.state.get(main, {})}
@@ -158,7 +144,7 @@ def _cut(key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names:
         else:
             low, high = max(at, begin), min(at + parameter.numel(), begin + flat.numel())
             if low < high:
-                yield Part(name, flat[low - begin : high - begin], low - at, parameter.shape)
+                yield Part(name, flat[low - begin : high - begin], low - at, parameter.numel())
             at += parameter.numel()
 
 
@@ -167,7 +153,7 @@ def _shard(name: str, parameter: Any, flat: torch.Tensor, at: int) -> Iterator[P
     each = parameter.partition_numel()
     begin = dist.get_rank() * each
     if (count := min(each, parameter.ds_numel - begin)) > 0:
-        yield Part(name, flat[at : at + count], begin, parameter.ds_shape)
+        yield Part(name, flat[at : at + count], begin, parameter.ds_numel)
 
 
 def inner_optimizer(run: Any) -> Any:
@@ -208,27 +194,37 @@ def live(run: Any) -> State:
 
     What no rank has of a tensor is NaN.
     """
-    mine = [(part.name, part.begin, value(part), part.shape) for part in parts(run)]
-    of_ranks = dt.gathered(mine)
-    found: State = {}
-    for part in [*itertools.chain(*of_ranks), *mine]:  # own ones last: they are this rank's of what each has for itself
-        name, begin, local, shape = part
-        whole = found.setdefault(name, torch.full((shape.numel(),), torch.nan, dtype=local.dtype))
-        whole[begin : begin + local.numel()] = local
-    found = {name: whole.view(-1) for name, whole in found.items()}
+    of_ranks = explored.of_ranks(in_fp32(part) for part in parts(run))
+    found = explored.whole(of_ranks)
+    for name in unlike(of_ranks):
+        del found[name]
+        found |= {f"{name} on rank {rank}": own[name] for rank, own in enumerate(map(wholes, of_ranks)) if name in own}
     inner = inner_optimizer(run)
     for number, group in enumerate(inner.param_groups):
         found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
-    found["steps"] = sorted({float(step) for steps in dt.gathered(_steps(run, inner)) for step in steps})
+    found["steps"] = sorted({float(step) for steps in explored.gathered(_steps(run, inner)) for step in steps})
     found |= {f"counter {name}": getattr(run, name) for name in COUNTERS}
     for what, of in SETTINGS.items():
         found |= {f"{what}.{name}": value for name, value in of(run).items()}
     return found
 
 
-def value(part: Part) -> torch.Tensor:
-    """Of Muon's momentum in fp32: a load leaves it in that type, and the next step puts it back into its own."""
-    return part.local.float().clone() if part.name.endswith(MOMENTUM) else part.local.clone()
+def wholes(mine: list[Part]) -> State:
+    """Of a rank's parts the momenta of whole matrices."""
+    return {name: own for name, own, _, numel in mine if name.endswith(MOMENTUM) and own.numel() == numel}
+
+
+def unlike(of_ranks: list[list[Part]]) -> set[str]:
+    """The momenta that are not the same on all ranks: some releases' Muon has others where a matrix lies on two."""
+    first: State = {}
+    for own in map(wholes, of_ranks):
+        first = own | first
+    return {name for own in map(wholes, of_ranks) for name, momentum in own.items() if not alike(momentum, first[name])}
+
+
+def in_fp32(part: Part) -> Part:
+    """Of Muon's momentum: a load leaves it in that type, and the next step puts it back into its own."""
+    return part._replace(local=part.local.float()) if part.name.endswith(MOMENTUM) else part
 
 
 def _steps(run: Any, inner: Any) -> set[float]:
@@ -257,8 +253,7 @@ def put(run: Any, options: Options, state: State) -> None:
     """Set a run's memory to a state, as if it had been loaded: what goes on from there is what a load is to come to."""
     if any(kind_of(name) == "state" for name in state):
         train(run, options, 90, 2)  # a fresh optimizer has no states yet
-    for part in parts(run):
-        part.local.copy_(state[part.name][part.begin : part.begin + part.local.numel()])
+    explored.put(parts(run), state)
     inner = inner_optimizer(run)
     for own in inner.state.values():
         if "step" in own:
@@ -293,10 +288,6 @@ def kind_of(name: str) -> str:
         return first or name.split(".")[0]
     last = name.rpartition(".")[2]
     return last if last in ("weight", "fp32") else "state"
-
-
-class SaveFailed(Exception):
-    """Of a run that trains."""
 
 
 def begin(rank: int, case: Options, folder: Path) -> Options:
@@ -374,19 +365,21 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         if path is None:
             raise FileNotFoundError("load_checkpoint returns no path")
     if wanted.get("spoil"):  # for tests: what was loaded is changed, or a rank goes nowhere
-        spoil(rank, run, wanted)
+        explored.spoil(parts(run), wanted["spoil"])
     truth = torch.load(folder / "truth.pt", weights_only=False)[name.removesuffix("_universal")]
-    different = dt.on_any_rank(differences(live(run), truth["saved"], before, restored))
+    different = explored.on_any_rank(differences(live(run), truth["saved"], before, restored))
     if different or restored[0] or "losses" not in truth:
         train(run, options, 70, 1)  # whose error is one that somebody gets
         return {"different": different}
     losses, end = truth["losses"], truth["end"]
-    if wanted["ranks"] != case["ranks"]:  # sums are in another order
+    if wanted["ranks"] != case["ranks"] or wanted["old"]:  # sums are in another order; steps have fixes as well
         reference = engine(options, wanted, seed=2)
         put(reference, options, truth["saved"])
         losses, end = train(reference, options, truth["at"], len(losses)), live(reference)
     differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
-    return {"different": differ + [f"later {name}" for name in dt.on_any_rank(wrong(live(run), end))]}
+    return {
+        "different": differ + [f"later {name}" for name in explored.on_any_rank(explored.different(live(run), end))]
+    }
 
 
 def differences(found: State, saved: State, before: State, restored: tuple[str, ...]) -> list[str]:
@@ -403,33 +396,6 @@ def differences(found: State, saved: State, before: State, restored: tuple[str, 
     return different
 
 
-def spoil(rank: int, run: Any, wanted: Options) -> None:
-    """Change one element of `wanted["spoil"]` on the last rank, or let it wait for ever."""
-    if rank == wanted["ranks"] - 1:
-        if wanted["spoil"] == "hang":
-            time.sleep(10**6)
-        next(part for part in parts(run) if part.name.endswith(wanted["spoil"])).local.view(-1)[0] += 1
-
-
-def wrong(found: State, expected: State) -> list[str]:
-    return [key for key in sorted({*found, *expected}) if not alike(found.get(key), expected.get(key))]
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Bit for bit."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and bool(one.view(torch.uint8).equal(other.view(torch.uint8)))
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return float(one) == float(other)
-    return repr(one) == repr(other)
-
-
-def is_nothing(one: Any, other: Any) -> bool:
-    """Zeros are what a fresh optimizer may have, or not have yet."""
-    values = [value for value in (one, other) if value is not None]
-    return all(not value.any() if isinstance(value, torch.Tensor) else value in ([], [0.0], [1.0]) for value in values)
-
-
 def is_weight(found: State, key: str) -> bool:
     weight = found.get(f"{key.removesuffix('.fp32')}.weight")
     return weight is not None and alike(found[key], weight.float())
@@ -444,78 +410,25 @@ def convert(checkpoint: Path, output: Path) -> Options:
     return {}
 
 
-def work(rank: int, args: argparse.Namespace) -> None:
-    """What came of it, in a file of the rank."""
-    os.environ["CROSS_RANK"] = str(rank // args.node)
-    do = {"train": begin, "load": load}[args.command]
-    try:
-        told = do(rank, args.case, args.folder)
-    except Exception as error:
-        told = {"error": f"{type(error).__name__}: {error}"[:1000]}
-    Path(args.told, f"{rank}.part").write_text(json.dumps(told))
-    Path(args.told, f"{rank}.part").rename(Path(args.told, str(rank)))
-    if "error" in told:
-        os._exit(1)  # a decoupled writer's process would be waited for
-
-
-def on_ranks(args: argparse.Namespace) -> Options:
-    """What rank 0 has found; where ranks have failed, the cause. Ranks that wait for a failed one are ended.
-
-    `args.only` are those that this program starts; what all of them have found is in `args.told`.
-    """
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=dt.rank_main, args=(rank, args.port, args)) for rank in args.only]
-    for process in processes:
-        process.start()
-    limit, failed = time.monotonic() + seconds(60), float("inf")
-    while any(process.is_alive() for process in processes):
-        time.sleep(0.01)
-        if any(process.exitcode for process in processes) or any("error" in one for one in told(args.told)):
-            failed = min(failed, time.monotonic())
-        if time.monotonic() > min(limit, failed + seconds(1)):
-            for process in processes:
-                process.kill()
-                process.join()
-            if failed == float("inf"):
-                return {"hangs": True}
-    found = told(args.told)
-    if args.command == "train" and args.case["killed"] and -signal.SIGKILL in [one.exitcode for one in processes]:
-        return {"killed": True}
-    errors = [one for one in found if "error" in one]
-    if not errors and any(process.exitcode for process in processes):
-        return {"error": f"exit statuses {[process.exitcode for process in processes]}"}
-    causes = [one for one in errors if "gloo/transport" not in one["error"]]  # not of a rank that lost another one
-    return dict([*causes, *errors, *found][0])
-
-
-def told(folder: str) -> list[Options]:
-    """What ranks have found by now."""
-    paths = sorted(path for path in Path(folder).iterdir() if path.suffix != ".part")
-    return [json.loads(path.read_text()) for path in paths]
+def join(nodes: int, rank: int, count: int, port: int) -> None:
+    node = count // nodes
+    os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(rank // node), str(nodes)  # which writers ask for
+    dt.join(rank, count, node, port)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("train", "convert", "load"))
-    parser.add_argument("case", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", type=int, nargs="+", help="ranks; another program starts the others")
-    parser.add_argument("--port", type=int, default=ranks.free_port())
-    parser.add_argument("--told", help="folder of what the ranks of both programs have found")
-    args = parser.parse_args()
+    args = explored.arguments("train", "convert", "load").parse_args()
     if args.command == "convert":
         print("\n" + json.dumps(convert(args.case, args.folder)))
         return
-    args.case = json.loads(args.case.read_text())
-    of = args.case if args.command == "train" else args.case["load"]
-    args.ranks, args.node, args.work = of["ranks"], of["ranks"] // of["nodes"], work
-    args.only = args.only or range(args.ranks)
-    os.environ["CROSS_SIZE"] = str(of["nodes"])  # which writers ask for, and some launchers set
+    case = json.loads(args.case.read_text())
+    on = case if args.command == "train" else case["load"]
+    do = {"train": begin, "load": load}[args.command]
     dt.prepare()
     dt.reduce_as_on_a_gpu()
-    with tempfile.TemporaryDirectory() as folder:
-        args.told = args.told or folder
-        print("\n" + json.dumps(on_ranks(args)))
+    chosen = explored.ranks_of(args, on["ranks"], killed=args.command == "train" and case["killed"] > 0)
+    found = explored.on_ranks(lambda rank: do(rank, case, args.folder), chosen, partial(join, on["nodes"]))
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -182,7 +182,9 @@ def live(run: Run) -> State:
     found |= {f"scaler.{name}": value for name, value in _scaler(run).items()}
     if run.scheduler:
         found |= {f"scheduler.{name}": value for name, value in _numbers(run.scheduler).items()}
-    return explored.whole(parts(run)) | {name: value for name, value in found.items() if value is not None}
+    return explored.whole(explored.of_ranks(parts(run))) | {
+        name: value for name, value in found.items() if value is not None
+    }
 
 
 def _scaler(run: Run) -> Options:

@@ -4,6 +4,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,27 +37,34 @@ class Part(NamedTuple):
     numel: int  # of the whole
 
 
-def whole(parts: Iterable[Part]) -> State:
-    """The tensors by name, the same on each rank if all is well. What no rank has of one is NaN.
+def of_ranks(parts: Iterable[Part]) -> list[list[Part]]:
+    """The parts of every rank, copied."""
+    return gathered([part._replace(local=part.local.detach().clone()) for part in parts])
+
+
+def whole(parts: list[list[Part]]) -> State:
+    """The tensors of all ranks by name, the same on each rank if all is well. What no rank has of one is NaN.
 
     Own parts come last: of what each rank has for itself they are this rank's.
     """
-    mine = [Part(part.name, part.local.detach().clone(), part.where, part.numel) for part in parts]
     found: State = {}
-    for of_rank in [*gathered(mine), mine]:
+    for of_rank in [*parts, parts[dist.get_rank()]]:
         for name, local, where, numel in of_rank:
             fill = torch.nan if local.is_floating_point() else -1
             full = found.setdefault(name, torch.full((numel,), fill, dtype=local.dtype))
-            full[where if isinstance(where, torch.Tensor) else slice(where, where + local.numel())] = local
+            full[_at(where, local)] = local
     return found
+
+
+def _at(where: torch.Tensor | int, local: torch.Tensor) -> torch.Tensor | slice:
+    return where if isinstance(where, torch.Tensor) else slice(where, where + local.numel())
 
 
 def put(parts: Iterable[Part], state: State) -> None:
     """Set this rank's memory to a state."""
     with torch.no_grad():
         for name, local, where, _ in parts:
-            at = where if isinstance(where, torch.Tensor) else slice(where, where + local.numel())
-            local.copy_(state[name][at])
+            local.copy_(state[name][_at(where, local)])
 
 
 def gathered(value: Any) -> list[Any]:
@@ -105,6 +113,7 @@ class Ranks(NamedTuple):
     only: Sequence[int]
     port: int
     told: str  # the folder of what they have found, or "" for one of this process
+    killed: bool = False  # one of them is, by itself
 
 
 def arguments(*commands: str) -> argparse.ArgumentParser:
@@ -118,8 +127,8 @@ def arguments(*commands: str) -> argparse.ArgumentParser:
     return parser
 
 
-def ranks_of(args: argparse.Namespace, count: int) -> Ranks:
-    return Ranks(count, args.only or range(count), args.port, args.told)
+def ranks_of(args: argparse.Namespace, count: int, *, killed: bool = False) -> Ranks:
+    return Ranks(count, args.only or range(count), args.port, args.told, killed)
 
 
 def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
@@ -133,6 +142,8 @@ def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
         if _hang(processes, told):
             return {"hangs": True}
         found = _told(told)
+    if ranks.killed and -signal.SIGKILL in [process.exitcode for process in processes]:
+        return {"killed": True}
     errors = [one for one in found if "error" in one]
     if not errors and any(process.exitcode for process in processes):
         return {"error": f"exit statuses {[process.exitcode for process in processes]}"}

@@ -78,6 +78,7 @@ class Parameter:
 
     shape: Shape
     ranks: list[OnRank] = field(default_factory=list)
+    shape_is_known: bool = True
 
 
 def read(path: Path) -> Checkpoint:
@@ -135,7 +136,7 @@ def _read_model_rank(
         _check_model_files(found, folder, model_rank, names.keys(), info)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
-    shapes = _shapes(info)
+    shapes = _shapes(info) or _shapes_of_weights(info, files)
     parameters = (
         _stage3(found, files, shapes)
         if stage > 2
@@ -146,6 +147,8 @@ def _read_model_rank(
         numel = sum(part.numel for part in parameter.ranks)
         if of_experts:
             _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel)
+        elif zero_inventory.is_expert(name) and not parameter.shape_is_known:
+            found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail="no file has its shape"))
         elif numel != math.prod(parameter.shape):
             detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
@@ -222,6 +225,14 @@ def _shapes_by_name(info: Mapping[str, Any]) -> dict[str, Shape]:
 def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
     """Of the trained parameters, by group."""
     return [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
+
+
+def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> list[dict[str, Shape]]:
+    """Of the trained parameters; with experts, older releases state no shapes in the model's file."""
+    trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
+    module = info.get("module")
+    weights = module.items() if isinstance(module, Mapping) else ()
+    return [{name: tuple(w.shape) for name, w in weights if name in trained and isinstance(w, TensorHeader)}]
 
 
 def _in_written_order(found: Checkpoint, files: list[RankFile], info: Mapping[str, Any]) -> list[RankFile]:
@@ -357,7 +368,8 @@ def _stage12(
             _check_fragments(found, file, partition)
             of_experts = _expert_parallel_rank(found, file, group, neighbours)
             for name, (start, numel) in partition.fragments.items():
-                parameter = parameters.setdefault((name, of_experts), Parameter(whole.get(name, (0,))))
+                unread = Parameter(whole.get(name, (0,)), shape_is_known=name in whole)
+                parameter = parameters.setdefault((name, of_experts), unread)
                 parameter.ranks.append(OnRank(file, partition, start, numel))
     empty = {name for name, shape in whole.items() if not math.prod(shape)}  # as on a rank that has no share of it
     for name in whole.keys() - {name for name, _ in parameters} - empty:
