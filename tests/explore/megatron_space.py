@@ -90,6 +90,8 @@ def drawn(seed: str, version: str) -> Case:
     run["precision_aware"] = optimizer == "distributed" and dtype == "bf16" and adam and one_in(4)
     if run["precision_aware"] and not hybrid:
         run["inner"] = "fused"
+    if run["format"] == "torch":
+        run["ep"] = min(1, run["ep"])  # else which rank writes a file of experts is Megatron-LM's own code
     if tp > 1:
         run["ep"] = 0  # needs sequence parallelism, which torch's norms do not have
     run["mup"] = int(version.split(".")[1]) >= 18 and one_in(6)
