@@ -129,7 +129,7 @@ def for_users(page: Path) -> str:
     return page.read_text().partition("\n## Upstream message\n")[0]
 
 
-@pytest.mark.parametrize("name", [*FIXES, *SWITCHED, "audit", "hook", "migrate", "ds_to_universal", "json", "resume"])
+@pytest.mark.parametrize("name", [*FIXES, *SWITCHED, "audit", "hook", "migrate", "ds_to_universal", "json", "explorer"])
 def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     text = explain.text(name)
