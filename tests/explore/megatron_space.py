@@ -101,6 +101,8 @@ def drawn(seed: str, version: str) -> Case:
     ):  # fmt: skip
         run[name] = one_in(count)
     run["fp32_norms"] &= not hybrid  # torch's optimizers do not take views of a parameter
+    if run["offload"] == 0.5 and pp > 1:
+        run["untied"] = True  # else a copy of the embedding is on the CPU and one is not, whose steps round differently
     run["biases"] &= not run["ep"]
     run["asynchronous"] &= run["format"] != "torch"
     two_saves, restore = one_in(3), generator.choice(["everything"] * 5 + ["weights", "without scheduler"])

@@ -42,7 +42,10 @@ class Exploration:
 
     def take(self, name: str) -> None:
         case = SPACES[self.stack.package].drawn(name, self.stack.version)
-        found = outcome(case, self.stack)
+        try:
+            found = outcome(case, self.stack)
+        except Exception as error:  # of a program that says nothing: hours of others are not lost for it
+            found = Outcome(NOT_TRAINED, f"the explorer's own: {type(error).__name__}: {error}")
         with self.lock:
             self.counts[found.kind] += 1
             if found.kind in (LOUD, NOT_TRAINED):
