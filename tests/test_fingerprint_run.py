@@ -54,10 +54,11 @@ def test_a_resume_is_proven_with_its_scheduler_position_and_rng_states(version: 
     ],
 )
 def test_what_a_load_leaves_otherwise_is_an_error(odd: str, line: str) -> None:
-    said = program("load", saved(), "--odd", odd)
+    without = {"CKPT_PATCHES_SKIP": "scheduler_steps"}  # which loads into a scheduler that has stepped
+    said = program("load", saved(), "--odd", odd, **without)
     assert "FingerprintError: fingerprint: the run after the load is not what was saved: values that differ: 1" in said
     assert line in said
-    said = program("load", saved(), "--odd", odd, CKPT_PATCHES_FINGERPRINT="warn")
+    said = program("load", saved(), "--odd", odd, **without, CKPT_PATCHES_FINGERPRINT="warn")
     assert line in said
     assert '{"error": ""}' in said
 

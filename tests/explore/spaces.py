@@ -14,38 +14,30 @@ Case = dict[str, Any]
 class Space:
     distribution: str  # on the index
     program: str
+    own: Any  # the module of what is drawn
     drawn: Callable[[str, str], Case]  # by a seed, for a release
-    steps_to_plain: Callable[[Case], list[Case]]
-    described: Callable[[Case], str]
-    loaded: Callable[[Case], str]
-    plain: Case  # of a training,
-    plain_load: Case  # a load,
-    plain_case: Case  # and the rest
+
+    def described(self, case: Case) -> str:
+        """What is not as in a plain case, in a line."""
+        return str(self.own.described(case))
+
+    def loaded(self, case: Case) -> str:
+        """Which checkpoint, and what of it."""
+        return str(self.own.loaded(case))
+
+    def steps_to_plain(self, case: Case) -> list[Case]:
+        """What could be plainer in a case, each by itself."""
+        return list(self.own.steps_to_plain(case))
+
+    @property
+    def plain(self) -> Case:
+        """A training of which nothing is drawn."""
+        return dict(self.own.PLAIN)
 
 
 SPACES = {
-    "deepspeed": Space(
-        "deepspeed",
-        "explore_deepspeed",
-        lambda seed, _: deepspeed_space.drawn(seed),
-        deepspeed_space.steps_to_plain,
-        deepspeed_space.described,
-        deepspeed_space.loaded,
-        deepspeed_space.PLAIN,
-        deepspeed_space.PLAIN_LOAD,
-        deepspeed_space.PLAIN_CASE,
-    ),
-    "megatron": Space(
-        "megatron-core",
-        "explore_megatron",
-        megatron_space.drawn,
-        megatron_space.steps_to_plain,
-        megatron_space.described,
-        megatron_space.loaded,
-        megatron_space.PLAIN,
-        megatron_space.PLAIN_LOAD,
-        megatron_space.PLAIN_CASE,
-    ),
+    "deepspeed": Space("deepspeed", "explore_deepspeed", deepspeed_space, lambda seed, _: deepspeed_space.drawn(seed)),
+    "megatron": Space("megatron-core", "explore_megatron", megatron_space, megatron_space.drawn),
 }
 
 
@@ -55,8 +47,8 @@ def space_of(case: Case) -> Space:
 
 def complete(case: Case) -> Case:
     """A case of which what is plain was left out."""
-    space = space_of(case)
-    return {**space.plain_case, **case, "run": space.plain | case["run"], "load": space.plain_load | case["load"]}
+    own = space_of(case).own
+    return {**own.PLAIN_CASE, **case, "run": own.PLAIN | case["run"], "load": own.PLAIN_LOAD | case["load"]}
 
 
 def plainer(case: Case, steps: Iterable[Case]) -> Case:

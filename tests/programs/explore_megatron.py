@@ -24,7 +24,7 @@ import torch.distributed as dist
 import explored
 from ckpt_patches.demo.ranks import call_after
 from explore_megatron_model import SEQUENCES, Options, build, initialize, scheduler, step
-from explored import FIRST, LAST, Part, SaveFailed, State, alike, is_nothing
+from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
 
 MORE = 2  # steps that are taken after the load
 NO_SETTINGS = ("params", "step", "offload_fraction")  # of a param group; the last is that of the optimizer
@@ -205,8 +205,8 @@ def put(run: Run, state: State) -> None:
     explored.put((part for part in parts(run) if part.name in state), state)
     names = {id(p): place(run.model, name, p)[0] for name, p in run.model.module.named_parameters()}
     for leaf in leaves(run.optimizer):
-        for one in held(leaf):
-            _set_step(leaf, one, state.get(f"step {names[id(one.parameter)]}"))
+        steps = [state.get(f"step {names[id(one.parameter)]}") for one in held(leaf)]
+        _set_step(leaf, max(filter(None, steps), default=0))
     _set_settings(run, names, state)
     scalers = [leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)]
     for what, owners in (("scaler", scalers), ("scheduler", [run.scheduler] if run.scheduler else [])):
@@ -216,19 +216,15 @@ def put(run: Run, state: State) -> None:
                 setattr(owner, name, torch.full_like(own, value) if isinstance(own, torch.Tensor) else value)
 
 
-def _set_step(leaf: Any, one: Held, number: float | None) -> None:
-    if number is None:
+def _set_step(leaf: Any, number: float) -> None:
+    """In whichever place an optimizer counts."""
+    if getattr(leaf, "optimizer", None) is None:
         return
-    for optimizer in getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer]):
-        for own in optimizer.state.values():
-            if "step" in own:
-                own["step"] = torch.full_like(own["step"], number)
-        for group in optimizer.param_groups:
-            if "step" in group:
-                group["step"] = int(number)
-    for group in leaf.optimizer.param_groups:
-        if "step" in group:
-            group["step"] = int(number)
+    optimizers = [leaf.optimizer, *getattr(leaf.optimizer, "sub_optimizers", ())]
+    for own in [own for optimizer in optimizers for own in optimizer.state.values() if "step" in own]:
+        own["step"] = torch.full_like(own["step"], number)
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups if "step" in group]:
+        group["step"] = int(number)
 
 
 def _set_settings(run: Run, names: dict[int, str], state: State) -> None:
@@ -255,13 +251,12 @@ def kind_of(name: str) -> str:
 
 
 def sharded(run: Run, options: Options, *, is_loading: bool) -> dict[str, Any]:
-    if options["optimizer"] == "whole":
-        of_model = run.model.module.sharded_state_dict()
-        return {"model": of_model, "optimizer": run.optimizer.sharded_state_dict(of_model, is_loading=is_loading)}
     of_model = run.model.module.sharded_state_dict()
     name = options["format"]
     chosen: Options = {"sharding_type": name}
-    if "metadata" in inspect.signature(leaves(run.optimizer)[0].sharded_state_dict).parameters:
+    if options["optimizer"] == "whole":
+        chosen = {}
+    elif "metadata" in inspect.signature(leaves(run.optimizer)[0].sharded_state_dict).parameters:
         chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": True}}
     of_optimizer = run.optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
     return {"model": of_model, "optimizer": of_optimizer}
@@ -403,8 +398,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     if wanted.get("spoil"):
         explored.spoil(parts(run), wanted["spoil"])
     found, expected = live(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
-    keys = sorted({*found, *expected})
-    if different := explored.on_any_rank(key for key in keys if not _good(found.get(key), expected.get(key))):
+    if different := explored.on_any_rank(_different(found, expected)):
         return {"different": different}
     losses, end = truth["losses"], truth["end"]
     if not goes_on(case):
@@ -413,7 +407,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         losses = train(reference, truth["at"], len(losses))
         end = live(reference)
     differ = ["next loss"] * (train(run, truth["at"], len(losses)) != losses)
-    later = explored.on_any_rank(explored.different(live(run), end))
+    later = explored.on_any_rank(_different(live(run), end))
     return {"different": differ + [f"later {name}" for name in later]}
 
 
@@ -450,8 +444,11 @@ def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
     return expected
 
 
-def _good(found: Any, expected: Any) -> bool:
-    return alike(found, expected) or ((found is None or expected is None) and is_nothing(found, expected))
+def _different(found: State, expected: State) -> list[str]:
+    """A state that is not there yet is one of zeros."""
+    missing = [key for key in {*found, *expected} if found.get(key) is None or expected.get(key) is None]
+    nothing = {key for key in missing if is_nothing(found.get(key), expected.get(key))}
+    return [key for key in explored.different(found, expected) if key not in nothing]
 
 
 def join(layout: Options, rank: int, ranks: int, port: int) -> None:
