@@ -99,7 +99,10 @@ CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "absent weight: layer_0_expert_3_mp_rank_00_model_states.pt: the file is missing",
     ),
     "an expert of another number": (other_number, "deepspeed_experts.3.0.weight of the shape (6, 6) in a file"),
-    "no files of experts": (without_files, "layer_0_expert_0_mp_rank_00_model_states.pt: the file is missing, and 3 more"),
+    "no files of experts": (
+        without_files,
+        "layer_0_expert_0_mp_rank_00_model_states.pt: the file is missing, and 3 more",
+    ),
     "no shapes": (without_shapes, "before 0.19.3 DeepSpeed saved no checkpoint of experts that can be converted"),
     "another number of ranks": (
         lambda folder: os.remove(folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"),
