@@ -89,8 +89,8 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(SILENT, signature=f"{what}: hangs")
         if found["different"] and load["damage"] == "other step" and harmed and not whole:
             return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
-        as_good_as_it_gets = load["old"] and stack.fixes and not stack.without  # no load mends what was saved wrong
-        if found["different"] and as_good_as_it_gets and audit(tag, 1).verdict == DAMAGED:
+        all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
+        if found["different"] and load["old"] and all_fixes and audit(tag, 1).verdict == DAMAGED:
             return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
         if found["different"] and load["some_ranks"]:
             without = replace(stack, fixes=False, without="").run("load", file, saves)
