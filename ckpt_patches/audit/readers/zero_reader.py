@@ -230,6 +230,8 @@ def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
 def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> list[dict[str, Shape]]:
     """Of the trained parameters; with experts, older releases state no shapes in the model's file."""
     trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
+    if not any(map(zero_inventory.is_expert, trained)):
+        return []
     module = info.get("module")
     weights = module.items() if isinstance(module, Mapping) else ()
     return [{name: tuple(w.shape) for name, w in weights if name in trained and isinstance(w, TensorHeader)}]
