@@ -67,10 +67,7 @@ class DeepSpeedZeroOptimizer_Stage3:
             fp16_partition = self.fp16_partitioned_groups_flat[sub_group_id]
             sizes = [param.partition_numel() for param in self.fp16_groups[sub_group_id]]
             if fp16_partition is None or fp32_partition.numel() != sum(sizes):
-                raise RuntimeError(
-                    "expected the parameters in memory to load the weights alone of a universal checkpoint "
-                    "at ZeRO 3, found partitions that are swapped out"
-                )
+                raise RuntimeError("expected parameters in memory to load weights alone, found them swapped out")
             offset = 0
             for number, name in enumerate(names):
                 saved = self.load_hp_checkpoint_state(os.path.join(checkpoint_dir, "zero", name), "fp32")

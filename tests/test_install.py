@@ -193,7 +193,7 @@ def test_the_index_of_a_wheel_is_that_of_the_checkout(installed: Environment) ->
 def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:
     """What a patch for upstream says is on them."""
     pages = {page.stem for page in (installed.site_packages / "ckpt_patches" / "pages").iterdir()}
-    assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate", "resume"}
+    assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate", "explorer"}
     explained = installed.python("-m", "ckpt_patches", "explain", "json", COLUMNS="")
     assert explained.stdout.startswith("# JSON output")
 
