@@ -80,6 +80,11 @@ def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Te
     return name, index.chunk(size, axis + 1)[rank].flatten(), parameter.numel() * size
 
 
+def places(run: Run) -> dict[int, tuple[str, torch.Tensor, int]]:
+    """Of each parameter, by its identity."""
+    return {id(own): place(run.model, name, own) for name, own in run.model.module.named_parameters()}
+
+
 class Held(NamedTuple):
     """What an optimizer has of a parameter of the model."""
 
@@ -158,19 +163,19 @@ def _counted_by_group(optimizer: Any, group: Options) -> Options:
 
 def parts(run: Run) -> Iterator[Part]:
     """Of weights, main parameters and states of the optimizer."""
-    places = {}
-    for name, parameter in run.model.module.named_parameters():
-        named, where, numel = places[id(parameter)] = place(run.model, name, parameter)
+    of_parameters = places(run)
+    for parameter in run.model.module.parameters():
+        named, where, numel = of_parameters[id(parameter)]
         yield Part(f"{named}.weight", parameter.data.view(-1), where, numel)
     for one in held(run.optimizer):
-        named, where, numel = places[id(one.parameter)]
+        named, where, numel = of_parameters[id(one.parameter)]
         for name, local in one.states.items():
             yield Part(f"{named}.{name}", local, where[one.begin : one.begin + local.numel()], numel)
 
 
 def live(run: Run) -> State:
     """All that the next steps depend on; the same on each rank if all is well."""
-    names = {id(p): place(run.model, name, p)[0] for name, p in run.model.module.named_parameters()}
+    names = {own: name for own, (name, *_) in places(run).items()}
     settings: State = {}
     for one in held(run.optimizer):
         name = names[id(one.parameter)]
@@ -179,7 +184,8 @@ def live(run: Run) -> State:
     found: State = {}
     for of_rank in [*explored.gathered(settings), settings]:
         found |= of_rank
-    found |= {f"scaler.{name}": value for name, value in _scaler(run).items()}
+    for scaler in _scalers(run)[:1]:  # those of a chain are alike
+        found |= {f"scaler.{name}": value for name, value in _numbers(scaler).items()}
     if run.scheduler:
         found |= {f"scheduler.{name}": value for name, value in _numbers(run.scheduler).items()}
     return explored.whole(explored.of_ranks(parts(run))) | {
@@ -187,9 +193,8 @@ def live(run: Run) -> State:
     }
 
 
-def _scaler(run: Run) -> Options:
-    scaler = next((leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)), None)
-    return _numbers(scaler) if scaler else {}
+def _scalers(run: Run) -> list[Any]:
+    return [leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)]
 
 
 def _numbers(one: Any) -> Options:
@@ -203,13 +208,12 @@ def put(run: Run, state: State) -> None:
     if any(kind_of(name) == "state" for name in state):
         train(run, 90, 2)  # a fresh optimizer has no states yet
     explored.put((part for part in parts(run) if part.name in state), state)
-    names = {id(p): place(run.model, name, p)[0] for name, p in run.model.module.named_parameters()}
+    names = {own: name for own, (name, *_) in places(run).items()}
     for leaf in leaves(run.optimizer):
         steps = [state.get(f"step {names[id(one.parameter)]}") for one in held(leaf)]
         _set_step(leaf, max(filter(None, steps), default=0))
     _set_settings(run, names, state)
-    scalers = [leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)]
-    for what, owners in (("scaler", scalers), ("scheduler", [run.scheduler] if run.scheduler else [])):
+    for what, owners in (("scaler", _scalers(run)), ("scheduler", [run.scheduler] if run.scheduler else [])):
         for owner in owners:
             for name in _numbers(owner):
                 own, value = getattr(owner, name), state[f"{what}.{name}"]
