@@ -261,7 +261,9 @@ def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, A
     if not hasattr(leaf.optimizer, "sub_optimizers"):
         return group, leaf._get_main_param_and_optimizer_states(param)
     inner = leaf.optimizer.param_to_inner_param[group["params"][order]]
-    group, states = stepping.get(id(inner), ({}, {}))
+    own, states = stepping.get(id(inner), ({}, {}))
+    # A step begins by handing these settings on, which a scheduler has changed since the last one; not the count.
+    group = {**own, **{name: value for name, value in group.items() if name != "step"}}
     return group, {"param": inner, **{name: its for name, its in states.items() if name != "master_param"}}
 
 

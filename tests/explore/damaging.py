@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-DAMAGES = ("truncated", "absent", "other step")
+ALTERED, OTHER_STEP = "altered", "other step"
+DAMAGES = ("truncated", "absent", OTHER_STEP)
+UNSEEN = (ALTERED, OTHER_STEP)  # which a checkpoint may have and be whole: by one element more, or with the same in it
 UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it
 
 
@@ -13,7 +15,7 @@ def damage(checkpoint: Path, other: Path, how: str, number: int) -> str:
     """
     found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     files = [path for path in found if not path.name.startswith(UNREAD)]
-    if how == "other step":
+    if how == OTHER_STEP:
         files = [path for path in files if len(files) > 1 and is_other(path, other / path.name)]
     if not files:
         return ""

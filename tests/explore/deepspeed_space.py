@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from explore.damaging import DAMAGES
+from explore.damaging import ALTERED, DAMAGES, OTHER_STEP
 
 Case = dict[str, Any]
 
@@ -30,6 +30,8 @@ PLAIN_LOAD: Case = {
     "some_ranks": False,  # rank 0 alone has the fixes
     "damage": "",  # of a file, after the save
     "file": 0,  # which
+    "fingerprint": False,  # recorded at the save, and compared
+    "both_converters": False,  # a universal checkpoint is converted by the other one, too, to compare
 }  # fmt: skip
 PLAIN_CASE: Case = {
     "two_saves": False,
@@ -113,6 +115,10 @@ def drawn(seed: str) -> Case:
         # A step that is skipped changes counters alone, of which the optimizer's file has none.
         damages = DAMAGES if two_saves and not run["overflow"] else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
+    load["fingerprint"] = not load["some_ranks"] and one_in(2)
+    if load["fingerprint"] and not (killed or load["damage"] or load["old"]) and one_in(6):
+        load |= {"damage": ALTERED, "file": generator.randrange(60)}
+    load["both_converters"] = kind.endswith("universal") and not load["damage"] and one_in(2)
     if load["latest"] and kind == "ordinary" and two_saves:
         load["tag"] = "last"
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
@@ -133,7 +139,7 @@ def steps_to_plain(case: Case) -> list[Case]:
     if case["killed"]:
         found += [{"killed": 0}] + [{"killed": 1}] * (case["killed"] > 1)
     if case["two_saves"]:
-        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == DAMAGES[-1] else {})
+        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == OTHER_STEP else {})
         found.append({"two_saves": False, "killed": 0, "load": plainer_load})
     if case["nodes"] == 2:
         found.append({"nodes": 1, "run": {"hpz": False}, "load": {"nodes": 1}})
@@ -162,6 +168,8 @@ def described(case: Case) -> str:
         "loaded twice" * (load["times"] == 2),
         "into a run that has trained" * load["trained"],
         "saved without the fixes" * load["old"],
+        "with fingerprints" * load["fingerprint"],
+        "by both converters" * load["both_converters"],
         "one param group more" * load["more_groups"],
         "by the tracker" * load["latest"],
         "with the fixes on rank 0 alone" * load["some_ranks"],

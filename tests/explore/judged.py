@@ -1,26 +1,26 @@
 """Run one case of the explorer: train and save, convert where it loads a universal checkpoint, load, and judge."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
-from ckpt_patches.errors import UserError
-from explore.damaging import damage
+from explore import tools
+from explore.damaging import ALTERED, UNSEEN, damage
 from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
-UNIVERSAL = "universal"
+DIFFERS = "fingerprint: the "  # "state after the load is not what was saved", or "run", begins a line of the log
+NO_STATE = "it has no state yet"  # in a line of the log
+UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Stack:
     version: str
     fixes: bool = True  # the import hook is on
     without: str = ""  # a fix that is switched off
+    fingerprint: bool = False  # CKPT_PATCHES_FINGERPRINT is set
 
     def __str__(self) -> str:
         fixes = f"without-{self.without}" if self.without else "on" if self.fixes else "off"
@@ -50,8 +51,9 @@ class Stack:
         space = SPACES[self.package]
         others = [name for name in FIXES if name != self.without] if self.without else ()
         delivery = "hook" if self.fixes else "none"
+        recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
         on: dict[str, Any] = {"tree": tree(space.distribution, self.version), "delivery": delivery, "fixes": others}
-        found: dict[str, Any] = run_json(space.program, *arguments, **on, env=PERMISSIVE)
+        found: dict[str, Any] = run_json(space.program, *arguments, **on, env={**PERMISSIVE, **recording})
         return found
 
 
@@ -62,9 +64,10 @@ PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
     """What comes of a case. Where fixes are on for the load alone, the checkpoint is one that upstream saved."""
     load = case["load"]
+    stack = replace(stack, fingerprint=load["fingerprint"] and stack.fixes)
     saving = replace(stack, version=load.get("saved_by") or stack.version)
     if load["old"]:
-        saving = replace(saving, fixes=False, without="")
+        saving = replace(saving, fixes=False, without="", fingerprint=False)
     with tempfile.TemporaryDirectory(prefix="explore-") as folder:
         file, saves = Path(folder, "case.json"), Path(folder, "saves")
         file.write_text(json.dumps(case))
@@ -73,53 +76,90 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(SILENT, signature="save: hangs")
         if "error" in trained:
             return Outcome(LOUD if "SaveFailed" in trained["error"] else NOT_TRAINED, trained["error"])
-        kind, tag = load.get("kind", ""), saves / load["tag"]
-        harmed = _harmed(case, saves, killed="killed" in trained)
-        verdict = _verdict(tag) if harmed else ""
-        whole = verdict in (WHOLE, REPAIRED)  # as a file of another step may be that has the same in it
-        if whole and load["damage"] != "other step":
-            return Outcome(SILENT, signature=f"audit: {verdict} in spite of {harmed}")
-        if kind.endswith(UNIVERSAL) and (error := _converted(kind, tag, stack)):
-            return Outcome(LOUD, error)
-        found = _loaded(case, stack, file, saves)
-        what = f"{space_of(case).loaded(case)}{f', {harmed}' if harmed else ''}"
-        if "error" in found:
-            return Outcome(LOUD, found["error"])
-        if found.get("hangs"):
-            return Outcome(SILENT, signature=f"{what}: hangs")
-        if found["different"] and load["damage"] == "other step" and harmed and not whole:
-            return Outcome(LOUD, f"the audit: {verdict} ({harmed}); no load notices it")
-        all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
-        if found["different"] and load["old"] and all_fixes and audit(tag, 1).verdict == DAMAGED:
-            return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
-        if found["different"] and load["some_ranks"]:
-            without = replace(stack, fixes=False, without="").run("load", file, saves)
-            if "error" in without or {*found["different"]} <= {*without.get("different", [])}:
-                return Outcome(NOT_TRAINED, "upstream's own on ranks without the fixes")
-        if found["different"]:
-            kinds = sorted({_kind(name) for name in found["different"]})
-            return Outcome(SILENT, ", ".join(found["different"][:20]), f"{what}: {', '.join(kinds)}")
-        # Without optimizer states a checkpoint that lacks them loads right, too.
-        partly = load["restore"] != "everything" and (not saving.fixes or bool(saving.without))
-        return Outcome(RIGHT) if harmed or partly else _of_tools(tag)
+        tag = saves / load["tag"]
+        harm = _harm(case, saves, killed="killed" in trained)
+        if harm.is_whole and load["damage"] not in UNSEEN:
+            return Outcome(SILENT, signature=f"audit: {harm.verdict} in spite of {harm.what}")
+        if unusable := _converted(case, tag, stack):
+            return unusable
+        return _of_load(Tried(case, stack, saving, tag, harm), _loaded(case, stack, file, saves), file)
 
 
-def _harmed(case: dict[str, Any], saves: Path, killed: bool) -> str:
-    """What is wrong with the checkpoint that is loaded: a file, which is damaged here, or its save was interrupted."""
+class Harm(NamedTuple):
+    """What is wrong with the checkpoint that is loaded, and what the audit says of it; empty of one that is whole."""
+
+    what: str = ""
+    verdict: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.verdict in (WHOLE, REPAIRED)
+
+
+class Tried(NamedTuple):
+    """A case, and what it was saved and loaded with."""
+
+    case: dict[str, Any]
+    stack: Stack
+    saving: Stack
+    tag: Path  # the checkpoint
+    harm: Harm
+
+
+def _harm(case: dict[str, Any], saves: Path, killed: bool) -> Harm:
+    """A file that is damaged here, one that was changed while it was saved, or an interrupted save."""
     load = case["load"]
     tag, other = (saves / name for name in (("first", "last") if load["tag"] == "first" else ("last", "first")))
-    if load["damage"]:
+    what = "an interrupted save" if killed and load["tag"] == "last" else ""
+    if load["damage"] == ALTERED:
+        what = "an altered element"
+    elif load["damage"]:
         name = damage(tag, other, load["damage"], load["file"])
-        return f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
-    return "an interrupted save" if killed and load["tag"] == "last" else ""
+        what = f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
+    return Harm(what, tools.verdict(tag)) if what else Harm()
 
 
-def _verdict(tag: Path) -> str:
-    """Of the audit, which refuses a folder without an optimizer's file."""
-    try:
-        return audit(tag, 1).verdict
-    except UserError as error:
-        return str(error)
+def _of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
+    load, harm = tried.case["load"], tried.harm
+    what = f"{space_of(tried.case).loaded(tried.case)}{f', {harm.what}' if harm.what else ''}"
+    if "error" in found:
+        return Outcome(LOUD, found["error"])
+    if found.get("hangs"):
+        return Outcome(SILENT, signature=f"{what}: hangs")
+    proof = next((line for line in found["proof"] if line.startswith(("resume proven", DIFFERS))), "")
+    if different := found["different"]:
+        if noticed := _noticed(tried, different, proof, file):
+            return noticed
+        kinds = sorted({_kind(name) for name in different})
+        return Outcome(SILENT, ", ".join(different[:20]), f"{what}: {', '.join(kinds)}")
+    if proof.startswith(DIFFERS):
+        return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: fingerprints differ, and no state does")
+    to_prove = tried.saving.fingerprint and load["restore"] in ("everything", "without scheduler")
+    if to_prove and not proof and not any(NO_STATE in line for line in found["proof"]):
+        return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: a right load is not proven")
+    # Without optimizer states a checkpoint that lacks them loads right, too.
+    partly = load["restore"] != "everything" and (not tried.saving.fixes or bool(tried.saving.without))
+    if harm.what or partly:
+        return Outcome(RIGHT)
+    against, detail = tools.objections(tried.tag)
+    return Outcome(SILENT, detail, against) if against else Outcome(RIGHT)
+
+
+def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outcome | None:
+    """Whether one of the tools has noticed what differs after a load, or it is not of what has the fixes."""
+    load, harm, stack = tried.case["load"], tried.harm, tried.stack
+    if load["damage"] in UNSEEN and harm.what:
+        if proof.startswith(DIFFERS):
+            return Outcome(LOUD, f"the fingerprint: {DIFFERS} ({harm.what})")
+        return None if harm.is_whole else Outcome(LOUD, f"the audit: {harm.verdict} ({harm.what}); no load notices it")
+    all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
+    if load["old"] and all_fixes and audit(tried.tag, 1).verdict == DAMAGED:
+        return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
+    if load["some_ranks"]:
+        without = replace(stack, fixes=False, without="").run("load", file, tried.tag.parent)
+        if "error" in without or {*different} <= {*without.get("different", [])}:
+            return Outcome(NOT_TRAINED, "upstream's own on ranks without the fixes")
+    return None
 
 
 def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:
@@ -136,33 +176,27 @@ def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict
     return next((one for one in both if "error" in one), next((one for one in both if "hangs" in one), both[0]))
 
 
-def _converted(kind: str, tag: Path, stack: Stack) -> str:
-    """Convert a checkpoint, by our converter or upstream's; the error, or nothing."""
-    output = tag.with_name(f"{tag.name}_universal")
-    if kind != UNIVERSAL:
-        return str(stack.run("convert", tag, output).get("error", ""))
-    command = [
-        sys.executable,
-        "-m",
-        "ckpt_patches",
-        "to-universal",
-        "--input-folder",
-        str(tag),
-        "--output-folder",
-        str(output),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CKPT_PATCHES": "off"})
-    return done.stderr.strip()[-1000:] if done.returncode else ""
-
-
-def _of_tools(tag: Path) -> Outcome:
-    """What loads right is not damaged."""
-    for folder in (tag, tag.with_name(f"{tag.name}_universal")):
-        if folder.exists() and (report := audit(folder, 1)).verdict in (DAMAGED, INCOMPLETE):
-            kinds = sorted({finding.kind.name for finding in report.findings})
-            of = "universal checkpoint" if folder != tag else "checkpoint"
-            return Outcome(SILENT, str(report.findings[:5])[:500], f"audit of a whole {of}: {', '.join(kinds)}")
-    return Outcome(RIGHT)
+def _converted(case: dict[str, Any], tag: Path, stack: Stack) -> Outcome | None:
+    """Convert or migrate a checkpoint; None if all is well. By both converters, where that is drawn."""
+    if case["load"].get("migrated"):
+        return Outcome(LOUD, error) if (error := tools.migrated(tag)) else None
+    if not case["load"].get("kind", "").endswith(UNIVERSAL):
+        return None
+    convert: dict[str, Callable[[Path, Path], str]] = {
+        UNIVERSAL: tools.to_universal,
+        UPSTREAMS: lambda tag, output: str(stack.run("convert", tag, output).get("error", "")),
+    }
+    first = case["load"]["kind"]
+    outputs = {first: tools.universal(tag)}
+    if case["load"]["both_converters"]:
+        outputs[UPSTREAMS if first == UNIVERSAL else UNIVERSAL] = tools.universal(tag, "other")
+    errors = [convert[kind](tag, output) for kind, output in outputs.items()]
+    if errors[0]:
+        return Outcome(LOUD, errors[0])
+    if not any(errors) and len(outputs) == 2 and (different := tools.unlike(*outputs.values())):
+        states = sorted({name.rpartition("/")[2] for name in different})
+        return Outcome(SILENT, ", ".join(different[:20]), f"the two converters: {', '.join(states)}")
+    return None
 
 
 def _kind(name: str) -> str:

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from explore.damaging import DAMAGES
+from explore.damaging import ALTERED, DAMAGES, OTHER_STEP
 from upstream import numbers, runnable
 
 Case = dict[str, Any]
@@ -36,6 +36,9 @@ PLAIN_LOAD: Case = {
     "some_ranks": False,  # rank 0 alone has the fixes
     "damage": "",  # of a file, after the save
     "file": 0,  # which
+    "fingerprint": False,  # recorded at the save, and compared
+    "migrated": False,  # from a format of another release
+    "format": "same",  # that the run asks for
 }  # fmt: skip
 PLAIN_CASE: Case = {"two_saves": False}
 OF_LAYOUT = ("tp", "pp", "ep", "tag", "restore")  # not plainer by themselves
@@ -123,6 +126,11 @@ def drawn(seed: str, version: str) -> Case:
     if one_in(8):
         damages = DAMAGES if two_saves else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
+    load["fingerprint"] = not load["some_ranks"] and one_in(2)
+    if load["fingerprint"] and not (load["damage"] or load["old"] or run["asynchronous"]) and one_in(6):
+        load |= {"damage": ALTERED, "file": generator.randrange(60)}
+    if one_in(8) and not run["mup"] and run["optimizer"] == "distributed" and numbers(version) >= (0, 16):
+        _migrate(generator, run, load)
     if one_in(2) and run["format"] in RESHARDABLE:
         load["tp"], load["pp"], other = generator.choice([one for one in LAYOUTS if one[0] == 1 or not run["ep"]])
         load["ranks"] = load["tp"] * load["pp"] * other
@@ -133,16 +141,25 @@ def drawn(seed: str, version: str) -> Case:
     return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
 
 
+def _migrate(generator: random.Random, run: Case, load: Case) -> None:
+    """Let an earlier release save a format that this one does not read, and load what was migrated."""
+    last = {numbers(one)[:2]: one for one in sorted(runnable("megatron-core"), key=numbers)}
+    load["saved_by"] = generator.choice([one for minor, one in last.items() if (0, 12) <= minor < (0, 16)])
+    load |= {"migrated": True, "format": "fully_reshardable"}
+    run["format"] = "fully_sharded_model_space"
+
+
 def steps_to_plain(case: Case) -> list[Case]:
     """What could be plainer in a case, each by itself: options of the run, of the load, and of the case."""
     run, load = case["run"], case["load"]
     layout = ("tp", "pp", "ep")
     found: list[Case] = [{"run": {"steps": 3}}] * (run["steps"] > 3)
     found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in layout]
-    own = {name: value for name, value in PLAIN_LOAD.items() if name not in OF_LAYOUT}
+    fixed = (*OF_LAYOUT, *(("migrated", "format", "saved_by") if load["migrated"] else ()))
+    own = {name: value for name, value in PLAIN_LOAD.items() if name not in fixed}
     found += [{"load": {name: value}} for name, value in own.items() if load[name] != value]
     if case["two_saves"]:
-        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == DAMAGES[-1] else {})
+        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == OTHER_STEP else {})
         found.append({"two_saves": False, "load": plainer_load})
     same = {"ranks": case["ranks"], **{name: run[name] for name in layout}}
     if any(load[name] != value for name, value in same.items()):
@@ -191,6 +208,8 @@ def described(case: Case) -> str:
         "loaded twice" * (load["times"] == 2),
         "into a run that has trained" * load["trained"],
         "saved without the fixes" * load["old"],
+        "with fingerprints" * load["fingerprint"],
+        "migrated" * load["migrated"],
         f"saved by {load['saved_by']}" * bool(load["saved_by"]),
         "overriding the learning rate" * load["override"],
         "with the fixes on rank 0 alone" * load["some_ranks"],

@@ -307,8 +307,11 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
         if not options["experts"]:  # with them it is a key that some releases reserve
             info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
         killed = case["killed"] if tag == LAST else 0
+        save = ending(rank, killed, case["ranks"])
+        if case["load"]["damage"] == "altered" and case["load"]["tag"] == tag:
+            save = explored.altering(rank, case["ranks"], case["load"]["file"])
         try:
-            with mock.patch("torch.save", ending(rank, killed, case["ranks"])):
+            with mock.patch("torch.save", save):
                 run.save_checkpoint(str(folder), tag=tag, client_state=info)
         except Exception as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
@@ -361,7 +364,8 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     if wanted["latest"]:
         name = (folder / ("latest_universal" if universal else "latest")).read_text()
     for _ in range(wanted["times"]):
-        path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
+        with explored.proof() as proof:
+            path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
         if path is None:
             raise FileNotFoundError("load_checkpoint returns no path")
     if wanted.get("spoil"):  # for tests: what was loaded is changed, or a rank goes nowhere
@@ -370,16 +374,15 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     different = explored.on_any_rank(differences(live(run), truth["saved"], before, restored))
     if different or restored[0] or "losses" not in truth:
         train(run, options, 70, 1)  # whose error is one that somebody gets
-        return {"different": different}
+        return {"different": different, "proof": proof}
     losses, end = truth["losses"], truth["end"]
     if wanted["ranks"] != case["ranks"] or wanted["old"]:  # sums are in another order; steps have fixes as well
         reference = engine(options, wanted, seed=2)
         put(reference, options, truth["saved"])
         losses, end = train(reference, options, truth["at"], len(losses)), live(reference)
     differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
-    return {
-        "different": differ + [f"later {name}" for name in explored.on_any_rank(explored.different(live(run), end))]
-    }
+    later = explored.on_any_rank(explored.different(live(run), end))
+    return {"different": differ + [f"later {name}" for name in later], "proof": proof}
 
 
 def differences(found: State, saved: State, before: State, restored: tuple[str, ...]) -> list[str]:

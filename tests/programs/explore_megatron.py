@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from ckpt_patches.demo import megatron_training as mt  # isort: skip  the stand-in for a GPU has to be there first
 import torch
@@ -368,9 +369,12 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
     at, truth, ends = options["steps"], {}, []
     train(run, 0, at)
     for tag, more in ((FIRST, 1 if case["two_saves"] else MORE), (LAST, MORE)):
-        saved = live(run)
+        saved, saver = live(run), torch.save
+        if case["load"]["damage"] == "altered" and case["load"]["tag"] == tag:
+            saver = explored.altering(rank, case["ranks"], case["load"]["file"])
         try:
-            asked = save(run, options, at, folder / tag)
+            with mock.patch("torch.save", saver):
+                asked = save(run, options, at, folder / tag)
             if asked is not None:
                 ends.append(finished_after(asked, folder / f"{tag}.go"))
         except Exception as error:
@@ -389,7 +393,9 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
 
 def load(rank: int, case: Options, folder: Path) -> Options:
     """What differs from the truth after a load on any rank, and in the losses and states of the next steps."""
-    wanted, options = case["load"], case["run"]
+    wanted, options = case["load"], dict(case["run"])
+    if wanted["format"] != "same":
+        options["format"] = wanted["format"]
     truth = torch.load(folder / "truth.pt", weights_only=False)[wanted["tag"]]
     changed: Options = {"override": True} if wanted["override"] else {}
     changed |= {"offload": wanted["offload"]} if wanted["offload"] != "same" else {}
@@ -398,12 +404,13 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         train(run, 50, 1)
     before = live(run)
     for _ in range(wanted["times"]):
-        load_into(run, options, folder / wanted["tag"], wanted["restore"])
+        with explored.proof() as proof:
+            load_into(run, options, folder / wanted["tag"], wanted["restore"])
     if wanted.get("spoil"):
         explored.spoil(parts(run), wanted["spoil"])
     found, expected = live(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
     if different := explored.on_any_rank(_different(found, expected)):
-        return {"different": different}
+        return {"different": different, "proof": proof}
     losses, end = truth["losses"], truth["end"]
     if not goes_on(case):
         reference = started(options, wanted, seed=3, **changed)
@@ -412,7 +419,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         end = live(reference)
     differ = ["next loss"] * (train(run, truth["at"], len(losses)) != losses)
     later = explored.on_any_rank(_different(live(run), end))
-    return {"different": differ + [f"later {name}" for name in later]}
+    return {"different": differ + [f"later {name}" for name in later], "proof": proof}
 
 
 def goes_on(case: Options) -> bool:

@@ -1,18 +1,23 @@
 """What the explorer's programs share: ranks whose failures and hangs are reported, and the comparison of two states."""
 
 import argparse
+import contextlib
+import copy
+import itertools
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from ckpt_patches.demo.ranks import free_port
 from patience import seconds
@@ -104,6 +109,35 @@ def spoil(parts: Iterable[Part], what: str) -> None:
         if what == "hang":
             time.sleep(10**6)
         next(part for part in parts if part.name.endswith(what)).local.view(-1)[0] += 1
+
+
+def altering(rank: int, ranks: int, number: int) -> Callable[..., None]:
+    """A `torch.save` that changes one element of what it saves: in the call and on the rank of this number."""
+    save, calls = torch.save, itertools.count()
+
+    def save_altered(obj: Any, *args: Any, **keywords: Any) -> None:
+        if (next(calls), rank) == divmod(number, ranks):
+            obj = copy.deepcopy(obj)  # a tensor of the run stays as it is
+            held = [one for one in tree_leaves(obj) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+            for one in [one for one in held if one.numel()][number % 3 :][:1]:
+                one.detach().view(-1)[number % one.numel()] += 1
+        save(obj, *args, **keywords)
+
+    return save_altered
+
+
+@contextlib.contextmanager
+def proof() -> Iterator[list[str]]:
+    """What fingerprints prove of the loads in this block: lines of the log of rank 0."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("ckpt_patches")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 class Ranks(NamedTuple):

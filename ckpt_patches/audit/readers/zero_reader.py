@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO checkpoints, judged: every parameter's elements on all ranks, and what is wrong with the files."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps gl
 ds_config ds_version universal_checkpoint_info
 """
 
+EXPERT_RANK = "expert-parallel rank "  # begins a label
 Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
@@ -143,10 +145,13 @@ def _read_model_rank(
         else _stage12(found, files, shapes, zero_experts.shares_with_neighbours(info))
     )
     found.padded += _partitions(files, parameters)
+    experts = {(match[1], match[2]) for name, _ in parameters if (match := zero_experts.LOCAL.fullmatch(name))}
+    local = Counter(layer for layer, _ in experts)
     for (name, of_experts), parameter in parameters.items():
         numel = sum(part.numel for part in parameter.ranks)
         if of_experts:
-            _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel)
+            more = weights.of_expert(name, of_experts, model_rank, local, parameter.shape) if stage < 3 else {}
+            _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel, more)
         elif zero_inventory.is_expert(name) and not parameter.shape_is_known:
             found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail="no file has its shape"))
         elif numel != math.prod(parameter.shape):
@@ -170,6 +175,10 @@ class _Weights:
         self.found, self.folder, self.models = found, folder, models
         names = zero_pipeline.layer_files(folder.names).values()
         self.layers = {name: tensor_streams.read(folder.path / name, found) for name in names}
+        self.experts: dict[str, dict[str, Any]] = {name: {} for name in folder.experts}  # by the names of files
+        for name, values in self.experts.items():
+            value = tensor_streams.read(folder.path / name, found)
+            values.update(value if isinstance(value, Mapping) else {})
         self.places: dict[tuple[str, int], zero_pipeline.Place] = {}  # by parameter and model-parallel rank
         if self.layers:
             self._set_places()
@@ -207,8 +216,25 @@ class _Weights:
             path, value = self.folder.path / place.file, self._in_layer(name, place)
         else:
             return {}
+        if value is None and zero_inventory.is_expert(name):
+            return self.of_expert(name, "", model_rank, {}, shape)
         own = tensor_streams.weight(self.found, path, name, value, shape)
         return {WEIGHT: own} if own else {}
+
+    def of_expert(
+        self, name: str, label: str, model_rank: int, local: Mapping[str, int], shape: Shape
+    ) -> dict[str, Stream]:
+        """An expert's weight, by role; `local` is how many experts of each layer a rank has, each counted from 0."""
+        match = zero_experts.LOCAL.fullmatch(name)
+        if not match:
+            return {}
+        first = int(label.removeprefix(EXPERT_RANK)) * local[match[1]] if label else 0
+        own = f"{match[1]}{first + int(match[2])}{match[3]}"
+        for file, values in self.experts.items():
+            if own in values and f"_mp_rank_{model_rank:02d}_" in file:
+                found = tensor_streams.weight(self.found, self.folder.path / file, own, values[own], shape)
+                return {WEIGHT: found} if found else {}
+        return {}
 
     def _in_layer(self, name: str, place: zero_pipeline.Place) -> Any:
         value = self.layers[place.file].get(place.key)
@@ -262,13 +288,13 @@ def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iter
                 yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
 
 
-def _add_experts(found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int) -> None:
-    """A parameter of experts, of which each expert-parallel rank has its own by the same name.
-
-    The model's weights of it lie in files of their own, by the number of the expert.
-    """
+def _add_experts(
+    found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int, weights: dict[str, Stream]
+) -> None:
+    """A parameter of experts, of which each expert-parallel rank has its own by the same name."""
     if numel == math.prod(parameter.shape):
-        found.shards.append(Shard(name, label, parameter.shape, _streams(name, parameter), _owners(parameter)))
+        streams = _streams(name, parameter) | weights
+        found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
         return
     detail = f"{numel} elements in the fragments of an expert, {math.prod(parameter.shape)} in the model's shape"
     found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail=detail))
@@ -390,7 +416,7 @@ def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int, neighbo
     if group >= len(counts) or counts[group] == ranks or ranks % counts[group]:
         return ""
     sharing = zero_experts.ranks_of(ranks, ranks // counts[group], neighbours)
-    return next((f"expert-parallel rank {ep}" for ep, own in enumerate(sharing) if file.rank in own), "")
+    return next((f"{EXPERT_RANK}{ep}" for ep, own in enumerate(sharing) if file.rank in own), "")
 
 
 def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:

@@ -1,0 +1,83 @@
+"""The tools of this project, judged by what an exploration knows of a checkpoint; also of what two converters write."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, Report, audit
+from ckpt_patches.audit.repair.repair import repair
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_file
+from ckpt_patches.migrate.migrate import Options, migrate
+
+NOT_WHOLE = (DAMAGED, INCOMPLETE)
+
+
+def verdict(tag: Path) -> str:
+    """Of the audit, which refuses a folder without an optimizer's file."""
+    try:
+        return audit(tag, 1).verdict
+    except UserError as error:
+        return str(error)
+
+
+def objections(tag: Path) -> tuple[str, str]:
+    """What `audit` and `repair` have against a checkpoint, or its universal one, that loads right: short, and all."""
+    for folder in filter(Path.exists, (tag, universal(tag))):
+        report, of = audit(folder, 1), "checkpoint" if folder == tag else "universal checkpoint"
+        if report.verdict in NOT_WHOLE:
+            kinds = sorted({finding.kind.name for finding in report.findings})
+            return f"audit of a whole {of}: {', '.join(kinds)}", str(report.findings[:5])[:500]
+        if report.verdict in TO_RESUME_FROM and (done := _repaired(report)):
+            return f"repair of a whole {of}", done
+    return "", ""
+
+
+def _repaired(report: Report) -> str:
+    """What became of the repair of a whole checkpoint, if it was not refused."""
+    path = report.checkpoint.path
+    output = path.with_name(f"{path.name}_repaired")
+    try:
+        return str(repair(path, output, None, 1))
+    except UserError as error:
+        return "" if "nothing to repair" in str(error) else str(error)
+
+
+def universal(tag: Path, by: str = "universal") -> Path:
+    return tag.with_name(f"{tag.name}_{by}")
+
+
+def to_universal(tag: Path, output: Path) -> str:
+    """Convert a checkpoint; the error, or nothing."""
+    folders = ["--input-folder", str(tag), "--output-folder", str(output)]
+    command = [sys.executable, "-m", "ckpt_patches", "to-universal", *folders]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CKPT_PATCHES": "off"})
+    return done.stderr.strip()[-1000:] if done.returncode else ""
+
+
+def migrated(tag: Path) -> str:
+    """Put the migrated checkpoint in a checkpoint's place; the error, or nothing."""
+    old = tag.rename(tag.with_name(f"{tag.name}_old"))
+    try:
+        migrate(old, tag, Options(workers=1), warn=lambda line: None)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def unlike(one: Path, other: Path) -> list[str]:
+    """The states of parameters that two universal checkpoints do not both have, bit for bit."""
+    found, expected = _states(one), _states(other)
+    return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+
+
+def _states(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Of each state of a parameter its type, shape and bytes, and those of what goes with it."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for file in folder.glob("zero/*/*.pt"):
+        for name, tensor in torch_file.tensors_in(torch_file.read(file).value):
+            data = torch_file.data_of(file, tensor)
+            found[f"{file.parent.name}/{file.stem} {name}".strip()] = (tensor.dtype, tuple(tensor.shape), data)
+    return found
