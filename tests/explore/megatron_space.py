@@ -10,12 +10,12 @@ Case = dict[str, Any]
 
 # Of a training of which nothing is drawn. Shrinking goes back to these.
 PLAIN: Case = {
-    "tp": 1, "pp": 1, "ep": 0, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
+    "tp": 1, "pp": 1, "ep": 0, "cp": 1, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
     "algorithm": "adam", "offload": None, "format": "fully_reshardable", "steps": 2, "bucket": 0,
     **dict.fromkeys(
         (
             "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
-            "zero_initialized", "scheduler", "overflow", "asynchronous", "clipping",
+            "zero_initialized", "scheduler", "overflow", "asynchronous", "clipping", "learned_positions",
         ),
         False,
     ),
@@ -27,7 +27,7 @@ LAYOUTS = (
 )  # fmt: skip
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel ranks may load these
 PLAIN_LOAD: Case = {
-    "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0,
+    "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0, "cp": 1,
     "trained": False,
     "old": False,  # saved without the fixes
     "override": False,  # the learning rates of the checkpoint
@@ -41,7 +41,8 @@ PLAIN_LOAD: Case = {
     "format": "same",  # that the run asks for
 }  # fmt: skip
 PLAIN_CASE: Case = {"two_saves": False}
-OF_LAYOUT = ("tp", "pp", "ep", "tag", "restore")  # not plainer by themselves
+LAYOUT = ("tp", "pp", "ep", "cp")
+OF_LAYOUT = (*LAYOUT, "tag", "restore")  # not plainer by themselves
 
 
 def formats(version: str) -> list[str]:
@@ -101,8 +102,12 @@ def drawn(seed: str, version: str) -> Case:
     for name, count in (
         ("decoupled_rate", 4), ("fp32_norms", 4), ("gated", 2), ("untied", 2), ("biases", 2), ("frozen", 4),
         ("zero_initialized", 4), ("scheduler", 2), ("asynchronous", 4), ("clipping", 4),
+        ("learned_positions", 6),
     ):  # fmt: skip
         run[name] = one_in(count)
+    if dp % 2 == 0 and run["ep"] < 2 and run["instances"] == 1 and one_in(4):
+        # Each rank has all tokens: attention across ranks needs Transformer Engine. Rotary embeddings would be cut.
+        run |= {"cp": 2, "learned_positions": True}
     run["fp32_norms"] &= not hybrid  # torch's optimizers do not take views of a parameter
     if run["offload"] == 0.5 and pp > 1:
         run["untied"] = True  # else a copy of the embedding is on the CPU and one is not, whose steps round differently
@@ -111,7 +116,7 @@ def drawn(seed: str, version: str) -> Case:
     two_saves, restore = one_in(3), generator.choice(["everything"] * 5 + ["weights", "without scheduler"])
     load = {
         **PLAIN_LOAD,
-        **{name: run[name] for name in ("tp", "pp", "ep")},
+        **{name: run[name] for name in LAYOUT},
         "ranks": ranks,
         "restore": restore,
         "tag": generator.choice(["first", "last"]) if two_saves else "first",
@@ -127,6 +132,8 @@ def drawn(seed: str, version: str) -> Case:
         damages = DAMAGES if two_saves else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     load["fingerprint"] = not load["some_ranks"] and one_in(2)
+    if load["damage"] == OTHER_STEP:  # of which a file of torch_dist has nothing but these
+        load |= {"fingerprint": True, "some_ranks": False, "old": False}
     if load["fingerprint"] and not (load["damage"] or load["old"] or run["asynchronous"]) and one_in(6):
         load |= {"damage": ALTERED, "file": generator.randrange(60)}
     if one_in(8) and not run["mup"] and run["optimizer"] == "distributed" and numbers(version) >= (0, 16):
@@ -134,9 +141,9 @@ def drawn(seed: str, version: str) -> Case:
     if one_in(2) and run["format"] in RESHARDABLE:
         load["tp"], load["pp"], other = generator.choice([one for one in LAYOUTS if one[0] == 1 or not run["ep"]])
         load["ranks"] = load["tp"] * load["pp"] * other
-        load["ep"] = min(load["ep"], 2 - other % 2)
+        load |= {"ep": min(load["ep"], 2 - other % 2), "cp": min(load["cp"], 2 - other % 2)}
     elif one_in(2):
-        others = [1, 2, 3, 4] if load["ep"] < 2 else [2, 4]
+        others = [1, 2, 3, 4] if load["ep"] < 2 and load["cp"] == 1 else [2, 4]
         load["ranks"] = tp * pp * generator.choice([other for other in others if tp * pp * other <= 4])
     return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
 
@@ -152,19 +159,18 @@ def _migrate(generator: random.Random, run: Case, load: Case) -> None:
 def steps_to_plain(case: Case) -> list[Case]:
     """What could be plainer in a case, each by itself: options of the run, of the load, and of the case."""
     run, load = case["run"], case["load"]
-    layout = ("tp", "pp", "ep")
     found: list[Case] = [{"run": {"steps": 3}}] * (run["steps"] > 3)
-    found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in layout]
+    found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in LAYOUT]
     fixed = (*OF_LAYOUT, *(("migrated", "format", "saved_by") if load["migrated"] else ()))
     own = {name: value for name, value in PLAIN_LOAD.items() if name not in fixed}
     found += [{"load": {name: value}} for name, value in own.items() if load[name] != value]
     if case["two_saves"]:
         plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == OTHER_STEP else {})
         found.append({"two_saves": False, "load": plainer_load})
-    same = {"ranks": case["ranks"], **{name: run[name] for name in layout}}
+    same = {"ranks": case["ranks"], **{name: run[name] for name in LAYOUT}}
     if any(load[name] != value for name, value in same.items()):
         found.append({"load": same})
-        found += [{"load": {"ranks": load["ranks"] // load[name], name: 1}} for name in layout[:2] if load[name] > 1]
+        found += [{"load": {"ranks": load["ranks"] // load[name], name: 1}} for name in LAYOUT[:2] if load[name] > 1]
     else:
         found += _smaller(case)
     return found
@@ -183,7 +189,9 @@ def _smaller(case: Case) -> list[Case]:
             layout(ranks // run[name], **{name: 1})
     if run["ep"]:
         layout(ranks, ep=run["ep"] - 1)
-    model, expert = run["tp"] * run["pp"], max(1, run["ep"]) * run["instances"]
+    if run["cp"] > 1:
+        layout(ranks, cp=1)
+    model, expert = run["tp"] * run["pp"], max(run["cp"], run["ep"]) * run["instances"]
     for dp in range(ranks // model - 1, 0, -1):
         if dp % expert == 0:
             layout(dp * model)
@@ -199,7 +207,7 @@ def described(case: Case) -> str:
     """What is not as in a plain case, in a line."""
     load, run = case["load"], case["run"]
     options = {name: value for name, value in run.items() if value != PLAIN[name] and name != "format"}
-    layout = {name: load[name] for name in ("tp", "pp", "ep") if load[name] != run[name]}
+    layout = {name: load[name] for name in LAYOUT if load[name] != run[name]}
     words = [
         loaded(case),
         f"{case['ranks']} ranks" + f" to {load['ranks']}" * (load["ranks"] != case["ranks"]),

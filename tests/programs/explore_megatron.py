@@ -28,6 +28,7 @@ from explore_megatron_model import SEQUENCES, Options, build, initialize, schedu
 from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
 
 MORE = 2  # steps that are taken after the load
+LAYOUT = ("tp", "pp", "ep", "cp")
 NO_SETTINGS = ("params", "step", "offload_fraction")  # of a param group; the last is that of the optimizer
 
 
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 
 
 def started(options: Options, on: Options, seed: int, **changed: Any) -> Run:
-    chosen = {**options, **{name: on[name] for name in ("tp", "pp", "ep")}, **changed}
+    chosen = {**options, **{name: on[name] for name in LAYOUT}, **changed}
     model, optimizer = build(chosen, seed)
     return Run(model, optimizer, scheduler(optimizer, chosen) if options["scheduler"] else None)
 
@@ -275,6 +276,7 @@ def of_run(run: Run, options: Options, iteration: int) -> Options:
         tensor_model_parallel_size=options["tp"],
         pipeline_model_parallel_size=options["pp"],
         expert_model_parallel_size=max(1, options["ep"]),
+        context_parallel_size=options["cp"],
         data_parallel_size=dist.get_world_size() // options["tp"] // options["pp"],
         use_distributed_optimizer=options["optimizer"] == "distributed",
     )
@@ -320,7 +322,7 @@ def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
 def _is_first_data_parallel() -> bool:
     from megatron.core import parallel_state
 
-    return bool(parallel_state.get_data_parallel_rank() == 0)
+    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
 def finished_after(asked: Any, sign: Path) -> Any:
@@ -409,7 +411,8 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     if wanted.get("spoil"):
         explored.spoil(parts(run), wanted["spoil"])
     found, expected = live(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
-    if different := explored.on_any_rank(_different(found, expected)):
+    of_another = bool(wanted["saved_by"])
+    if different := explored.on_any_rank(_different(found, expected, of_another)):
         return {"different": different, "proof": proof}
     losses, end = truth["losses"], truth["end"]
     if not goes_on(case):
@@ -418,14 +421,14 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         losses = train(reference, truth["at"], len(losses))
         end = live(reference)
     differ = ["next loss"] * (train(run, truth["at"], len(losses)) != losses)
-    later = explored.on_any_rank(_different(live(run), end))
+    later = explored.on_any_rank(_different(live(run), end, of_another))
     return {"different": differ + [f"later {name}" for name in later], "proof": proof}
 
 
 def goes_on(case: Options) -> bool:
     """Whether the next steps are those of the run that saved: sums in another layout are in another order."""
     wanted, run = case["load"], {**case["run"], "ranks": case["ranks"]}
-    same = all(wanted[name] == run[name] for name in ("tp", "pp", "ep", "ranks"))
+    same = all(wanted[name] == run[name] for name in (*LAYOUT, "ranks"))
     as_it_was = not wanted["override"] and wanted["offload"] == "same" and not wanted["saved_by"]
     return same and as_it_was and wanted["restore"] == "everything"
 
@@ -443,9 +446,6 @@ def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
     expected |= {
         key: torch.where(own.isnan(), own, saved[key.removesuffix("copy") + "fp32"]) for key, own in copies.items()
     }
-    if wanted["saved_by"]:  # a release has settings that another one has not
-        expected = {key: value for key, value in expected.items() if kind_of(key) != "setting" or key in before}
-        expected |= {key: value for key, value in before.items() if kind_of(key) == "setting" and key not in expected}
     if wanted["restore"] == "without scheduler":
         expected |= {key: value for key, value in before.items() if kind_of(key) == "scheduler"}
     if wanted["override"]:
@@ -455,10 +455,11 @@ def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
     return expected
 
 
-def _different(found: State, expected: State) -> list[str]:
-    """A state that is not there yet is one of zeros."""
+def _different(found: State, expected: State, of_another: bool) -> list[str]:
+    """A state that is not there yet is one of zeros; a release has settings that another one has not."""
     missing = [key for key in {*found, *expected} if found.get(key) is None or expected.get(key) is None]
     nothing = {key for key in missing if is_nothing(found.get(key), expected.get(key))}
+    nothing |= {key for key in missing if of_another and kind_of(key) == "setting"}
     return [key for key in explored.different(found, expected) if key not in nothing]
 
 

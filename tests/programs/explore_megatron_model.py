@@ -21,7 +21,11 @@ def initialize(layout: Options) -> None:
 
     more = {"num_distributed_optimizer_instances": layout["instances"]} if layout["instances"] > 1 else {}
     parallel_state.initialize_model_parallel(
-        layout["tp"], layout["pp"], expert_model_parallel_size=max(1, layout["ep"]), **more
+        layout["tp"],
+        layout["pp"],
+        expert_model_parallel_size=max(1, layout["ep"]),
+        context_parallel_size=layout["cp"],
+        **more,
     )
     mt.without_transformer_engine()
     mt.use_inner_optimizer(layout["inner"])
@@ -101,7 +105,7 @@ def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=not options["untied"],
-        position_embedding_type="rope",
+        position_embedding_type="learned_absolute" if options["learned_positions"] else "rope",
     )
     with torch.no_grad():
         for parameter in model.parameters():
