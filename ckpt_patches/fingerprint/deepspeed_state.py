@@ -126,8 +126,9 @@ def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
 
 
 def _is_alike(state: str, tensor: torch.Tensor, flat: Flat) -> bool:
-    """Whether a state has an element for each of the flat tensor."""
-    return state != "step" and tensor.numel() == flat.values.numel() and tensor.is_floating_point()
+    """Whether a state has an element for each of the flat tensor; NAdam's `mu_product` is a number."""
+    is_number = tensor.dim() < min(1, flat.values.dim())
+    return not is_number and tensor.numel() == flat.values.numel() and tensor.is_floating_point() and state != "step"
 
 
 def _left_out(engine: Any) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ def held(optimizer: Any) -> Iterator[Held]:
         for parameter, begin, stepped in _pairs(leaf):
             group = group_of[id(stepped)]
             main, state = _inner(leaf.optimizer, stepped)
-            own = {"fp32": state.get("master_param", main), **state}
+            own = {"fp32": state.get("master_param", main.float()), **state}
             if main is not stepped and stepped.dtype == torch.float32:
                 own["copy"] = stepped  # of a main parameter that is on the CPU
             states = {
