@@ -136,6 +136,8 @@ def drawn(seed: str, version: str) -> Case:
         load |= {"fingerprint": True, "some_ranks": False, "old": False}
     if load["fingerprint"] and not (load["damage"] or load["old"] or run["asynchronous"]) and one_in(6):
         load |= {"damage": ALTERED, "file": generator.randrange(60)}
+    if run["format"] == "torch" and run["optimizer"] == "whole":
+        load["fingerprint"] = False  # of which that has none
     if one_in(8) and not run["mup"] and run["optimizer"] == "distributed" and numbers(version) >= (0, 16):
         _migrate(generator, run, load)
     if one_in(2) and run["format"] in RESHARDABLE:

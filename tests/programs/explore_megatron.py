@@ -438,7 +438,10 @@ def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
     saved: State = truth["saved"]
     if wanted["restore"] == "weights":  # main parameters are those weights
         mains = {key: value for key, value in before.items() if kind_of(key) in ("fp32", "copy")}
-        expected = {key: saved[f"{key.rpartition('.')[0]}.weight"].to(value.dtype) for key, value in mains.items()}
+        expected = {
+            key: torch.where(value.isnan(), value, saved[f"{key.rpartition('.')[0]}.weight"].to(value.dtype))
+            for key, value in mains.items()  # a copy is there of what is on the CPU of a rank
+        }
         expected |= {key: value for key, value in saved.items() if kind_of(key) == "weight"}
         return before | expected
     expected = {key: value for key, value in saved.items() if kind_of(key) != "copy"}
