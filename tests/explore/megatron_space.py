@@ -15,7 +15,7 @@ PLAIN: Case = {
     **dict.fromkeys(
         (
             "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
-            "zero_initialized", "scheduler", "overflow", "asynchronous", "clipping", "learned_positions",
+            "zero_initialized", "scheduler", "overflow", "asynchronous", "persistent", "clipping", "learned_positions",
         ),
         False,
     ),
@@ -113,6 +113,7 @@ def drawn(seed: str, version: str) -> Case:
         run["untied"] = True  # else a copy of the embedding is on the CPU and one is not, whose steps round differently
     run["biases"] &= not run["ep"]
     run["asynchronous"] &= run["format"] != "torch"
+    run["persistent"] = run["asynchronous"] and one_in(2)
     two_saves, restore = one_in(3), generator.choice(["everything"] * 5 + ["weights", "without scheduler"])
     load = {
         **PLAIN_LOAD,

@@ -358,12 +358,14 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     run = engine(options, wanted, seed=1, universal=universal)
     if wanted["trained"]:  # a run that has been going on, as a trainer that rolls back
         train(run, options, 50, 1)
-    before = live(run)
     asked, restored = PROMISES[wanted["restore"]]
     name = f"{wanted['tag']}_universal" if universal else wanted["tag"]
     if wanted["latest"]:
         name = (folder / ("latest_universal" if universal else "latest")).read_text()
-    for _ in range(wanted["times"]):
+    for number in range(wanted["times"]):
+        if number:  # a rollback
+            train(run, options, 60, 1)
+        before = live(run)
         with explored.proof() as proof:
             path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
         if path is None:

@@ -325,11 +325,11 @@ def _is_first_data_parallel() -> bool:
     return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
-def finished_after(asked: Any, sign: Path) -> Any:
-    """Begin to write in the background what waits for a sign; what finishes it."""
+def finished_after(asked: Any, sign: Path, persistent: bool) -> Any:
+    """Begin to write in a process, a forked one or a persistent one, which waits for a sign; what finishes it."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    calls = AsyncCallsQueue()
+    calls = AsyncCallsQueue(persistent=persistent)
     if asked.async_fn is not None:  # this rank writes something
         asked = asked._replace(async_fn=partial(call_after, sign, asked.async_fn))
     calls.schedule_async_request(asked)
@@ -338,6 +338,7 @@ def finished_after(asked: Any, sign: Path) -> Any:
         if dist.get_rank() == 0:
             sign.touch()
         calls.maybe_finalize_async_calls(blocking=True)
+        calls.close()
         dist.barrier()
 
     return finish
@@ -378,7 +379,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
             with mock.patch("torch.save", saver):
                 asked = save(run, options, at, folder / tag)
             if asked is not None:
-                ends.append(finished_after(asked, folder / f"{tag}.go"))
+                ends.append(finished_after(asked, folder / f"{tag}.go", options["persistent"]))
         except Exception as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
         truth[tag] = {"saved": saved, "losses": train(run, at, more), "at": at, "end": live(run)}
@@ -404,8 +405,10 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     run = started(options, wanted, seed=2, **changed)
     if wanted["trained"]:
         train(run, 50, 1)
-    before = live(run)
-    for _ in range(wanted["times"]):
+    for number in range(wanted["times"]):
+        if number:  # a rollback
+            train(run, 60, 1)
+        before = live(run)
         with explored.proof() as proof:
             load_into(run, options, folder / wanted["tag"], wanted["restore"])
     if wanted.get("spoil"):
