@@ -19,6 +19,7 @@ from upstream import run_json, tree
 
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
 DIFFERS = "fingerprint: the "  # "state after the load is not what was saved", or "run", begins a line of the log
+BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # formats of Megatron
 NO_STATE = "it has no state yet"  # in a line of the log
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
@@ -151,6 +152,8 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
     if load["damage"] in UNSEEN and harm.what:
         if proof.startswith(DIFFERS):
             return Outcome(LOUD, f"the fingerprint: {DIFFERS} ({harm.what})")
+        if {_kind(name) for name in different} == {"weight"} and tried.case["run"].get("format") in BUCKETS:
+            return Outcome(NOT_TRAINED, "known limit: a weight, and no file states where its main parameter is")
         return None if harm.is_whole else Outcome(LOUD, f"the audit: {harm.verdict} ({harm.what}); no load notices it")
     all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
     if load["old"] and all_fixes and audit(tried.tag, 1).verdict == DAMAGED:

@@ -38,6 +38,7 @@ from explored import FIRST, LAST, Options, Part, SaveFailed, State, alike, is_no
 SAMPLES = 60  # of a step: for 1 to 5 ranks
 MORE = 2  # steps that are taken after the load
 OF_LAYOUT = ("params", "name")  # of a param group: one of experts is named after the ranks that share them
+NUMBERS = {"steps": "step", "products": "mu_product"}  # states of each parameter: the latter is NAdam's
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -202,7 +203,8 @@ def live(run: Any) -> State:
     inner = inner_optimizer(run)
     for number, group in enumerate(inner.param_groups):
         found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
-    found["steps"] = sorted({float(step) for steps in explored.gathered(_steps(run, inner)) for step in steps})
+    for key, own in NUMBERS.items():
+        found[key] = sorted({one for of_rank in explored.gathered(_of_states(run, inner, own)) for one in of_rank})
     found |= {f"counter {name}": getattr(run, name) for name in COUNTERS}
     for what, of in SETTINGS.items():
         found |= {f"{what}.{name}": value for name, value in of(run).items()}
@@ -227,9 +229,10 @@ def in_fp32(part: Part) -> Part:
     return part._replace(local=part.local.float()) if part.name.endswith(MOMENTUM) else part
 
 
-def _steps(run: Any, inner: Any) -> set[float]:
-    every = [inner.state.get(main, {}).get("step") for main, *_ in groups(run, inner)]
-    return {float(step) for step in every if step is not None}
+def _of_states(run: Any, inner: Any, name: str) -> set[float]:
+    """Of a state that is a number for each parameter, its values."""
+    every = [inner.state.get(main, {}).get(name) for main, *_ in groups(run, inner)]
+    return {float(number) for number in every if number is not None}
 
 
 def _scaler(run: Any) -> Any:
@@ -255,10 +258,13 @@ def put(run: Any, options: Options, state: State) -> None:
         train(run, options, 90, 2)  # a fresh optimizer has no states yet
     explored.put(parts(run), state)
     inner = inner_optimizer(run)
-    for own in inner.state.values():
-        if "step" in own:
-            (step,) = state["steps"]
-            own["step"] = torch.full_like(own["step"], step) if isinstance(own["step"], torch.Tensor) else int(step)
+    for own, (key, name) in itertools.product(inner.state.values(), NUMBERS.items()):
+        if name in own:
+            (number,) = state[key]
+            own[name] = torch.full_like(own[name], number) if isinstance(own[name], torch.Tensor) else int(number)
+    for parameter in run.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None  # the node's copy
     for number, group in enumerate(inner.param_groups):
         group.update({key: state[f"group {number}.{key}"] for key in group if key not in OF_LAYOUT})
     for name in COUNTERS:
@@ -276,7 +282,7 @@ PROMISES: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
     "without optimizer states": ({"load_optimizer_states": False}, (*WEIGHTS, "counter", "scheduler")),
     "without scheduler": (
         {"load_lr_scheduler_states": False},
-        (*WEIGHTS, "fp32", "state", "group", "steps", "counter", "scaler"),
+        (*WEIGHTS, "fp32", "state", "group", *NUMBERS, "counter", "scaler"),
     ),
 }
 
@@ -284,7 +290,7 @@ PROMISES: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
 def kind_of(name: str) -> str:
     """Of what is in a state: a weight, a buffer, fp32 (a main parameter), state, group, steps, counter, scaler, …"""
     first = name.split(" ")[0].split(".")[0] if name.startswith(("buffer ", "group ", "counter ")) else ""
-    if first or name == "steps" or name.startswith(("scaler.", "scheduler.")):
+    if first or name in NUMBERS or name.startswith(("scaler.", "scheduler.")):
         return first or name.split(".")[0]
     last = name.rpartition(".")[2]
     return last if last in ("weight", "fp32") else "state"
