@@ -11,7 +11,14 @@ import torch
 
 import shared
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
-from ckpt_patches.audit.damages import ELEMENT_COUNT, INTERRUPTED, MISSING_WEIGHT, MIXED_RANKS, NOT_JUDGED
+from ckpt_patches.audit.damages import (
+    ELEMENT_COUNT,
+    INTERRUPTED,
+    MISSING_WEIGHT,
+    MIXED_RANKS,
+    NOT_JUDGED,
+    UNROUNDED_MASTER,
+)
 from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
 from test_convert_experts import NEIGHBOURS, autoep
@@ -115,3 +122,14 @@ def test_a_conversion_that_lacks_experts_is_damaged(
     report = audit(path)
     verdict = INCOMPLETE if expected.severity == "incomplete" else DAMAGED
     assert (report.verdict, names(report)) == (verdict, {expected.name})
+
+
+def test_an_element_of_an_experts_weight_is_compared_with_the_main_parameter(tmp_path: Path) -> None:
+    for number in range(2):  # of the experts of a layer
+        path = copied(experts(1), tmp_path / str(number))
+        (file,) = path.glob(f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
+        values = torch.load(file)
+        next(iter(values.values())).view(-1)[3] += 1
+        torch.save(values, file)
+        report = audit(path)
+        assert (report.verdict, names(report)) == (DAMAGED, {UNROUNDED_MASTER.name})

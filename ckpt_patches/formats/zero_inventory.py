@@ -296,6 +296,10 @@ def _promised(ranks: Mapping[Rank, RankFacts]) -> dict[frozenset[str], set[str]]
 
 
 def _optimizer_of(facts: RankFacts, group: int) -> frozenset[str]:
+    """The names of its settings. No file states which param group a sub-group of stage 3 is of: then its own number."""
+    kinds = {frozenset(own) for own in facts.settings}
+    if len(kinds) > 1 and len(facts.settings) != len(facts.groups):
+        return frozenset({f"sub-group {group}"})
     return frozenset(facts.settings[group]) if group < len(facts.settings) else frozenset()
 
 

@@ -76,9 +76,12 @@ def expert_ranks(ranks: int) -> int:
 
 def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `deepspeed.initialize`; a built-in optimizer goes into the config."""
-    named = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     count = options["groups"]
-    groups: list[dict[str, Any]] = [{"params": named[n::count], "weight_decay": 0.01 * n} for n in range(count)]
+    held: list[list[Any]] = [[] for _ in range(count)]
+    for number, (name, parameter) in enumerate(named):  # of experts another rank has other numbers
+        held[(name.endswith("bias") if "deepspeed_experts" in name else number) % count].append(parameter)
+    groups: list[dict[str, Any]] = [{"params": own, "weight_decay": 0.01 * n} for n, own in enumerate(held)]
     if options["single"] and not options["lora"]:  # a group of one element
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if parameter is not model.scale]
@@ -102,4 +105,4 @@ def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> 
     if name == "Muon":
         fused_adam.FusedAdamBuilder = NoCompiler  # then it steps vectors by Adam itself
         config["zero_optimization"]["reduce_scatter"] = False
-    return {"model_parameters": groups if name != "Muon" else named}
+    return {"model_parameters": groups if name != "Muon" else [parameter for _, parameter in named]}
