@@ -138,9 +138,9 @@ def _found(error: str, lines: list[str], weight: dict[str, float]) -> float:
         verbatim = re.compile(rf"(?<!\w){re.escape(error)}(?!\w)")
         return _sum(every, weight) if any(map(verbatim.search, lines)) else 0.0
     pasted = [words(line) for line in lines]
-    if any(_contains(line, every) for line in pasted):
+    if any(contains(line, every) for line in pasted):
         return _sum({*every}, weight)
-    if part := max((_sum({*line}, weight) for line in pasted if len(line) > 1 and _contains(every, line)), default=0.0):
+    if part := max((_sum({*line}, weight) for line in pasted if len(line) > 1 and contains(every, line)), default=0.0):
         return part
     parts = [{*words(part)} for part in re.split(r"…|\.\.\.", error)]
     best = [max(_sum(part.intersection(line), weight) for line in pasted) for part in parts] if pasted else []
@@ -148,8 +148,8 @@ def _found(error: str, lines: list[str], weight: dict[str, float]) -> float:
     return sum(best) if enough else 0.0
 
 
-def _contains(line: list[str], part: list[str]) -> bool:
-    """Whether a line has some words side by side."""
+def contains(line: list[str], part: list[str]) -> bool:
+    """Whether the words of a line have those of a part, side by side."""
     return f" {' '.join(part)} " in f" {' '.join(line)} "
 
 
