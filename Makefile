@@ -5,12 +5,13 @@ DOCS_VENV ?= .venv-docs
 SITE ?= build/site
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches tests
+SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
 .PHONY: test rest older quick test-all lint check bench stacks demo compatibility explore pictures docs clean
 
-# Formatting, lint, types, and on the newest releases what holds for each fix and each format.
+# Formatting, lint, types, wording, and on the newest releases what holds for each fix and each format.
 test: lint check
 
 # What takes long on the newest releases, and that upstream has the bugs.
@@ -38,6 +39,8 @@ lint: $(VENV)/ready
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy $(CHECKED)
+	$(PY) -m codespell_lib $(SPELLED)
+	$(PY) tests/wording.py
 
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s

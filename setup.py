@@ -171,6 +171,7 @@ TEST = [
     "check-wheel-contents>=0.6",
     "ruff==0.17.5",
     "mypy==2.4.1",
+    "codespell==2.4.3",
 ]
 
 README = Path("README.md")
