@@ -1,14 +1,17 @@
 # Everything here works on a fresh Debian with Python, pip and make: the first target sets up .venv/ by itself.
 PYTHON ?= python3
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
+SITE ?= build/site
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches tests
+SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest older quick test-all lint check bench stacks demo compatibility explore pictures clean
+.PHONY: test rest older quick test-all lint check bench stacks demo compatibility explore pictures docs clean
 
-# Formatting, lint, types, and on the newest releases what holds for each fix and each format.
+# Formatting, lint, types, wording, and on the newest releases what holds for each fix and each format.
 test: lint check
 
 # What takes long on the newest releases, and that upstream has the bugs.
@@ -36,6 +39,8 @@ lint: $(VENV)/ready
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy $(CHECKED)
+	$(PY) -m codespell_lib $(SPELLED)
+	$(PY) tests/wording.py
 
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s
@@ -61,6 +66,10 @@ pictures: $(VENV)/ready
 	$(PY) tests/map_page.py
 	$(PY) tests/holes_page.py
 
+# The site, in build/site/: a warning is an error, and so is a link within it that leads nowhere.
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/python -m mkdocs build --site-dir $(SITE)
+
 # Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
 $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	test -x $(PY) && $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV) || { \
@@ -68,5 +77,11 @@ $(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@
 
+$(DOCS_VENV)/ready: docs/requirements.txt
+	$(PYTHON) -m venv --clear $(DOCS_VENV) || { $(PYTHON) -m venv --clear --without-pip $(DOCS_VENV) && \
+	  $(PYTHON) -m pip --python $(DOCS_VENV)/bin/python install --quiet pip; }
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,7 +36,7 @@ DISCOVERY = "ckpt_patches/engine/discovery.py"
 INDEX = Path("ckpt_patches", "engine", "index.py")
 # The pages of docs/ in the checkout, for `ckpt-patches explain`.
 PAGES = Path("ckpt_patches", "pages")
-NOT_INSTALLED = ("README", "architecture", "compatibility", "upstream_suites")
+NOT_INSTALLED = ("README", "architecture", "compatibility", "symptoms", "upstream_suites")
 # In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
 EDITABLE = ".editable"
 
@@ -171,6 +171,7 @@ TEST = [
     "check-wheel-contents>=0.6",
     "ruff==0.17.5",
     "mypy==2.4.1",
+    "codespell==2.4.3",
 ]
 
 README = Path("README.md")

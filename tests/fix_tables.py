@@ -1,11 +1,13 @@
-"""Write the tables of fixes in README.md and docs/README.md: `python tests/fix_tables.py`."""
+"""Write the tables of fixes in README.md and docs/symptoms.md: `python tests/fix_tables.py`."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import generated
-from ckpt_patches.engine.fix import load, sentence
-from ckpt_patches.engine.fix_table import HEADS, groups
+from ckpt_patches.cli import symptoms
+from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix_table import HEADS, groups, row
 from ckpt_patches.engine.registry import FIXES
 from upstream import REPOSITORY
 
@@ -17,16 +19,48 @@ def silent_bugs() -> str:
     ((title, rows), *others) = groups(map(load, FIXES))
     linked = [(*cells, f"[`{name}`](docs/{name}.md)") for *cells, name in rows]
     more = "; ".join(other for other, _ in others)
-    return f"**{title}**\n\n{generated.table(HEADS, linked)}\n\n**{more}**: [all bugs](docs/README.md#bugs)"
+    return f"**{title}**\n\n{generated.table(HEADS, linked)}\n\n**{more}**: [all symptoms](docs/symptoms.md)"
 
 
-def index() -> str:
-    """A link to each page, what users see, and what the fix does: for docs/README.md."""
-    rows = [(f"[{name}]({name}.md)", load(name).symptom, sentence(name)) for name in FIXES]
-    return generated.table(("Fix", "Symptom", "Change"), rows)
+def by_symptom() -> str:
+    """Every error text, then every visible effect, each with its fixes: for docs/symptoms.md."""
+    by_error: dict[str, list[str]] = {}
+    for symptom in symptoms.known():
+        for error in _longest(symptom.errors):
+            by_error.setdefault(error, []).append(symptom.fix)
+    errors = [(_code(error), ", ".join(map(_linked, by_error[error]))) for error in sorted(by_error, key=_letters)]
+    effects = [load(one.fix) for one in symptoms.known() if not one.errors or load(one.fix).silent]
+    rows = [(fix.symptom, row(fix)[1], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom))]
+    return (
+        f"## Error texts\n\n{generated.table(('Error', 'Fix'), errors)}\n\n"
+        f"## Visible effects\n\n{generated.table(('Effect', 'Releases', 'Fix'), rows)}"
+    )
 
 
-PAGES: dict[Path, Callable[[], str]] = {REPOSITORY / "README.md": silent_bugs, REPOSITORY / "docs" / "README.md": index}
+def _longest(errors: tuple[str, ...]) -> list[str]:
+    """Without those that are a part of another one."""
+    words = {error: symptoms.words(error) for error in errors if len(symptoms.words(error)) > 1}
+    parts = {a for a in words for b in words if words[a] != words[b] and symptoms.contains(words[b], words[a])}
+    return [error for error in errors if error not in parts]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^\w ]", "", text).strip().casefold()
+
+
+def _code(error: str) -> str:
+    quote = "``" if "`" in error else "`"
+    return f"{quote}{error}{quote}".replace("|", "\\|")
+
+
+def _linked(name: str) -> str:
+    return f"[{name}]({name}.md)"
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    REPOSITORY / "README.md": silent_bugs,
+    REPOSITORY / "docs" / "symptoms.md": by_symptom,
+}
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ def test_a_picture_says_in_words_what_it_shows(zarr: Path, tmp_path: Path) -> No
     picture = tmp_path / "holes.svg"
     assert main(["audit", str(zarr), str(written(ZARR).whole[0]), "--plot", str(picture)]) == 1
     text = picture.read_text()
-    for words in (f"{zarr.name}: DAMAGED", "lost_master", "not_finite", "and 1 whole checkpoint"):
+    for words in (f"{zarr.name}: DAMAGED", "lost_master", "not_finite", "and 1 complete checkpoint"):
         assert f"<!-- {words}" in text
     assert re.search("<!-- and [0-9]+ whole arrays -->", text)
     for kind in ("lost_master", "not_finite"):
@@ -192,7 +192,7 @@ def test_a_picture_of_whole_checkpoints_says_so(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "holes.svg"
     assert main(["audit", str(written(ZARR).whole[-1]), "--plot", str(picture)]) == 0
-    assert "<!-- and 1 whole checkpoint -->" in picture.read_text()
+    assert "<!-- and 1 complete checkpoint -->" in picture.read_text()
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing_half(zarr: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ REFUSED = {
     "shards of the weight overlap": (lap_weight, "layer.weight: element [0, 1] is there twice"),
     "another shape than the weight": (other_shape, "expected"),
     "a shape that does not divide": (uneven, "even parts of [8, 3]"),
-    "a state that is not known": (unknown_state, "optimizer.state.momentum.layer.weight is none of the optimizer's"),
+    "a state that is not known": (unknown_state, "optimizer.state.momentum.layer.weight is not a known state"),
     "a state without its parameter": (without_its_weight, "is the state of layer.weight, which is not there"),
     "two names become one": (two_of_one_name, "several arrays would become optimizer.state.param.layer.weight"),
     "a name leads out of the folder": (elsewhere, "'../secret'"),

@@ -130,7 +130,7 @@ MIXED_STEPS = _kind("mixed_steps", DAMAGE, "the ranks' files are of different st
 LARGE_PADDING = _kind(
     "large_padding",
     NOTE,
-    "a padding is larger than its partition: the state is whole, and upstream's converter dies of it",
+    "a padding is larger than its partition: the state is complete, and upstream's converter fails with it",
     "convert with `ckpt-patches to-universal`, or with upstream's converter and the fix universal_tensor_paddings",
 )
 FRAGMENTS = _kind(

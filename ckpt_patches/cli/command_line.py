@@ -51,6 +51,12 @@ MEANING = {
 }
 
 
+class NoFix(UserError):
+    """No fix matches a text."""
+
+    status = 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     return runtime_commands.run("ckpt-patches", lambda: _run(sys.argv[1:] if arguments is None else arguments))
@@ -159,14 +165,21 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     listed.set_defaults(run=_list)
     explained = commands.add_parser(
         "explain",
-        help="print the page of a fix or of a topic",
+        help="print the page of a fix or of a topic, or find the fix for an error text",
         **described(
-            "Print a page of the documentation, of a fix or of a topic. Without a NAME: list all pages.",
+            "Print the page of a fix or of a topic. With an error text or the description of an effect, of two words "
+            "or more: list the fixes that it matches, best first. Without an argument: list all pages.",
             "ckpt-patches explain",
             "ckpt-patches explain dp_zero_empty_state",
+            "ckpt-patches explain \"KeyError: 'exp_avg'\"",
+            "ckpt-patches explain loss jumps after resume",
+            "ckpt-patches explain - < train.log",
+            after="exit status: 0 success, 1 no fix matches the text, 2 no page has the name",
         ),
     )
-    explained.add_argument("page", nargs="?", metavar="NAME", help="of a fix or a topic (default: list all pages)")
+    explained.add_argument(
+        "text", nargs="*", metavar="NAME | TEXT", help="a page, or an error text; - reads it from standard input"
+    )
     explained.set_defaults(run=_explain)
 
 
@@ -249,7 +262,24 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _explain(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import explain
 
-    print(explain.overview() if options.page is None else explain.text(options.page).rstrip())
+    text = sys.stdin.read() if options.text == ["-"] else " ".join(options.text)
+    if len(text.split()) > 1 or options.text == ["-"]:
+        return _find(text)
+    print(explain.overview() if not options.text else explain.text(text).rstrip())
+    return 0
+
+
+def _find(text: str) -> int:
+    """List the fixes for an error text or the description of an effect."""
+    from ckpt_patches.cli import symptoms
+    from ckpt_patches.engine import fix_table
+    from ckpt_patches.engine.fix import load
+
+    found = [fix_table.row(load(match.fix)) for match in symptoms.search(text)]
+    if not found:
+        raise NoFix("no fix has a symptom with these words; ckpt-patches list has all symptoms")
+    print(_table_of("Fixes for this text, best first", found))
+    print(f"\nckpt-patches explain {found[0][-1]} prints its page")
     return 0
 
 

@@ -44,13 +44,13 @@ def text(name: str) -> str:
     """
     if name not in names():
         raise UserError(unknown("page", name, names(), "ckpt-patches explain"))
-    markdown = without_links(_page(name))
+    markdown = without_links(page_text(name))
     markdown = markdown.partition(f"\n{SECTION}\n")[0]  # for upstream's reviewers
     columns = terminal.width()
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 
 
-def _page(name: str) -> str:
+def page_text(name: str) -> str:
     """The text of a page; of a plug-in's fix without one, the docstring of its file."""
     if name in PLUGINS and not Path(path_of(name)).with_suffix(".md").exists():
         return ast.get_docstring(ast.parse(Path(path_of(name)).read_text(encoding="utf-8"))) or sentence(name)

@@ -37,4 +37,4 @@ def summary(told_by_rank: list[str]) -> str:
     silent = told_by_rank.count("")
     if not silent:
         return ""
-    return f"a worker was killed, and {silent} of {RANKS} ranks were told nothing in {POLLS} steps"
+    return f"a worker was killed, and {silent} of {RANKS} ranks raised no error in {POLLS} steps"

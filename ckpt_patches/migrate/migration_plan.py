@@ -174,8 +174,8 @@ def _arrays(source: Source, kind: str) -> tuple[list[Tensor], list[Item], list[R
         name = name_of(array.name)
         if name is None:
             raise UserError(
-                f"{source.found.path}: {array.name} is none of the optimizer's states that are known here, and nothing "
-                "was written: a checkpoint without it would not be whole"
+                f"{source.found.path}: {array.name} is not a known state of the optimizer, and nothing "
+                "was written: a checkpoint without it would not be complete"
             )
         if name in tensors:
             raise UserError(f"{source.found.path}: several arrays would become {name}, one of them {array.name}")

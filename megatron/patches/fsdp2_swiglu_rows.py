@@ -240,7 +240,7 @@ def note_size(source: Source) -> None:
     kept = f"sharded_tensor.{SIZE} = {SIZE}"
     source.check_parts(
         {
-            "there is none at first": source.has(f"{SIZE} = None", within=make),
+            "the size is None at first": source.has(f"{SIZE} = None", within=make),
             "the size is known": source.has(f"{SIZE} = dp_size", within=make),
             "and kept": source.has(kept, within=make),
         }

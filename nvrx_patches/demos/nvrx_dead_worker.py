@@ -43,4 +43,4 @@ def of_torch_save(rank: int, file: Path, port: int) -> bool:
 
 
 if __name__ == "__main__":
-    show(run, "all ranks were told at the next step, and of a save that failed")
+    show(run, "all ranks raised an error at the next step, and for a save that failed")

@@ -202,7 +202,7 @@ def unrounded_master(view: View) -> Iterator[Finding]:
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
         return
     if blocks.UNROUNDED in view.tallies and (coarse := quantized.look(view.shard)):
-        detail = f"masters differ from the model's weights as from {coarse.what}: they were not held against each other"
+        detail = f"masters differ from the model's weights as from {coarse.what}: they were not compared"
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
         return
     yield from _wrong(view, damages.UNROUNDED_MASTER, MASTER, blocks.UNROUNDED)
@@ -261,7 +261,7 @@ def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterat
 def not_judged(view: View) -> Iterator[Finding]:
     streams = view.shard.streams
     if MASTER in streams and WEIGHT in streams and not blocks.is_compared(streams[WEIGHT].dtype):
-        detail = f"the model's weights are of torch.{streams[WEIGHT].dtype}, which no master was held against"
+        detail = f"the model's weights are of torch.{streams[WEIGHT].dtype}, with which no master was compared"
         yield view.finding(damages.NOT_JUDGED, WEIGHT, 0, view.shard.numel, detail)
     for role in (MASTER, *MOMENTS):
         if role in streams and not blocks.is_number(streams[role].dtype):

@@ -158,7 +158,7 @@ def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> N
     """
     if MASTER not in cuts:
         return
-    detail = "cut otherwise than the master parameter: they were not held against each other"
+    detail = "cut otherwise than the master parameter: they were not compared"
     for name, cut in cuts.values():
         if cut != cuts[MASTER][1]:
             found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
@@ -319,7 +319,9 @@ def check_config(found: Checkpoint) -> None:
         detail = "the file that says the format is missing or cannot be read; told by the files beside it"
         found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
     elif named not in BACKENDS:
-        detail = f"the format is said to be {shown(named)}, which is not known here; read as the files beside it are"
+        detail = (
+            f"the metadata names the format {shown(named)}, which is not known here; read as the files beside it are"
+        )
         found.findings.append(Finding(damages.NOT_READ, CONFIG, detail=detail))
 
 

@@ -82,7 +82,7 @@ def require(to: Path) -> None:
     if not to.parent.is_dir():
         raise UserError(f"--html {to}: expected a folder {to.parent}, found none: make it first")
     if to.exists() and not to.is_file():
-        raise UserError(f"--html {to}: expected a name for a file, found something that is none: choose another name")
+        raise UserError(f"--html {to}: expected a name for a file, found something else: choose another name")
 
 
 def write(reports: list[Report], to: Path) -> None:

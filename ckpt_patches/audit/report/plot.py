@@ -48,7 +48,7 @@ def rest(checkpoints: int, panels: list[Panel]) -> str:
     """Which checkpoints are not in the picture."""
     whole, more = checkpoints - len(panels), len(panels) - MOST_PANELS
     parts = [f"{more:,} more that are not whole"] * (more > 0)
-    parts += [f"{whole:,} whole checkpoint{'s' * (whole > 1)}"] * (whole > 0)
+    parts += [f"{whole:,} complete checkpoint{'s' * (whole > 1)}"] * (whole > 0)
     return f"and {' and '.join(parts)}" if parts else ""
 
 

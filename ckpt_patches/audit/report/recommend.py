@@ -61,7 +61,7 @@ def advise(report: Report, reports: Iterable[Report]) -> Advice:
     what += (
         ""
         if older or not _of_moments(plan)
-        else (" Lost moments are reset to zero: with --from OLDER they come from an older checkpoint that is whole.")
+        else (" Lost moments are reset to zero: with --from OLDER they come from an older checkpoint that is complete.")
     )
     return Advice((Step(what, command), *_migrate(report, new)), {}, command, others)
 

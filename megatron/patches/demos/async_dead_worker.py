@@ -20,4 +20,4 @@ def told(rank: int) -> str:
 
 
 if __name__ == "__main__":
-    show(run, "all ranks were told at the next step")
+    show(run, "all ranks raised an error at the next step")

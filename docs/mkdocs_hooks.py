@@ -1,0 +1,71 @@
+"""What the site needs beside docs/*.md: the pages of the repository's root, links that work there, the list of bugs.
+
+The Markdown is written for a forge. A page of the root, such as CHANGELOG.md, is in the site under its name in small
+letters; a link to a file that is not in the site becomes its text.
+"""
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOT_PAGES = {name: name.lower() for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+BUGS = "Bugs"
+LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Add the page of each fix to the navigation, by package."""
+    sys.path.insert(0, str(ROOT))
+    from ckpt_patches.engine.fix import package_of
+    from ckpt_patches.engine.installed import DISTRIBUTIONS
+    from ckpt_patches.engine.registry import FIXES
+
+    groups: dict[str, list[str]] = {}
+    for name in sorted(FIXES):
+        groups.setdefault(DISTRIBUTIONS[package_of(name)], []).append(f"{name}.md")
+    bugs = next(section[BUGS] for section in config.nav if BUGS in section)
+    bugs.extend({package: pages} for package, pages in groups.items())
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of the repository's root."""
+    for name, in_site in ROOT_PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, in_site, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Adapt a page: its links, the words behind the language of a fence; no comments, no message for upstream."""
+    markdown = markdown.partition("\n## Upstream message\n")[0]
+    markdown = re.sub(r"^<!--.*?-->\n", "", markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
+    uri = page.file.src_uri
+    folder = "" if uri in ROOT_PAGES.values() else "docs"
+    pages = {file.src_uri for file in files}
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(p if p.startswith("```") else _with_links(p, folder, pages) for p in parts)
+
+
+def _with_links(text: str, folder: str, pages: set[str]) -> str:
+    return LINK.sub(lambda link: _adapted(link, folder, pages), text)
+
+
+def _adapted(link: "re.Match[str]", folder: str, pages: set[str]) -> str:
+    """A link as the site has it; its text alone if the target is a file of the repository that the site has not.
+
+    A link to a file that is not there stays as it is, and fails the build.
+    """
+    picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+    path = posixpath.normpath(posixpath.join(folder, target))
+    path = "docs/README.md" if path == "docs" else path
+    in_site = ROOT_PAGES.get(path) or path.removeprefix("docs/")
+    if in_site in pages:
+        return f"{picture}[{text}]({in_site}{anchor})"
+    return text if (ROOT / path).exists() else link[0]

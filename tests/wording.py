@@ -1,0 +1,90 @@
+"""Find words that STYLE.md bans, in pages and in what the programs print: `python tests/wording.py`, in `make lint`."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROGRAMS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
+
+# What is banned, and what to write.
+BANNED = {
+    r"\b(?:dies|died|die) (?:of|on|with)\b": "fails with, raises",
+    r"\b(?:is|are|was|were) told\b": "reports, logs, detects",
+    r"\b(?:is|are) said\b": "reports, logs, prints",
+    r"\bgives? no word\b": "reports nothing",
+    r"\bheld against\b": "is compared with",
+    r"\blays? (?:the |all )?(?:fixes|patches) over\b|\b(?:are|is) laid over\b": "patches",
+    r"\bsigns? of life\b": "heartbeat",
+    r"\bkept plans?\b": "cached plan",
+    r"\bare whole\b|\bis whole\b|\bwhole (?:run|checkpoint|folder)s?\b": "complete",
+    r"\bWho (?:trains|saves|loads)\.": "a noun phrase",
+    r"\bis no fix\b|\bthere is none\b|\bthere are none\b|\bis none\b": "not a fix, no … exists",
+    r"\btwice is as good as once\b": "idempotent",
+    r"\bmends?\b|\bmended\b": "fixes, fixed",
+    r"\bstand-ins? for\b": "stub",
+    r"\bat hand\b": "available",
+    r"\bturned bits?\b": "flipped bit",
+    r"\bin the same words\b": "shared",
+}
+# Pages of fixes with a banned phrase that are being rewritten; remove a page from here when it has none.
+PENDING = {
+    f"{name}.md"
+    for name in (
+        "hybrid_offload_reload",
+        "legacy_expert_save",
+        "nvrx_aborted_save",
+        "nvrx_dead_worker",
+        "nvrx_staging",
+        "precision_aware_reload",
+        "universal_empty_group",
+    )
+}
+
+
+def findings(text: str) -> Iterator[tuple[int, str, str]]:
+    """The line of each banned phrase, the phrase, and what to write in its place; code in fences is left out."""
+    hidden = re.sub(r"(?ms)^```.*?^```$", lambda fence: "\n" * fence[0].count("\n"), text)
+    for pattern, better in BANNED.items():
+        for found in re.finditer(pattern.replace(" ", r"\s+"), hidden):
+            yield hidden.count("\n", 0, found.start()) + 1, " ".join(found[0].split()), better
+
+
+def pages() -> list[Path]:
+    return [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """The texts in a program, but for its docstrings, and their lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.lineno, node.value
+
+
+def complaints() -> list[str]:
+    """A line for each banned phrase in a page or in a text of a program."""
+    found = []
+    for page in (page for page in pages() if page.name not in PENDING):
+        for line, phrase, better in findings(page.read_text(encoding="utf-8")):
+            found.append(f"{page.relative_to(REPOSITORY)}:{line}: {phrase!r}; write: {better}")
+    for path in sorted(path for folder in PROGRAMS for path in (REPOSITORY / folder).rglob("*.py")):
+        if "upstream_tests" in path.parts:
+            continue
+        for line, text in messages(path):
+            for _, phrase, better in findings(text):
+                found.append(f"{path.relative_to(REPOSITORY)}:{line}: {phrase!r}; write: {better}")
+    return found
+
+
+def main() -> int:
+    found = complaints()
+    print("\n".join(found) or "no banned phrases")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
