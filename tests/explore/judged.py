@@ -48,12 +48,16 @@ class Stack:
         fixes = f"without-{self.without}" if self.without else "on" if self.fixes else "off"
         return f"{self.package}-{self.version}-{fixes}"
 
+    @property
+    def tree(self) -> Path:
+        return tree(SPACES[self.package].distribution, self.version)
+
     def run(self, *arguments: str | Path) -> dict[str, Any]:
         space = SPACES[self.package]
         others = [name for name in FIXES if name != self.without] if self.without else ()
         delivery = "hook" if self.fixes else "none"
         recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
-        on: dict[str, Any] = {"tree": tree(space.distribution, self.version), "delivery": delivery, "fixes": others}
+        on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others}
         found: dict[str, Any] = run_json(space.program, *arguments, **on, env={**PERMISSIVE, **recording})
         return found
 
@@ -186,7 +190,7 @@ def _converted(case: dict[str, Any], tag: Path, stack: Stack) -> Outcome | None:
     if not case["load"].get("kind", "").endswith(UNIVERSAL):
         return None
     convert: dict[str, Callable[[Path, Path], str]] = {
-        UNIVERSAL: tools.to_universal,
+        UNIVERSAL: lambda tag, output: tools.to_universal(tag, output, stack.tree),
         UPSTREAMS: lambda tag, output: str(stack.run("convert", tag, output).get("error", "")),
     }
     first = case["load"]["kind"]

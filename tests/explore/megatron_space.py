@@ -47,9 +47,8 @@ OF_LAYOUT = (*LAYOUT, "tag", "restore")  # not plainer by themselves
 
 def formats(version: str) -> list[str]:
     """Those of the optimizer's state in a release."""
-    minor = int(version.split(".")[1])
-    model_space = ["fully_sharded_model_space"] * (minor < 16)
-    newer = ["dp_reshardable", "fully_reshardable", "fully_reshardable"] * (minor >= 15)
+    model_space = ["fully_sharded_model_space"] * (numbers(version) < (0, 16))
+    newer = ["dp_reshardable", "fully_reshardable", "fully_reshardable"] * (numbers(version) >= (0, 15))
     return [*model_space, *newer, "dp_zero_gather_scatter", "torch"]
 
 
@@ -98,7 +97,7 @@ def drawn(seed: str, version: str) -> Case:
         run["ep"] = min(1, run["ep"])  # else which rank writes a file of experts is Megatron-LM's own code
     if tp > 1:
         run["ep"] = 0  # needs sequence parallelism, which torch's norms do not have
-    run["mup"] = int(version.split(".")[1]) >= 18 and one_in(6)
+    run["mup"] = numbers(version) >= (0, 18) and one_in(6)
     for name, count in (
         ("decoupled_rate", 4), ("fp32_norms", 4), ("gated", 2), ("untied", 2), ("biases", 2), ("frozen", 4),
         ("zero_initialized", 4), ("scheduler", 2), ("asynchronous", 4), ("clipping", 4),

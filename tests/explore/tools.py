@@ -49,11 +49,12 @@ def universal(tag: Path, by: str = "universal") -> Path:
     return tag.with_name(f"{tag.name}_{by}")
 
 
-def to_universal(tag: Path, output: Path) -> str:
-    """Convert a checkpoint; the error, or nothing."""
+def to_universal(tag: Path, output: Path, release: Path) -> str:
+    """Convert a checkpoint for an installed release; the error, or nothing."""
     folders = ["--input-folder", str(tag), "--output-folder", str(output)]
     command = [sys.executable, "-m", "ckpt_patches", "to-universal", *folders]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CKPT_PATCHES": "off"})
+    environment = {**os.environ, "CKPT_PATCHES": "off", "PYTHONPATH": str(release)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     return done.stderr.strip()[-1000:] if done.returncode else ""
 
 
