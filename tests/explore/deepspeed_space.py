@@ -15,7 +15,7 @@ PLAIN: Case = {
         (
             "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
             "buffers", "lora", "overflow", "round_robin_gradients", "overlap_comm", "hpz", "offload", "fp32_gradients",
-            "clipping",
+            "clipping", "sequences",
         ),
         False,
     ),
@@ -88,6 +88,7 @@ def drawn(seed: str) -> Case:
         run[name] = one_in(count)
     if stage in (1, 2) and one_in(6):
         run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False, "contiguous_gradients": True}
+    run["sequences"] = stage > 0 and ranks % 2 == 0 and not (run["experts"] or run["hpz"]) and one_in(6)
     if run["optimizer"] == "Muon":  # which has param groups of its own
         run |= {"groups": 1, "offload": False, "experts": 0, "lora": False, "stage": max(stage, 1)}
         # Its momentum takes the gradients of an overflow in, and is NaN from then on.

@@ -8,6 +8,7 @@ The truth is what is in the optimizer's memory, read here: no accessor of DeepSp
 """
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -16,7 +17,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,7 +78,17 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if options["warm_up"]:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
-    return deepspeed.initialize(model=model, config=config, **optimizer(model, options, config))[0]
+    mpu = groups_of_sequences() if options["sequences"] and ranks % 2 == 0 else None
+    return deepspeed.initialize(model=model, config=config, mpu=mpu, **optimizer(model, options, config))[0]
+
+
+@functools.cache
+def groups_of_sequences() -> Any:
+    """Two ranks each have parts of the same sequences, as in DeepSpeed's ALST; not in its releases before 0.17."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    return parallel_state_sp
 
 
 def train(run: Any, options: Options, first: int, steps: int) -> list[float]:
@@ -438,7 +448,7 @@ def main() -> None:
     dt.prepare()
     dt.reduce_as_on_a_gpu()
     chosen = explored.ranks_of(args, on["ranks"], killed=args.command == "train" and case["killed"] > 0)
-    found = explored.on_ranks(lambda rank: do(rank, case, args.folder), chosen, partial(join, on["nodes"]))
+    found = explored.on_ranks(lambda rank: do(rank, case, args.folder), chosen, functools.partial(join, on["nodes"]))
     print("\n" + json.dumps(found))
 
 
