@@ -162,10 +162,10 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
     all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
     if load["old"] and all_fixes and audit(tried.tag, 1).verdict == DAMAGED:
         return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
-    if load["some_ranks"]:
+    if load["some_ranks"] or (load["old"] and all_fixes):
         without = replace(stack, fixes=False, without="").run("load", file, tried.tag.parent)
         if "error" in without or {*different} <= {*without.get("different", [])}:
-            return Outcome(NOT_TRAINED, "upstream's own on ranks without the fixes")
+            return Outcome(NOT_TRAINED, "upstream's own, of a save or of ranks without the fixes")
     return None
 
 
