@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.registry import FIXES
 from explore.corpus import kept
 from explore.judged import LOUD, RIGHT, SILENT, Outcome, Stack, outcome

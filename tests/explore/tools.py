@@ -45,8 +45,9 @@ def _repaired(report: Report) -> str:
         return "" if "nothing to repair" in str(error) else str(error)
 
 
-def universal(tag: Path, by: str = "universal") -> Path:
-    return tag.with_name(f"{tag.name}_{by}")
+def universal(tag: Path, folder: str = "") -> Path:
+    """Of a checkpoint, or in a folder beside its own: a converter writes which one is the latest there."""
+    return (tag.parent.with_name(folder) if folder else tag.parent) / f"{tag.name}_universal"
 
 
 def to_universal(tag: Path, output: Path, release: Path) -> str:
