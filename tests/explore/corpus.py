@@ -1,8 +1,8 @@
 """The cases that explorations have found, each in a file: what it shows, and the release that shows it.
 
 One that is SILENT without one fix, and not with all of them, is named after that fix; so is one that is right with all,
-and without it has an "error". One that is SILENT with all of
-them is `open_…`: it fails the tests until there is a fix, or an error.
+and without it has an "error". One that showed a tool to be wrong is named after the tool. One that is SILENT with all
+of them is `open_…`: it fails the tests until there is a fix, or an error.
 """
 
 import json
