@@ -140,7 +140,8 @@ NOT_RUN = {
     "explorer": "hours; the cases of its corpus and drawn ones are run by test_explore.py",
     "fingerprint": "trains with Megatron-LM's own script, which no package on the index has",
     "upstream_suites": "clones upstream's repositories",
-    "ds_to_universal": "srun and mpirun: a cluster",
+    "launchers": "srun: a cluster",
+    "training_stacks": "looks at a user's checkout of Megatron-LM",
 }
 
 
