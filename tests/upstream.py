@@ -509,6 +509,7 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
         stand_in = PROGRAMS / "stand_in_apex_kernels"
     folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
     return {
+        **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},
         **demonstrating.environment(inherited, patched=delivery == "hook"),
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "MASTER_ADDR": "127.0.0.1",
