@@ -131,7 +131,8 @@ def _of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
         return Outcome(LOUD, found["error"])
     if found.get("hangs"):
         return Outcome(SILENT, signature=f"{what}: hangs")
-    proof = next((line for line in found["proof"] if line.startswith(("resume proven", DIFFERS))), "")
+    lines = [line for begin in (DIFFERS, "resume proven") for line in found["proof"] if line.startswith(begin)]
+    proof = lines[0] if lines else ""  # of several, as of the optimizer and the scheduler, one that differs
     if different := found["different"]:
         if noticed := _noticed(tried, different, proof, file):
             return noticed

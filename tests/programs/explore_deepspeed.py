@@ -323,9 +323,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
         if not options["experts"]:  # with them it is a key that some releases reserve
             info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
         killed = case["killed"] if tag == LAST else 0
-        save = ending(rank, killed, case["ranks"])
-        if case["load"]["damage"] == "altered" and case["load"]["tag"] == tag:
-            save = explored.altering(rank, case["ranks"], case["load"]["file"])
+        save = ending(rank, killed, case["ranks"]) if killed else explored.saver(case, tag, rank)
         try:
             with mock.patch("torch.save", save):
                 run.save_checkpoint(str(folder), tag=tag, client_state=info)
@@ -351,7 +349,7 @@ def ending(rank: int, killed: int, ranks: int) -> Callable[..., None]:
     save, left = torch.save, iter(range((killed - 1) // ranks, -1, -1))
 
     def save_or_end(obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
-        if not killed or rank != (killed - 1) % ranks or next(left, -1) != 0:
+        if rank != (killed - 1) % ranks or next(left, -1) != 0:
             save(obj, f, *args, **keywords)
             return
         save(obj, whole := io.BytesIO(), *args, **keywords)

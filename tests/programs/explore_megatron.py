@@ -372,11 +372,9 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
     at, truth, ends = options["steps"], {}, []
     train(run, 0, at)
     for tag, more in ((FIRST, 1 if case["two_saves"] else MORE), (LAST, MORE)):
-        saved, saver = live(run), torch.save
-        if case["load"]["damage"] == "altered" and case["load"]["tag"] == tag:
-            saver = explored.altering(rank, case["ranks"], case["load"]["file"])
+        saved = live(run)
         try:
-            with mock.patch("torch.save", saver):
+            with mock.patch("torch.save", explored.saver(case, tag, rank)):
                 asked = save(run, options, at, folder / tag)
             if asked is not None:
                 ends.append(finished_after(asked, folder / f"{tag}.go", options["persistent"]))

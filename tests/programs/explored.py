@@ -111,9 +111,13 @@ def spoil(parts: Iterable[Part], what: str) -> None:
         next(part for part in parts if part.name.endswith(what)).local.view(-1)[0] += 1
 
 
-def altering(rank: int, ranks: int, number: int) -> Callable[..., None]:
-    """A `torch.save` that changes one element of what it saves: in the call and on the rank of this number."""
-    save, calls = torch.save, itertools.count()
+def saver(case: Options, tag: str, rank: int) -> Callable[..., None]:
+    """The `torch.save` of a tag: where the case has an altered element, in the call and on the rank of that number."""
+    save: Callable[..., None] = torch.save
+    calls, wanted = itertools.count(), case["load"]
+    number, ranks = wanted["file"], case["ranks"]
+    if wanted["damage"] != "altered" or wanted["tag"] != tag:
+        return save
 
     def save_altered(obj: Any, *args: Any, **keywords: Any) -> None:
         if (next(calls), rank) == divmod(number, ranks):

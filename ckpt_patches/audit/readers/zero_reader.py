@@ -175,10 +175,11 @@ class _Weights:
         self.found, self.folder, self.models = found, folder, models
         names = zero_pipeline.layer_files(folder.names).values()
         self.layers = {name: tensor_streams.read(folder.path / name, found) for name in names}
-        self.experts: dict[str, dict[str, Any]] = {name: {} for name in folder.experts}  # by the names of files
-        for name, values in self.experts.items():
-            value = tensor_streams.read(folder.path / name, found)
-            values.update(value if isinstance(value, Mapping) else {})
+        self.experts: dict[tuple[str, str], tuple[str, Any]] = {}  # by parameter and the end of the file's name
+        for name in folder.experts:
+            values = tensor_streams.read(folder.path / name, found)
+            for key, value in values.items() if isinstance(values, Mapping) else ():
+                self.experts[key, "".join(name.partition("_mp_rank_")[1:])] = (name, value)
         self.places: dict[tuple[str, int], zero_pipeline.Place] = {}  # by parameter and model-parallel rank
         if self.layers:
             self._set_places()
@@ -230,11 +231,9 @@ class _Weights:
             return {}
         first = int(label.removeprefix(EXPERT_RANK)) * local[match[1]] if label else 0
         own = f"{match[1]}{first + int(match[2])}{match[3]}"
-        for file, values in self.experts.items():
-            if own in values and f"_mp_rank_{model_rank:02d}_" in file:
-                found = tensor_streams.weight(self.found, self.folder.path / file, own, values[own], shape)
-                return {WEIGHT: found} if found else {}
-        return {}
+        file, value = self.experts.get((own, f"_mp_rank_{model_rank:02d}_model_states.pt"), ("", None))
+        found = tensor_streams.weight(self.found, self.folder.path / file, own, value, shape) if file else None
+        return {WEIGHT: found} if found else {}
 
     def _in_layer(self, name: str, place: zero_pipeline.Place) -> Any:
         value = self.layers[place.file].get(place.key)
