@@ -3,8 +3,10 @@
 from pathlib import Path
 
 ALTERED, OTHER_STEP = "altered", "other step"
+LOST = ("zeros", "NaN")  # half of a tensor, while it is saved
 DAMAGES = ("truncated", "absent", OTHER_STEP)
-UNSEEN = (ALTERED, OTHER_STEP)  # which a checkpoint may have and be whole: by one element more, or with the same in it
+# What a checkpoint may have and be whole: one element more, zeros of a bias, the same in a file of another step.
+UNSEEN = (ALTERED, OTHER_STEP, *LOST)
 UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it
 
 

@@ -3,7 +3,8 @@
 import random
 from typing import Any
 
-from explore.damaging import ALTERED, DAMAGES, OTHER_STEP
+from explore.damaging import ALTERED, DAMAGES, LOST, OTHER_STEP
+from upstream import numbers
 
 Case = dict[str, Any]
 
@@ -15,7 +16,7 @@ PLAIN: Case = {
         (
             "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
             "buffers", "lora", "overflow", "round_robin_gradients", "overlap_comm", "hpz", "offload", "fp32_gradients",
-            "clipping", "sequences",
+            "clipping", "sequences", "momentum_in_memory", "ends_at_save",
         ),
         False,
     ),
@@ -30,6 +31,7 @@ PLAIN_LOAD: Case = {
     "some_ranks": False,  # rank 0 alone has the fixes
     "damage": "",  # of a file, after the save
     "file": 0,  # which
+    "repaired": False,  # by `repair`, with moments of the first save
     "fingerprint": False,  # recorded at the save, and compared
     "both_converters": False,  # a universal checkpoint is converted by the other one, too, to compare
 }  # fmt: skip
@@ -48,8 +50,8 @@ LOADS = (
 RANKS = (1, 2, 2, 2, 2, 3, 4, 5)
 
 
-def drawn(seed: str) -> Case:
-    """One case, the same for the same seed."""
+def drawn(seed: str, version: str) -> Case:
+    """One case for a release, the same for the same seed."""
     generator = random.Random(seed)
 
     def one_in(count: int) -> bool:
@@ -93,6 +95,7 @@ def drawn(seed: str) -> Case:
         run |= {"groups": 1, "offload": False, "experts": 0, "lora": False, "stage": max(stage, 1)}
         # Its momentum takes the gradients of an overflow in, and is NaN from then on.
         run |= dict.fromkeys(("single", "empty_group", "zero_rate", "reversed", "overflow"), False)
+        run["momentum_in_memory"] = stage == 3 and numbers(version) >= (0, 18, 9) and one_in(2)
     kind = generator.choice(LOADS if stage else [kind for kind in LOADS if "universal" not in kind])
     other = kind.endswith("universal") and not one_in(3)
     to = generator.choice([1, 2, 3, 4, 5]) if other else ranks
@@ -118,10 +121,12 @@ def drawn(seed: str) -> Case:
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     load["fingerprint"] = not load["some_ranks"] and one_in(2)
     if load["fingerprint"] and not (killed or load["damage"] or load["old"]) and one_in(6):
-        load |= {"damage": ALTERED, "file": generator.randrange(60)}
+        load |= {"damage": generator.choice([ALTERED, *LOST]), "file": generator.randrange(60)}
+        load["repaired"] = load["damage"] in LOST and one_in(2)
     load["both_converters"] = kind.endswith("universal") and not load["damage"] and one_in(2)
     if load["latest"] and kind == "ordinary" and two_saves:
         load["tag"] = "last"
+    run["ends_at_save"] = not killed and one_in(6)
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
     return {"package": "deepspeed", **case}
 
@@ -175,6 +180,7 @@ def described(case: Case) -> str:
         "by the tracker" * load["latest"],
         "with the fixes on rank 0 alone" * load["some_ranks"],
         f"file {load['file']} {load['damage']}" * bool(load["damage"]),
+        "repaired" * load["repaired"],
         f"second save killed at {case['killed']}" * bool(case["killed"]),
         *(name if value is True else f"{name} {value}" for name, value in options.items()),
     ]

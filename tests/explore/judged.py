@@ -13,13 +13,15 @@ from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
 from explore import tools
-from explore.damaging import ALTERED, UNSEEN, damage
+from explore.damaging import ALTERED, LOST, UNSEEN, damage
 from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
 DIFFERS = "fingerprint: the "  # "state after the load is not what was saved", or "run", begins a line of the log
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # formats of Megatron
+FIRST = "first"  # of two saves
+REPAIRED_PART = "a repaired part"
 NO_STATE = "it has no state yet"  # in a line of the log
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
@@ -85,6 +87,10 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
         harm = _harm(case, saves, killed="killed" in trained)
         if harm.is_whole and load["damage"] not in UNSEEN:
             return Outcome(SILENT, signature=f"audit: {harm.verdict} in spite of {harm.what}")
+        if load["repaired"] and harm.verdict == DAMAGED and tools.repaired(tag, saves / FIRST):
+            harm = Harm(REPAIRED_PART, REPAIRED)
+        elif load["repaired"]:  # the load has nothing repaired to expect
+            file.write_text(json.dumps({**case, "load": {**load, "repaired": False}}))
         if unusable := _converted(case, tag, stack):
             return unusable
         return _of_load(Tried(case, stack, saving, tag, harm), _loaded(case, stack, file, saves), file)
@@ -118,6 +124,8 @@ def _harm(case: dict[str, Any], saves: Path, killed: bool) -> Harm:
     what = "an interrupted save" if killed and load["tag"] == "last" else ""
     if load["damage"] == ALTERED:
         what = "an altered element"
+    elif load["damage"] in LOST:
+        what = f"{load['damage']} in a part"
     elif load["damage"]:
         name = damage(tag, other, load["damage"], load["file"])
         what = f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
@@ -138,6 +146,8 @@ def _of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
             return noticed
         kinds = sorted({_kind(name) for name in different})
         return Outcome(SILENT, ", ".join(different[:20]), f"{what}: {', '.join(kinds)}")
+    if harm.what == REPAIRED_PART:  # of which the fingerprint says that it is not what was saved
+        return Outcome(RIGHT)
     if proof.startswith(DIFFERS):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: fingerprints differ, and no state does")
     to_prove = tried.saving.fingerprint and load["restore"] in ("everything", "without scheduler")
@@ -154,7 +164,7 @@ def _of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
 def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outcome | None:
     """Whether one of the tools has noticed what differs after a load, or it is not of what has the fixes."""
     load, harm, stack = tried.case["load"], tried.harm, tried.stack
-    if load["damage"] in UNSEEN and harm.what:
+    if load["damage"] in UNSEEN and harm.what and harm.what != REPAIRED_PART:
         if proof.startswith(DIFFERS):
             return Outcome(LOUD, f"the fingerprint: {DIFFERS} ({harm.what})")
         if {_kind(name) for name in different} == {"weight"} and tried.case["run"].get("format") in BUCKETS:

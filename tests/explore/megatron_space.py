@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from explore.damaging import ALTERED, DAMAGES, OTHER_STEP
+from explore.damaging import ALTERED, DAMAGES, LOST, OTHER_STEP
 from upstream import numbers, runnable
 
 Case = dict[str, Any]
@@ -36,6 +36,7 @@ PLAIN_LOAD: Case = {
     "some_ranks": False,  # rank 0 alone has the fixes
     "damage": "",  # of a file, after the save
     "file": 0,  # which
+    "repaired": False,  # by `repair`, with moments of the first save
     "fingerprint": False,  # recorded at the save, and compared
     "migrated": False,  # from a format of another release
     "format": "same",  # that the run asks for
@@ -135,7 +136,8 @@ def drawn(seed: str, version: str) -> Case:
     if load["damage"] == OTHER_STEP:  # of which a file of torch_dist has nothing but these
         load |= {"fingerprint": True, "some_ranks": False, "old": False}
     if load["fingerprint"] and not (load["damage"] or load["old"] or run["asynchronous"]) and one_in(6):
-        load |= {"damage": ALTERED, "file": generator.randrange(60)}
+        load |= {"damage": generator.choice([ALTERED, *LOST]), "file": generator.randrange(60)}
+        load["repaired"] = load["damage"] in LOST and one_in(2)
     if run["format"] == "torch" and run["optimizer"] == "whole":
         load["fingerprint"] = False  # of which that has none
     if one_in(8) and not run["mup"] and run["optimizer"] == "distributed" and numbers(version) >= (0, 16):
@@ -224,6 +226,7 @@ def described(case: Case) -> str:
         "overriding the learning rate" * load["override"],
         "with the fixes on rank 0 alone" * load["some_ranks"],
         f"file {load['file']} {load['damage']}" * bool(load["damage"]),
+        "repaired" * load["repaired"],
         f"loaded with offload {load['offload']}" * (load["offload"] != "same"),
         *(name if value is True else f"{name} {value}" for name, value in options.items()),
     ]

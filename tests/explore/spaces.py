@@ -36,7 +36,7 @@ class Space:
 
 
 SPACES = {
-    "deepspeed": Space("deepspeed", "explore_deepspeed", deepspeed_space, lambda seed, _: deepspeed_space.drawn(seed)),
+    "deepspeed": Space("deepspeed", "explore_deepspeed", deepspeed_space, deepspeed_space.drawn),
     "megatron": Space("megatron-core", "explore_megatron", megatron_space, megatron_space.drawn),
 }
 
@@ -49,6 +49,17 @@ def complete(case: Case) -> Case:
     """A case of which what is plain was left out."""
     own = space_of(case).own
     return {**own.PLAIN_CASE, **case, "run": own.PLAIN | case["run"], "load": own.PLAIN_LOAD | case["load"]}
+
+
+def compact(case: Case) -> Case:
+    """A case without what is plain."""
+    own = space_of(case).own
+    plain: Case = {**own.PLAIN_CASE, "run": own.PLAIN, "load": own.PLAIN_LOAD}
+
+    def left(values: Case, of: Case) -> Case:
+        return {name: value for name, value in values.items() if name not in of or value != of[name]}
+
+    return {**left(case, plain), **{part: left(case[part], plain[part]) for part in ("run", "load")}}
 
 
 def plainer(case: Case, steps: Iterable[Case]) -> Case:

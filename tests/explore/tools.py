@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, Report, audit
 from ckpt_patches.audit.repair.repair import repair
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
@@ -43,6 +43,20 @@ def _repaired(report: Report) -> str:
         return str(repair(path, output, None, 1))
     except UserError as error:
         return "" if "nothing to repair" in str(error) else str(error)
+
+
+def repaired(tag: Path, older: Path) -> bool:
+    """Put the repaired checkpoint in a damaged one's place, if `repair` does not decline and calls it repaired."""
+    output = tag.with_name(f"{tag.name}_repaired")
+    try:
+        result = repair(tag, output, older if older != tag and older.exists() else None, 1)
+    except UserError:
+        return False
+    if result is None or result.verdict != REPAIRED:
+        return False
+    tag.rename(tag.with_name(f"{tag.name}_damaged"))
+    output.rename(tag)
+    return True
 
 
 def universal(tag: Path, folder: str = "") -> Path:

@@ -7,6 +7,7 @@
 The truth is what is in the optimizer's memory, read here: no accessor of DeepSpeed's or of ours takes part.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -56,6 +57,7 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
         zero["stage3_param_persistence_threshold"] = options["persistent"]
         zero |= {"sub_group_size": options["sub_group_size"]} if options["sub_group_size"] else {}
         zero |= {"zero_hpz_partition_size": ranks // on["nodes"]} if options["hpz"] else {}
+        zero |= {"save_muon_momentum_buffer_in_memory": True} if options["momentum_in_memory"] else {}
     if options["offload"]:
         zero["offload_optimizer"] = {"device": "cpu"}
     config = {
@@ -329,7 +331,11 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
                 run.save_checkpoint(str(folder), tag=tag, client_state=info)
         except Exception as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
-        truth[tag] = {"saved": live(run), "losses": train(run, options, at, more), "at": at}
+        truth[tag] = {"saved": live(run), "at": at}
+        if options["ends_at_save"] and tag == (LAST if case["two_saves"] else FIRST):
+            run.destroy()
+            break
+        truth[tag]["losses"] = train(run, options, at, more)
         truth[tag]["end"] = live(run)
         at += more
         if not case["two_saves"]:
@@ -380,14 +386,20 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         if number:  # a rollback
             train(run, options, 60, 1)
         before = live(run)
-        with explored.proof() as proof:
+        with explored.proof() as proof, model_parallel(run, needed=universal):
             path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
         if path is None:
             raise FileNotFoundError("load_checkpoint returns no path")
     if wanted.get("spoil"):  # for tests: what was loaded is changed, or a rank goes nowhere
         explored.spoil(parts(run), wanted["spoil"])
-    truth = torch.load(folder / "truth.pt", weights_only=False)[name.removesuffix("_universal")]
-    different = explored.on_any_rank(differences(live(run), truth["saved"], before, restored))
+    truths = torch.load(folder / "truth.pt", weights_only=False)
+    # After a save in which a rank was killed the tracker names the one before, or this one; else it names the last.
+    truth = truths[name.removesuffix("_universal") if case["killed"] else wanted["tag"]]
+    found = live(run)
+    different = explored.on_any_rank(differences(found, truth["saved"], before, restored))
+    if wanted["repaired"]:
+        train(run, options, 70, 1)
+        return {"different": explored.unrepaired(different, found, truths, case), "proof": proof}
     if different or restored[0] or "losses" not in truth:
         train(run, options, 70, 1)  # whose error is one that somebody gets
         return {"different": different, "proof": proof}
@@ -399,6 +411,17 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
     later = explored.on_any_rank(explored.different(live(run), end))
     return {"different": differ + [f"later {name}" for name in later], "proof": proof}
+
+
+@contextlib.contextmanager
+def model_parallel(run: Any, *, needed: bool) -> Iterator[None]:
+    """Up to 0.14.0 universal checkpoints are loaded only with an object for model parallelism."""
+    needed &= dt.numbers(deepspeed.__version__) <= (0, 14, 0)
+    if needed:
+        run.optimizer.mpu = dt.OneTensorParallelRank
+    yield
+    if needed:
+        run.optimizer.mpu = None
 
 
 def differences(found: State, saved: State, before: State, restored: tuple[str, ...]) -> list[str]:

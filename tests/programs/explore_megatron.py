@@ -397,7 +397,8 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     wanted, options = case["load"], dict(case["run"])
     if wanted["format"] != "same":
         options["format"] = wanted["format"]
-    truth = torch.load(folder / "truth.pt", weights_only=False)[wanted["tag"]]
+    truths = torch.load(folder / "truth.pt", weights_only=False)
+    truth = truths[wanted["tag"]]
     changed: Options = {"override": True} if wanted["override"] else {}
     changed |= {"offload": wanted["offload"]} if wanted["offload"] != "same" else {}
     run = started(options, wanted, seed=2, **changed)
@@ -413,7 +414,11 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         explored.spoil(parts(run), wanted["spoil"])
     found, expected = live(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
     of_another = bool(wanted["saved_by"])
-    if different := explored.on_any_rank(_different(found, expected, of_another)):
+    different = explored.on_any_rank(_different(found, expected, of_another))
+    if wanted["repaired"]:
+        train(run, 70, 1)
+        return {"different": explored.unrepaired(different, found, truths, case), "proof": proof}
+    if different:
         return {"different": different, "proof": proof}
     losses, end = truth["losses"], truth["end"]
     if not goes_on(case):

@@ -111,23 +111,55 @@ def spoil(parts: Iterable[Part], what: str) -> None:
         next(part for part in parts if part.name.endswith(what)).local.view(-1)[0] += 1
 
 
+def add_one(flat: torch.Tensor, number: int) -> None:
+    flat[number % flat.numel()] += 1
+
+
+# What may become of a tensor while it is saved: one element is another one, or half of them are lost.
+WHILE_SAVED: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "altered": add_one,
+    "zeros": lambda flat, _: flat[flat.numel() // 2 :].zero_(),
+    "NaN": lambda flat, _: flat[flat.numel() // 2 :].fill_(torch.nan),
+}
+
+
 def saver(case: Options, tag: str, rank: int) -> Callable[..., None]:
-    """The `torch.save` of a tag: where the case has an altered element, in the call and on the rank of that number."""
+    """The `torch.save` of a tag; it changes a tensor in the call and on the rank of a number, if the case has that."""
     save: Callable[..., None] = torch.save
     calls, wanted = itertools.count(), case["load"]
     number, ranks = wanted["file"], case["ranks"]
-    if wanted["damage"] != "altered" or wanted["tag"] != tag:
+    if wanted["damage"] not in WHILE_SAVED or wanted["tag"] != tag:
         return save
 
-    def save_altered(obj: Any, *args: Any, **keywords: Any) -> None:
+    def save_changed(obj: Any, *args: Any, **keywords: Any) -> None:
         if (next(calls), rank) == divmod(number, ranks):
             obj = copy.deepcopy(obj)  # a tensor of the run stays as it is
             held = [one for one in tree_leaves(obj) if isinstance(one, torch.Tensor) and one.is_floating_point()]
             for one in [one for one in held if one.numel()][number % 3 :][:1]:
-                one.detach().view(-1)[number % one.numel()] += 1
+                WHILE_SAVED[wanted["damage"]](one.detach().view(-1), number)
         save(obj, *args, **keywords)
 
-    return save_altered
+    return save_changed
+
+
+def unrepaired(different: list[str], found: State, truth: State, case: Options) -> list[str]:
+    """Of what differs from the truth, what `repair` does not state: it takes main parameters from weights, and moments
+    from an older checkpoint, or resets them."""
+    saved, older = truth[case["load"]["tag"]]["saved"], truth[FIRST]["saved"]
+
+    def is_repaired(name: str) -> bool:
+        parameter, _, what = name.rpartition(".")
+        if not parameter or what == "weight" or not isinstance(found.get(name), torch.Tensor):
+            return False
+        weight = saved.get(f"{parameter}.weight")
+        others = [weight] if what in ("fp32", "copy") else [torch.zeros(()), older.get(name)]
+        own = found[name]
+        good = own == saved[name]
+        for other in [other for other in others if other is not None]:
+            good |= own == other.to(own.dtype)
+        return bool(good.all())
+
+    return [name for name in different if not is_repaired(name)]
 
 
 @contextlib.contextmanager
