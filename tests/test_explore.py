@@ -1,14 +1,24 @@
 """The explorer: cases that it draws, those that it has found, and that its judge can say no."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from changed_elements import change_elements
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.audit import WHOLE, Report, audit
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG
+from ckpt_patches.audit.repair.repair import repair
 from ckpt_patches.engine.fix import load as fix_named
 from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.migrate.migrate import Options, migrate
+from explore import tools
 from explore.corpus import kept
-from explore.judged import LOUD, RIGHT, SILENT, Outcome, Stack, outcome
+from explore.judged import LOUD, RIGHT, SILENT, Harm, Outcome, Stack, Tried, of_load, outcome
 from explore.search import shrunk
 from explore.spaces import SPACES, complete, plainer, space_of
 from upstream import newest, newest_affected
@@ -139,3 +149,97 @@ def test_a_case_shrinks_to_what_it_needs(
             steps = space_of(small).steps_to_plain(small)
             assert not any(found(plainer(small, [step]), stack).kind == SILENT for step in steps)
             assert len(tried) < 60
+
+
+# The judge of the tools: each is spoiled here in one way, and the case is SILENT.
+
+
+def test_an_audit_that_calls_a_whole_checkpoint_damaged_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(path: Path, workers: int) -> Report:
+        report = audit(path, workers)
+        return replace(report, findings=[*report.findings, damages.Finding(damages.NOT_FINITE, "an array")])
+
+    monkeypatch.setattr("explore.tools.audit", spoiled)
+    assert str(outcome(SMALL["deepspeed"], NEWEST["deepspeed"])) == "SILENT audit of a whole checkpoint: not_finite"
+
+
+def test_an_audit_that_calls_a_truncated_checkpoint_whole_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("explore.tools.verdict", lambda tag: WHOLE)
+    case = plainer(SMALL["deepspeed"], [{"load": {"damage": "truncated"}}])
+    assert str(outcome(case, NEWEST["deepspeed"])).startswith("SILENT audit: WHOLE in spite of ")
+
+
+def test_a_repair_of_a_whole_checkpoint_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("explore.tools.repair", lambda *_: "repaired")
+    assert str(outcome(SMALL["deepspeed"], NEWEST["deepspeed"])) == "SILENT repair of a whole checkpoint"
+
+
+def test_a_repair_that_leaves_other_elements_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repairs a main parameter, and then there are other moments."""
+
+    def spoiled(path: Path, output: Path, older: Path | None, workers: int) -> Any:
+        result = repair(path, output, older, workers)
+        change_a_moment(output)
+        return result
+
+    case = plainer(SMALL["deepspeed"], [{"load": {"damage": "zeros", "file": 0, "repaired": True}}])
+    assert outcome(case, NEWEST["deepspeed"]).kind == RIGHT
+    monkeypatch.setattr("explore.tools.repair", spoiled)
+    found = outcome(case, NEWEST["deepspeed"])
+    assert found.kind == SILENT
+    assert "a repaired part" in found.signature
+
+
+def test_a_converter_that_writes_another_element_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    to_universal = tools.to_universal
+
+    def spoiled(tag: Path, output: Path, release: Path) -> str:
+        error = to_universal(tag, output, release)
+        file = next(output.glob("zero/*/exp_avg.pt"))
+        state = torch.load(file)
+        state["param"].view(-1)[0] += 1
+        torch.save(state, file)
+        return error
+
+    monkeypatch.setattr("explore.tools.to_universal", spoiled)
+    case = plainer(SMALL["deepspeed"], [{"load": {"kind": "universal", "both_converters": True}}])
+    assert str(outcome(case, NEWEST["deepspeed"])) == "SILENT the two converters: exp_avg param"
+    alone = plainer(case, [{"load": {"both_converters": False}}])
+    assert str(outcome(alone, NEWEST["deepspeed"])) == "SILENT universal: exp_avg"
+
+
+def test_a_migration_that_writes_another_element_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(old: Path, new: Path, options: Options, **more: Any) -> None:
+        migrate(old, new, options, **more)
+        change_a_moment(new)
+
+    monkeypatch.setattr("explore.tools.migrate", spoiled)
+    run = {"format": "fully_sharded_model_space"}
+    load = {"saved_by": "0.14.0", "migrated": True, "format": "fully_reshardable"}
+    found = outcome(plainer(SMALL["megatron"], [{"run": run, "load": load}]), NEWEST["megatron"])
+    assert found.kind == SILENT
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("lines", "different", "signature"),
+    [
+        (["fingerprint: the state after the load is not what was saved"], [], "fingerprints differ, and no state does"),
+        ([], [], "a right load is not proven"),
+        (["resume proven: 3 states"], ["a.exp_avg"], "exp_avg"),
+    ],
+)
+def test_a_fingerprint_that_is_wrong_is_silent(
+    lines: list[str], different: list[str], signature: str, tmp_path: Path
+) -> None:
+    stack = replace(NEWEST["deepspeed"], fingerprint=True)
+    tried = Tried(SMALL["deepspeed"], stack, stack, tmp_path, Harm())
+    found = of_load(tried, {"proof": lines, "different": different}, tmp_path)
+    assert str(found) == f"SILENT ordinary: {signature}"
+
+
+def change_a_moment(checkpoint: Path) -> None:
+    """The lowest bit of its elements."""
+    found = audit(checkpoint, 1).checkpoint
+    shard = next(shard for shard in found.shards if EXP_AVG in shard.streams)
+    change_elements(found, shard, EXP_AVG, 0, lambda bits: bits ^ 1)

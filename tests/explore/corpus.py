@@ -49,6 +49,11 @@ def _kept(name: str, case: dict[str, Any], signature: str, stack: Stack) -> str:
     file = CORPUS / f"{name}.json"
     if file.exists():
         return f"not kept: there is {file.name} already"
-    known = {"shows": space_of(case).described(case), "signature": signature, "version": stack.version, "case": compact(case)}
+    known = {
+        "shows": space_of(case).described(case),
+        "signature": signature,
+        "version": stack.version,
+        "case": compact(case),
+    }
     replace_durably(file, (json.dumps(known, indent=1) + "\n").encode())
     return f"kept as {file.name}"

@@ -14,6 +14,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
 from explore import tools
 from explore.damaging import ALTERED, LOST, UNSEEN, damage
+from explore.megatron_space import FROZEN
 from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
@@ -93,7 +94,7 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             file.write_text(json.dumps({**case, "load": {**load, "repaired": False}}))
         if unusable := _converted(case, tag, stack):
             return unusable
-        return _of_load(Tried(case, stack, saving, tag, harm), _loaded(case, stack, file, saves), file)
+        return of_load(Tried(case, stack, saving, tag, harm), _loaded(case, stack, file, saves), file)
 
 
 class Harm(NamedTuple):
@@ -132,7 +133,7 @@ def _harm(case: dict[str, Any], saves: Path, killed: bool) -> Harm:
     return Harm(what, tools.verdict(tag)) if what else Harm()
 
 
-def _of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
+def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
     load, harm = tried.case["load"], tried.harm
     what = f"{space_of(tried.case).loaded(tried.case)}{f', {harm.what}' if harm.what else ''}"
     if "error" in found:
@@ -167,8 +168,8 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
     if load["damage"] in UNSEEN and harm.what and harm.what != REPAIRED_PART:
         if proof.startswith(DIFFERS):
             return Outcome(LOUD, f"the fingerprint: {DIFFERS} ({harm.what})")
-        if {_kind(name) for name in different} == {"weight"} and tried.case["run"].get("format") in BUCKETS:
-            return Outcome(NOT_TRAINED, "known limit: a weight, and no file states where its main parameter is")
+        if limit := _limit(tried.case, different):
+            return Outcome(NOT_TRAINED, f"known limit: {limit}")
         return None if harm.is_whole else Outcome(LOUD, f"the audit: {harm.verdict} ({harm.what}); no load notices it")
     all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
     if load["old"] and all_fixes and audit(tried.tag, 1).verdict == DAMAGED:
@@ -178,6 +179,16 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
         if "error" in without or {*different} <= {*without.get("different", [])}:
             return Outcome(NOT_TRAINED, "upstream's own, of a save or of ranks without the fixes")
     return None
+
+
+def _limit(case: dict[str, Any], different: list[str]) -> str:
+    """Of an element that was altered in the save: why neither audit nor fingerprint can notice it (docs/limits.md)."""
+    if case["package"] != "megatron" or {_kind(name) for name in different} != {"weight"}:
+        return ""
+    if case["run"]["format"] in BUCKETS:
+        return "a weight, and no file states where its main parameter is"
+    frozen = case["run"]["frozen"] and all(any(part in name for part in FROZEN) for name in different)
+    return "a frozen weight, which the optimizer does not have" if frozen else ""
 
 
 def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ LAYOUTS = (
     (1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2),
     (2, 2, 1),
 )  # fmt: skip
+FROZEN = ("self_attention.linear_qkv", "norm")  # in the names of parameters
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel ranks may load these
 PLAIN_LOAD: Case = {
     "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0, "cp": 1,
