@@ -128,6 +128,10 @@ def flip_one_bit_of_a_master(path: Path) -> None:
     chunk(path, state("fp32_param")).view(np.uint32)[77] ^= np.uint32(1 << 20)
 
 
+def lose_weight(path: Path) -> None:
+    chunk(path, UP)[:8] = 0
+
+
 def put_nan(path: Path) -> None:
     chunk(path, state("exp_avg"))[5] = np.nan
 
@@ -203,6 +207,7 @@ IN_ZARR: list[Damage] = [
     (lose_moments_of_one_parameter, {"parameter_without_moments"}, UNKNOWN),
     (reload_without_the_masters, {"unrounded_master"}, DAMAGED),
     (flip_one_bit_of_a_master, {"unrounded_master"}, DAMAGED),
+    (lose_weight, {"lost_weight"}, DAMAGED),
     (put_nan, {"not_finite"}, DAMAGED),
     (put_infinity, {"not_finite"}, DAMAGED),
     (negate_a_square, {"negative_square"}, DAMAGED),

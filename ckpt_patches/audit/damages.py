@@ -62,6 +62,12 @@ UNROUNDED_MASTER = _kind(
     "the master parameter does not round to the model's own weight, as after a reload that did not reach it",
     FROM_WEIGHT,
 )
+LOST_WEIGHT = _kind(
+    "lost_weight",
+    DAMAGE,
+    "zeros in the model's own weight where the master parameter does not round to zero; which of them is wrong is not "
+    "known",
+)
 SHIFTED_STATE = _kind(
     "shifted_state",
     DAMAGE,

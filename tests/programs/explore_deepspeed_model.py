@@ -79,9 +79,10 @@ def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> 
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     count = options["groups"]
     held: list[list[Any]] = [[] for _ in range(count)]
-    for number, (name, parameter) in enumerate(named):  # of experts another rank has other numbers
-        held[(name.endswith("bias") if "deepspeed_experts" in name else number) % count].append(parameter)
-    groups: list[dict[str, Any]] = [{"params": own, "weight_decay": 0.01 * n} for n, own in enumerate(held)]
+    own = [name for name, _ in named if "deepspeed_experts" not in name]  # of which each rank has as many
+    for name, parameter in named:
+        held[(own.index(name) if name in own else name.endswith("bias")) % count].append(parameter)
+    groups: list[dict[str, Any]] = [{"params": some, "weight_decay": 0.01 * n} for n, some in enumerate(held)]
     if options["single"] and not options["lora"]:  # a group of one element
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if parameter is not model.scale]

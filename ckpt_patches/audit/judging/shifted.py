@@ -27,6 +27,7 @@ MASTERS = "optimizer.state.param."  # in front of it stands what chains optimize
 # What a shift looks like to those who judge a shard by itself.
 EXPLAINED = (
     damages.UNROUNDED_MASTER,
+    damages.LOST_WEIGHT,
     damages.LOST_MASTER,
     damages.LOST_MOMENT,
     damages.MOMENT_GAP,
@@ -58,7 +59,7 @@ class Shift:
 
 def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding], Shift | None]:
     """The findings, with those that a shift explains replaced by it; what was found of the shift."""
-    suspect = {damages.UNROUNDED_MASTER, damages.LOST_MASTER}
+    suspect = {damages.UNROUNDED_MASTER, damages.LOST_WEIGHT, damages.LOST_MASTER}
     if found.sharding not in ("", TYPE) or not any(f.kind in suspect and MASTERS in f.array for f in findings):
         return findings, None
     try:
