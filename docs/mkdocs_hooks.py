@@ -7,6 +7,7 @@ letters; a link to a file that is not in the site becomes its text.
 import posixpath
 import re
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {name: name.lower() for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 BUGS = "Bugs"
+BAR = "\\|"  # in a table; MkDocs shows the backslash of one in code
+CODE_WITH_BAR = re.compile(r"(?<!`)`([^`\n]*\\\|[^`\n]*)`(?!`)")
 LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -54,6 +57,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _with_links(text: str, folder: str, pages: set[str]) -> str:
+    text = CODE_WITH_BAR.sub(lambda code: f"<code>{escape(code[1]).replace(BAR, '&#124;')}</code>", text)
     return LINK.sub(lambda link: _adapted(link, folder, pages), text)
 
 

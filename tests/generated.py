@@ -57,3 +57,9 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def line(cells: Iterable[str]) -> str:
     """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
+
+
+def themed(svg: str) -> str:
+    """A picture of matplotlib, with its lightness inverted where the reader's theme is dark."""
+    style = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.93) hue-rotate(180deg); } }</style>"
+    return svg if style in svg else svg.replace(" <defs>\n", f" <defs>\n  {style}\n", 1)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+import generated
 from ckpt_patches.audit.audit import Report, audit
 from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.audit.report import plot
@@ -56,6 +57,7 @@ def write() -> None:
     plot.require(PICTURE)
     with tempfile.TemporaryDirectory() as folder:
         plot.draw(damaged(Path(folder)), PICTURE)
+    PICTURE.write_text(generated.themed(PICTURE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -220,6 +220,11 @@ text { font-family: "DejaVu Sans", Verdana, Arial, sans-serif; font-size: 12px; 
 .title { font-size: 12.5px; font-weight: bold; } .soft { fill: #57606a; font-size: 11.5px; }
 .code { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 11.5px; }
 .fix { fill: #8a1c12; } .tool { fill: #0a4f9e; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3; } .column, .soft { fill: #9198a1; } .fix { fill: #ffa198; } .tool { fill: #79c0ff; }
+[fill="#ffffff"] { fill: #0d1117; } [fill="#f6f8fa"] { fill: #161b22; }
+[fill="#ffebe9"] { fill: #3d1512; } [fill="#ddf4ff"] { fill: #0c2d4a; }
+}
 """
 
 

@@ -80,6 +80,7 @@ def test_tables_lists_and_fences_are_recognized(mkdocs: Path, tmp_path: Path) ->
     assert build(mkdocs, REPOSITORY, tmp_path).returncode == 0
     for page in tmp_path.glob("*.html"):
         text = re.sub(r"(?s)<(pre|code|script)\b.*?</\1>", "", page.read_text())
+        assert not re.search(r"<code>[^<\n]*\\\|", page.read_text()), page.name  # a bar of a table's code
         assert re.findall(r"<p>(?:\||```|- |1\. ).*|<!-- .* begin -->", text) == [], page.name
 
 

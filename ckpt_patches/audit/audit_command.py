@@ -22,7 +22,7 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     """Say what the commands take; what they need is imported when they run."""
     audit = parsers.add_parser(
         "audit",
-        help="find damage in checkpoints",
+        help="find damage in checkpoints, and the one to resume from",
         **described(
             "Read checkpoints on the CPU, without the training code, and report which are damaged and where.",
             "ckpt-patches audit /checkpoints/run1",
@@ -32,28 +32,38 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
     audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
     audit.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    audit.add_argument("--json-lines", action="store_true", help="the same, a line for each as soon as it is judged")
-    audit.add_argument("--notes", action="store_true", help="show what is odd and no damage, too")
-    audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw where in each array the holes lie")
-    audit.add_argument("--html", type=Path, metavar="FILE.html", help="write a page: verdicts, pictures, what to do")
+    audit.add_argument(
+        "--json-lines", action="store_true", help="print a line of JSON for each checkpoint as soon as it is judged"
+    )
+    audit.add_argument("--notes", action="store_true", help="also show notes: unusual, but not damage")
+    audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the holes of each array (needs matplotlib)")
+    audit.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write a page with verdicts, pictures and next steps"
+    )
     _add_processes_to(audit)
     audit.set_defaults(run=_audit)
     repair = parsers.add_parser(
         "repair",
         help="repair a damaged checkpoint, in a copy",
         **described(
-            "Copy a checkpoint, with its damaged elements restored: main parameters from the model's own weights, "
-            "moments from an older checkpoint.",
+            "Repair a copy of a damaged checkpoint: main parameters from the model's own weights, moments from an "
+            "older checkpoint.",
             "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
             after="exit status: 0 the copy is REPAIRED, 1 damage is left in it, 2 nothing was written: a line has the "
             "reason",
         ),
     )
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
-    repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
-    repair.add_argument("--from", dest="older", type=Path, metavar="OLDER", help="where lost moments come from")
+    repair.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder to create")
     repair.add_argument(
-        "--trust-source", action="store_true", help="take moments from OLDER although it may be of another run"
+        "--from",
+        dest="older",
+        type=Path,
+        metavar="OLDER",
+        help="an older checkpoint of the run, the source of lost moments",
+    )
+    repair.add_argument(
+        "--trust-source", action="store_true", help="take moments from OLDER even if it may belong to another run"
     )
     repair.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     _add_processes_to(repair)

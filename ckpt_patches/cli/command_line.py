@@ -98,7 +98,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser: argparse.ArgumentParser = Parser(
         "ckpt-patches",
         **described(
-            "Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, and tools for checkpoints.",
+            "Checkpoint fixes for megatron-core, DeepSpeed, nvidia-resiliency-ext and apex, and tools for checkpoints.",
             "ckpt-patches status",
             "ckpt-patches list --for megatron-core==0.16.1",
             "ckpt-patches audit /checkpoints/run1",
@@ -121,10 +121,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     status = commands.add_parser(
         "status",
-        help="show what is installed, and what every fix does here",
+        help="show what is installed, and the state of every fix",
         **described(
-            "Show the installed packages and, for every fix: active, applied in place, fixed upstream, not present, NO "
-            "MATCH, switched off or inactive.",
+            "Show the installed packages and the state of every fix: active, applied in place, available, fixed "
+            "upstream, not present, not needed, NO MATCH, switched off or inactive.",
             "ckpt-patches status --require megatron-core",
             after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
             "work, or nothing to patch is installed",
@@ -133,13 +133,13 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     status.add_argument(
         "--prove",
         action="store_true",
-        help="run the demonstration of each active fix here, on the CPU, and report whether it works",
+        help="run the demonstration of each active fix, on the CPU, and report whether the fix works",
     )
     status.add_argument("--json", action="store_true", help=JSON_HELP)
     status.add_argument(
         "--tree",
         metavar="PATH",
-        help="a checkout that training scripts run in, or a --target folder (default: what this command imports)",
+        help="the checkout or --target folder that training scripts import (default: what this command imports)",
     )
     status.add_argument(
         "--require",
@@ -147,7 +147,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=[],
         type=_distribution,
         metavar="PACKAGE",
-        help="exit with 1 if megatron-core or deepspeed is not installed; repeatable",
+        help="exit with 1 if this package, such as megatron-core, is not installed; repeatable",
     )
     status.set_defaults(run=_status)
     listed = commands.add_parser(
@@ -160,8 +160,10 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     listed.add_argument("--json", action="store_true", help=JSON_HELP)
     which = listed.add_mutually_exclusive_group()
-    which.add_argument("--for", dest="release", metavar="PACKAGE==VERSION", help="those of a tested release")
-    which.add_argument("--tree", metavar="PATH", help="those whose fixes apply to a checkout or a folder of packages")
+    which.add_argument("--for", dest="release", metavar="PACKAGE==VERSION", help="only the bugs of a tested release")
+    which.add_argument(
+        "--tree", metavar="PATH", help="only the bugs whose fixes apply to a checkout or a folder of packages"
+    )
     listed.set_defaults(run=_list)
     explained = commands.add_parser(
         "explain",
@@ -188,7 +190,7 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "diff",
         help="print the fixes as a unified diff",
         **described(
-            "Print the fixes as one unified diff for `git apply`, or write each into a file for `git am`.",
+            "Print fixes as one unified diff for `git apply`, or write a numbered series for `git am` (--split).",
             "ckpt-patches diff numpy2_product --tree ~/Megatron-LM --with-test > fix.patch",
             "ckpt-patches diff --split patches --tree ~/Megatron-LM",
             after=MATCH_STATUS,
@@ -199,26 +201,26 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--split",
         type=Path,
         metavar="DIR",
-        help="write each fix, with its test, into its own file there, as `git format-patch` does: for `git am`",
+        help="write each fix, with its test, into a file in DIR, as `git format-patch` does",
     )
     diff.set_defaults(run=_diff)
     show = commands.add_parser(
         "show",
         help="print a module as the hook runs it",
         **described(
-            "Print the source of an upstream module with all fixes that are not switched off.",
+            "Print an upstream module's source as the hook runs it: with all fixes that are not switched off.",
             "ckpt-patches show --diff megatron.core.optimizer.distrib_optimizer",
             after="\n  ".join(["modules:", *_edited_modules()]) + f"\n\n{MATCH_STATUS}",
         ),
     )
     show.add_argument("module", metavar="MODULE", help="such as megatron.core.optimizer.distrib_optimizer")
-    show.add_argument("--diff", action="store_true", help="the changes alone, as a unified diff")
+    show.add_argument("--diff", action="store_true", help="print only the changes, as a unified diff")
     show.set_defaults(run=_show)
     apply = commands.add_parser(
         "apply",
         help="write the fixes into the installed files",
         **described(
-            "Write the fixes into the files of a tree. Idempotent, and atomic for each package.",
+            "Write fixes into the installed files. Idempotent, and atomic for each package.",
             "ckpt-patches apply",
             after=MATCH_STATUS,
         ),
@@ -226,15 +228,17 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     apply.set_defaults(run=_apply)
     revert = commands.add_parser(
         "revert",
-        help="remove applied fixes from the files again",
+        help="remove applied fixes from the installed files",
         **described(
-            "Remove applied fixes from the files of a tree, byte for byte.", "ckpt-patches revert numpy2_product"
+            "Restore the installed files byte for byte. A file that changed since is refused.",
+            "ckpt-patches revert numpy2_product",
+            after="exit status: 0 success, 2 wrong usage, or a file that was refused or cannot be read or written",
         ),
     )
     revert.set_defaults(run=_revert)
     for command in (apply, revert):
         command.add_argument(
-            "--break-lock", action="store_true", help="remove the lock of a process of another host that has ended"
+            "--break-lock", action="store_true", help="remove the lock that an ended process on another host has left"
         )
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="names from `ckpt-patches list` (default: all)")
@@ -251,7 +255,7 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "completion",
         help="print a completion script for a shell",
         **described(
-            "Print a script that completes commands, options and names of fixes.",
+            "Print a shell script that completes commands, options and names of fixes.",
             "source <(ckpt-patches completion bash)",
         ),
     )

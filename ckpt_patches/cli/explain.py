@@ -76,12 +76,13 @@ def _as_command(page: "re.Match[str]") -> str:
 
 
 def formatted(markdown: str, columns: int) -> str:
-    """Headings bold, paragraphs and items wrapped; code and tables as they are."""
+    """Headings bold and apart, paragraphs and items wrapped; code and tables as they are."""
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(block if block.startswith("```") else _prose(block, columns) for block in blocks)
 
 
 def _prose(markdown: str, columns: int) -> str:
+    markdown = re.sub(r"(?m)^(#+ .*)\n(?!\n)", r"\1\n\n", markdown)
     parts = re.split(r"(\n\n+|\n(?=[-*] |\d+\. ))", markdown)
     return "".join(part if part.isspace() else _part(part, columns) for part in parts)
 

@@ -36,7 +36,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
             after=AFTER,
         ),
     )
-    command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder, like global_step1000")
+    command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder, such as global_step1000")
     command.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
     command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     add_trust(command)

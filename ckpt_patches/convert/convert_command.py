@@ -72,23 +72,27 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input-folder", required=True, metavar="FOLDER", help="with the ranks' files (global_step10)")
-    parser.add_argument("--output-folder", required=True, metavar="FOLDER", help="to be made")
+    parser.add_argument(
+        "--input-folder", required=True, metavar="FOLDER", help="the ranks' files, such as global_step10"
+    )
+    parser.add_argument("--output-folder", required=True, metavar="FOLDER", help="the folder to create")
     add_workers(parser, "--num-extract-workers", default=WORKERS)
-    parser.add_argument("--num-merge-workers", type=int, metavar="N", help="of upstream, without a meaning here")
-    parser.add_argument("--keep-temp-folder", action="store_true", help="of upstream, without a meaning here")
+    parser.add_argument(
+        "--num-merge-workers", type=int, metavar="N", help="ignored: an option of DeepSpeed's converter"
+    )
+    parser.add_argument("--keep-temp-folder", action="store_true", help="ignored: an option of DeepSpeed's converter")
     parser.add_argument("--access", choices=("read", "mmap"), help=argparse.SUPPRESS)
     parser.add_argument(
         "--no-strict",
         dest="strict",
         action="store_false",
-        help="convert although patterns match no parameter, fragments do not follow on one another, or states are not "
-        "as the run has recorded them",
+        help="convert even if patterns match no parameter, fragments are not consecutive, or states differ from the "
+        "recorded ones",
     )
     parser.add_argument(
         "--inject-missing-state",
         action="store_true",
-        help="convert a checkpoint of several tensor-parallel ranks that has no universal_checkpoint_info",
+        help="convert a checkpoint of several tensor-parallel ranks without universal_checkpoint_info",
     )
     add_trust(parser)
     parser.add_argument(
@@ -96,13 +100,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=BYTES_IN_FLIGHT,
         metavar="BYTES",
-        help="of all workers together; 16M is 16 MiB, the default",
+        help="bytes in flight, all workers together (default: 16M, 16 MiB)",
     )
     parser.add_argument(
         "--direct",
         choices=("auto", "on", "off"),
         default="auto",
-        help=f"write past the page cache (default: on {' and '.join(LOCAL)}, but not with --no-sync)",
+        help=f"write past the page cache (auto: on {' and '.join(LOCAL)}, unless --no-sync)",
     )
     add_no_sync(parser)
     add_distributed(parser)

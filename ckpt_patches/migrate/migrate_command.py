@@ -39,16 +39,14 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             after=AFTER,
         ),
     )
-    migrate.add_argument("path", type=Path, metavar="OLD", help="the checkpoint's folder, like iter_0001000")
-    migrate.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder that is made")
-    migrate.add_argument("--dry-run", action="store_true", help="print the plan, and write nothing")
+    migrate.add_argument("path", type=Path, metavar="OLD", help="the checkpoint's folder, such as iter_0001000")
+    migrate.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder to create")
+    migrate.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     migrate.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     migrate.add_argument(
-        "--step", type=_step, metavar="N", help="the optimizer's step, where parameter groups have different ones"
+        "--step", type=_step, metavar="N", help="the optimizer's step, if parameter groups have different ones"
     )
-    migrate.add_argument(
-        "--damaged-as-is", action="store_true", help="migrate although elements are damaged: they stay as they are"
-    )
+    migrate.add_argument("--damaged-as-is", action="store_true", help="migrate damaged elements unchanged")
     add_trust(migrate)
     add_workers(migrate, many=MANY)
     add_no_sync(migrate)

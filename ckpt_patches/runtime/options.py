@@ -1,4 +1,4 @@
-"""What several commands ask for, in the same words."""
+"""Options that several commands share."""
 
 import argparse
 import sys
@@ -72,7 +72,7 @@ def _with_dashes(argument: str) -> str:
 
 
 def add_trust(command: argparse.ArgumentParser) -> None:
-    text = "let classes pass that checkpoints are not known to hold (none is ever run)"
+    text = "accept classes that are not on the list of known ones; their code is never run"
     command.add_argument(TRUST, action="store_true", help=text)
 
 
@@ -92,7 +92,7 @@ def add_distributed(command: argparse.ArgumentParser) -> None:
 
 
 def add_no_sync(command: argparse.ArgumentParser) -> None:
-    text = "do not wait until the files are on the disk: quicker where that is slow, unsafe if the power fails"
+    text = "do not wait until the files are on disk: faster on slow disks, unsafe on a power failure"
     command.add_argument("--no-sync", dest="sync", action="store_false", help=text)
 
 

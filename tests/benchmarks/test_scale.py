@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import generated
 import growth
 from growth import Counts, Size
 from upstream import REPOSITORY
@@ -55,4 +56,5 @@ def draw(found: Sweeps) -> None:
         axis.grid(alpha=0.3)
     axes.flat[0].legend()
     figure.savefig(PICTURE, metadata={"Date": None})
+    PICTURE.write_text(generated.themed(PICTURE.read_text(encoding="utf-8")), encoding="utf-8")
     pyplot.close(figure)
