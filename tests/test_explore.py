@@ -157,7 +157,7 @@ def test_a_case_shrinks_to_what_it_needs(
 def test_an_audit_that_calls_a_whole_checkpoint_damaged_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoiled(path: Path, workers: int) -> Report:
         report = audit(path, workers)
-        return replace(report, findings=[*report.findings, damages.Finding(damages.NOT_FINITE, "an array")])
+        return replace(report, findings=(*report.findings, damages.Finding(damages.NOT_FINITE, "an array")))
 
     monkeypatch.setattr("explore.tools.audit", spoiled)
     assert str(outcome(SMALL["deepspeed"], NEWEST["deepspeed"])) == "SILENT audit of a whole checkpoint: not_finite"
@@ -182,7 +182,7 @@ def test_a_repair_that_leaves_other_elements_is_silent(monkeypatch: pytest.Monke
         change_a_moment(output)
         return result
 
-    case = plainer(SMALL["deepspeed"], [{"load": {"damage": "zeros", "file": 0, "repaired": True}}])
+    case = plainer(SMALL["deepspeed"], [{"load": {"damage": "zeros", "file": 1, "repaired": True}}])
     assert outcome(case, NEWEST["deepspeed"]).kind == RIGHT
     monkeypatch.setattr("explore.tools.repair", spoiled)
     found = outcome(case, NEWEST["deepspeed"])

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import copy
 import itertools
 import json
 import logging
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ckpt_patches.demo.ranks import free_port
 from patience import seconds
@@ -133,10 +132,12 @@ def saver(case: Options, tag: str, rank: int) -> Callable[..., None]:
 
     def save_changed(obj: Any, *args: Any, **keywords: Any) -> None:
         if (next(calls), rank) == divmod(number, ranks):
-            obj = copy.deepcopy(obj)  # a tensor of the run stays as it is
-            held = [one for one in tree_leaves(obj) if isinstance(one, torch.Tensor) and one.is_floating_point()]
-            for one in [one for one in held if one.numel()][number % 3 :][:1]:
-                WHILE_SAVED[wanted["damage"]](one.detach().view(-1), number)
+            leaves, structure = tree_flatten(obj)
+            held = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+            for at in [at for at in held if leaves[at].numel()][number % 3 :][:1]:
+                leaves[at] = leaves[at].detach().clone()  # that of the run stays as it is
+                WHILE_SAVED[wanted["damage"]](leaves[at].view(-1), number)
+            obj = tree_unflatten(leaves, structure)
         save(obj, *args, **keywords)
 
     return save_changed
