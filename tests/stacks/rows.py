@@ -84,7 +84,7 @@ ROWS = (
     ),
     Row(
         "bridge_main",
-        "Megatron-Bridge main of 2026-08-22",
+        "Megatron-Bridge of 2026-08-22",
         python="3.12",
         torch="2.12.0",
         megatron="2a75ac12c54ba6a42b34024756820bf819a2e25f",
