@@ -50,9 +50,10 @@ bench: $(VENV)/ready
 explore: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m explore
 
-# What people run DeepSpeed with, each in an environment of its own that pip makes: minutes, and gigabytes in .stacks/.
+# The stacks that people run, each in an environment of its own that pip makes: `make stacks [ROW=verl_0.9] [KEEP=1]`.
+# A row takes minutes, and gigabytes in .stacks/ while it runs. ROW=hugging_face: Transformers and Accelerate.
 stacks: $(VENV)/ready
-	$(PY) -m pytest tests/stacks
+	PYTHONPATH=tests $(PY) -m stacks
 
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready

@@ -4,7 +4,7 @@
 
 The results are those of the tests marked `compat`, which tests/conftest.py records in tests/recorded/compatibility.json
 when they run over all releases (`make test-all`), and in tests/recorded/main.json when they run on a checkout of a main
-branch (see tests/upstream.py).
+branch (see tests/upstream.py). Those of stacks are in tests/recorded/stacks.json, by `make stacks`.
 """
 
 import sys
@@ -20,6 +20,7 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import FIXES
 from generated import KNOWN
 from recorded_results import ranges, read
+from stacks import page as stacks_page
 from upstream import MAIN, PLAN, RELEASES, REPOSITORY, runnable
 
 RECORD = REPOSITORY / "tests" / "recorded" / "compatibility.json"
@@ -174,4 +175,4 @@ def recorded() -> dict[str, Result]:
 
 if __name__ == "__main__":
     generated.require(RECORD)
-    generated.write(PAGE, blocks(recorded()))
+    generated.write(PAGE, {**blocks(recorded()), "stacks": stacks_page.section()})

@@ -1,5 +1,6 @@
 """Environments into which the project is installed: by its own tests, and those of other Pythons."""
 
+import functools
 import os
 import re
 import shutil
@@ -25,7 +26,25 @@ PACKAGES = {
     "megatron_patches": "megatron/patches",
     "nvrx_patches": "nvrx_patches",
 }
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
+
+
+@functools.cache
+def find_python(version: str) -> str | None:
+    """The one that runs, one on PATH, or one of pyenv (whose shims on PATH may not run)."""
+    if version == RUNNING:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
+    candidates = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"{version}.*/bin/python"))]
+    return next((candidate for candidate in candidates if candidate and is_python(candidate, version)), None)
+
+
+def is_python(candidate: str, version: str) -> bool:
+    """Whether this is an interpreter of that version, with which a virtual environment can be made."""
+    program = "import sys, venv; print(*sys.version_info[:2], sep='.')"
+    done = subprocess.run([candidate, "-I", "-c", program], capture_output=True, text=True)
+    return (done.returncode, done.stdout.strip()) == (0, version)
 
 
 def without_roots_rights(*command: str) -> list[str]:

@@ -20,13 +20,12 @@ import upstream
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import module_path
 from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, TARGETS
-from installs import Environment, wheel
+from installs import RUNNING, Environment, find_python, wheel
 from small_tree import MODULE, make
 from upstream import newest
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback of the interpreter itself
-RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 NEWEST = {"megatron-core": "0.16.1", "deepspeed": newest("deepspeed")}
 OLDER = {"megatron-core": ["0.7.0", "0.14.0"], "deepspeed": ["0.12.6", "0.16.2"]}
 TREES = {
@@ -47,23 +46,6 @@ MEGATRON, DEEPSPEED = (f"{distribution}-{version}" for distribution, version in 
 
 def tree(name: str) -> Path:
     return upstream.tree(*TREES[name])
-
-
-@functools.cache
-def find_python(version: str) -> str | None:
-    """The one that runs, one on PATH, or one of pyenv (whose shims on PATH may not run)."""
-    if version == RUNNING:
-        return sys.executable
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
-    candidates = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"{version}.*/bin/python"))]
-    return next((candidate for candidate in candidates if candidate and is_python(candidate, version)), None)
-
-
-def is_python(candidate: str, version: str) -> bool:
-    """Whether this is an interpreter of that version, with which a virtual environment can be made."""
-    program = "import sys, venv; print(*sys.version_info[:2], sep='.')"
-    done = subprocess.run([candidate, "-I", "-c", program], capture_output=True, text=True)
-    return (done.returncode, done.stdout.strip()) == (0, version)
 
 
 def test_a_python_that_is_not_here_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,104 @@
+"""Make the environment of each stack that people run, check it, and record what was found.
+
+    make stacks [ROW="verl_0.8 verl_0.9"] [KEEP=1] [AGAIN=1]
+
+Without ROW all rows that have no record yet, or with AGAIN=1 all; KEEP=1 leaves the environments in .stacks/. The row
+`hugging_face` runs the tests of Transformers and Accelerate beside this file.
+"""
+
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from stacks import environments, record
+from stacks.environments import Environment, NotInstalled
+from stacks.rows import BY_NAME, ROWS, Row
+from upstream import RELEASES
+
+TESTS = Path(__file__).resolve().parents[1]
+HUGGING_FACE = "hugging_face"
+TIMEOUT = 3600.0  # seconds of the checks of a row
+
+
+def main() -> int:
+    asked = os.environ.get("ROW", "").split()
+    if asked == [HUGGING_FACE]:
+        return subprocess.run([sys.executable, "-m", "pytest", str(TESTS / "stacks")]).returncode
+    if unknown := [name for name in asked if name not in BY_NAME]:
+        print(f"expected ROW to be of {', '.join([*BY_NAME, HUGGING_FACE])}, found {unknown[0]}", file=sys.stderr)
+        return 2
+    done = {} if asked or os.environ.get("AGAIN") else record.read()
+    rows = [BY_NAME[name] for name in asked] or [row for row in ROWS if row.name not in done]
+    ran = [_take(row) for row in rows]
+    if not os.environ.get("KEEP"):
+        environments.remove_bases()
+    return 0 if all(ran) else 1
+
+
+def _take(row: Row) -> bool:
+    """Run a row, and record it; whether it ran."""
+    today = datetime.date.today().isoformat()
+    print(f"{row.name}: {row.contents}", flush=True)
+    with environments.locked(row):
+        try:
+            environment = environments.make(row)
+        except NotInstalled as error:
+            print(f"{row.name}: not run: {error}", flush=True)
+            record.add(row.name, {"date": today, "not run": str(error)})
+            return False
+        try:
+            record.add(row.name, {"date": today, **_checked(row, environment)})
+        except subprocess.SubprocessError as error:
+            print(f"{row.name}: not run: {error}", flush=True)
+            record.add(row.name, {"date": today, "not run": f"the checks failed: {type(error).__name__}"})
+            return False
+        finally:
+            if not os.environ.get("KEEP"):
+                environments.remove(environment)
+    print(f"{row.name}: recorded in {record.PATH}", flush=True)
+    return True
+
+
+def _checked(row: Row, environment: Environment) -> record.Found:
+    """What the checks find that run in a row's environment.
+
+    Raises:
+        subprocess.CalledProcessError: they could not be run at all.
+    """
+    trees = _trees(row, environment)
+    path = [str(environment.checkout)] if row.is_commit else []
+    variables = {
+        **environment.variables(),
+        "CKPT_PATCHES_TREES": str(trees),
+        "PYTHONPATH": os.pathsep.join([*path, str(TESTS)]),
+        "STACK_PATH": os.pathsep.join(path),
+    }
+    command = [str(environment.python), "-m", "stacks.checks", row.name, str(environment.folder)]
+    subprocess.run(command, env=variables, check=True, timeout=TIMEOUT, cwd=environment.folder)
+    found: record.Found = json.loads((environment.folder / "found.json").read_text())
+    return found
+
+
+def _trees(row: Row, environment: Environment) -> Path:
+    """A folder in which tests/upstream.py finds the row's packages by their releases, and what they need beside."""
+    folder = environment.folder / "trees"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    core = environment.checkout if row.is_commit else environment.site_packages
+    of_row = {"megatron-core": row.megatron_release, "deepspeed": row.deepspeed, "nvidia-resiliency-ext": row.nvrx}
+    for distribution, version in of_row.items():
+        if version:
+            root = core if distribution == "megatron-core" else environment.site_packages
+            (folder / f"{distribution}-{version}").symlink_to(root)
+    for release in RELEASES:
+        if release.distribution == "triton":  # torch brings it
+            (folder / f"{release.distribution}-{release.version}").symlink_to(environment.site_packages)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

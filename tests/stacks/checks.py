@@ -1,0 +1,228 @@
+"""What is checked in the environment of a row, by its Python: `checks.py ROW FOLDER` writes FOLDER/found.json.
+
+Each fix does here what `ckpt-patches status` states: where it is active, its demonstration shows the bug without the
+import hook and not with it. The tools judge checkpoints that this stack saves, and the explorer's sample is drawn.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit.audit import WHOLE
+from ckpt_patches.cli.status import ACTIVE, AVAILABLE, FIXED_UPSTREAM, NO_MATCH, NOT_PRESENT, FixStatus, collect
+from ckpt_patches.demo.prove import prove, variables
+from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, demonstrations, run
+from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.registry import OFF_BY_DEFAULT
+from explore import tools
+from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Stack, outcome
+from explore.megatron_space import formats
+from explore.spaces import SPACES, complete
+from stacks.rows import BY_NAME, Row
+from upstream import STAND_INS, numbers
+
+# What becomes of a fix; all else is a failure, in words.
+WORKS, REFUSED = "works", "refused"
+WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, REFUSED)
+AT_ONCE = 8  # demonstrations of one process
+CASES, SECONDS = 8, 180.0  # of the explorer's sample of a package: at most so many, begun within this time
+LENGTH = 200  # characters of an error
+Case = dict[str, Any]
+
+
+def main(row: Row, folder: Path) -> None:
+    begun = time.monotonic()
+    packages = {"megatron": row.megatron_release, "deepspeed": row.deepspeed}
+    found: dict[str, Any] = {"on": versions()}
+    here = {package: version for package, version in packages.items() if version}
+
+    def keep(name: str, what: Any) -> None:
+        found[name] = what
+        print(f"{row.name}: {name}: {json.dumps(what)}", flush=True)
+
+    keep("fixes", fixes(row))
+    keep("tools", {what: one for package, version in here.items() for what, one in judged(package, version)})
+    keep("explorer", {package: sample(package, version) for package, version in here.items()})
+    found["minutes"] = round((time.monotonic() - begun) / 60, 1)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def versions() -> dict[str, str]:
+    """The releases that pip has chosen, and those that the packages state of themselves."""
+    found = {"Python": sys.version.split()[0]}
+    for name in ("torch", "numpy", "zarr"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {package.name: package.version for package in collect().installed if package.version}
+
+
+# The fixes
+
+
+def fixes(row: Row) -> dict[str, str]:
+    """By fix of the packages that are installed, one of the words, or what failed."""
+    stated = collect()
+    here = {package.name for package in stated.installed if package.version}
+    mine = [fix for fix in stated.fixes if DISTRIBUTIONS[fix.package] in here]
+    known = demonstrations()
+    to_show = [known[fix.name] for fix in mine if fix.state in (ACTIVE, AVAILABLE) and can_run(known[fix.name])]
+    without, with_them = (shown(to_show, row, mode) for mode in ("off", "warn"))
+    # In the few seconds of a short demonstration some releases do not show their bug.
+    unseen = [known[name] for name, (bug, _) in without.items() if bug is False]
+    without |= {each.fix: shown_at_length(each, row, "off") for each in unseen}
+    with_them |= {each.fix: shown_at_length(each, row, "warn") for each in unseen}
+    return {fix.name: word(fix, without.get(fix.name), with_them.get(fix.name)) for fix in mine}
+
+
+def can_run(demonstration: Demonstration) -> bool:
+    """Whether what it needs beside the upstream release is here, in that major version or a later one."""
+    return all(numbers(metadata.version(name))[0] >= numbers(version)[0] for name, version in demonstration.beside)
+
+
+Shown = tuple[bool | None, str]
+
+
+def shown(wanted: list[Demonstration], row: Row, mode: str) -> dict[str, Shown]:
+    """By fix, what its demonstration shows with the hook in a mode."""
+    environ = variables(_on_path(row), tree=None, mode=mode)
+    found: dict[str, Shown] = {}
+    for first in range(0, len(wanted), AT_ONCE):
+        some = wanted[first : first + AT_ONCE]
+        found |= prove(some, environ)
+        print(f"{row.name}: {mode}: {len(found)} of {len(wanted)} demonstrations", flush=True)
+    return found
+
+
+def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
+    """What it shows in all of its cases."""
+    try:
+        found = run(demonstration, variables(_on_path(row), tree=None, mode=mode))
+    except DemonstrationFailed as error:
+        return None, str(error).strip().splitlines()[-1]
+    return found.bug, found.found
+
+
+def _on_path(row: Row) -> dict[str, str]:
+    """Variables with a checkout on the path, and what stands in for the accelerator of an old release."""
+    releases = {"megatron-core": row.megatron_release, "deepspeed": row.deepspeed}
+    stand_ins = [str(STAND_INS[one]) for one in releases.items() if one in STAND_INS]
+    path = os.pathsep.join([*stand_ins, os.environ.get("STACK_PATH", "")]).strip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
+    if fix.state == NO_MATCH:
+        return f"{REFUSED}: {_short(fix.reason)}"
+    if fix.state not in (ACTIVE, AVAILABLE):
+        return fix.state
+    if without is None or with_it is None:
+        return "not run: needs NumPy 2"
+    if without[0] and with_it[0] is False:
+        return WORKS
+    if without[0] is None or with_it[0] is None:
+        how, failed = ("without", without) if without[0] is None else ("with", with_it)
+        return f"could not run {how} the fix: {_short(failed[1])}"
+    if with_it[0]:
+        return f"the bug shows with the fix: {_short(with_it[1])}"
+    return f"no bug without the fix: {_short(without[1])}"
+
+
+def _short(text: str) -> str:
+    """Without the paths of this machine."""
+    folders = (os.environ.get("STACK_PATH", ""), str(Path(sys.prefix)), tempfile.gettempdir())
+    for folder in filter(None, folders):
+        text = text.replace(folder, "...")
+    return " ".join(text.split())[:LENGTH]
+
+
+# The tools, and the explorer's sample
+
+
+def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
+    """What the tools make of checkpoints that are saved here: "works", or what does not."""
+    for what, case in cases(package, version).items():
+        yield f"{package}: {what}", _result(partial(outcome, complete(case), Stack(package, version)))
+    if package == "megatron" and (0, 12) <= numbers(version) < (0, 16):
+        yield f"{package}: migrate", _result(lambda: migrated(version))
+
+
+def cases(package: str, version: str) -> Mapping[str, Case]:
+    if package == "megatron":
+        chosen = "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]
+        run = {"format": chosen if numbers(version) >= (0, 8) else "dp_zero_gather_scatter"}
+        proven = {"ranks": 2, "fingerprint": numbers(version) >= (0, 12)}
+        return {"audit, repair, fingerprint": {"package": package, "ranks": 2, "run": run, "load": proven}}
+    plain = {"package": package, "ranks": 2, "nodes": 1, "load": {"ranks": 2, "nodes": 1, "fingerprint": True}}
+    stage = 3 if numbers(version) >= (0, 18) else 2
+    load = {"ranks": 3, "nodes": 1, "kind": "universal", "fingerprint": True}
+    return {
+        "audit, repair, fingerprint": {**plain, "run": {"stage": 3}},
+        f"to-universal, ZeRO {stage}": {**plain, "run": {"stage": stage}, "load": load},
+    }
+
+
+def migrated(version: str) -> Any:
+    """Save in a format that later releases do not read, and migrate it."""
+    stack = Stack("megatron", version)
+    run = {"format": "fully_sharded_model_space"}
+    with tempfile.TemporaryDirectory(prefix="stacks-") as folder:
+        file, saves = Path(folder, "case.json"), Path(folder, "saves")
+        file.write_text(json.dumps(complete({"package": "megatron", "ranks": 2, "run": run, "load": {"ranks": 2}})))
+        trained = stack.run("train", file, saves)
+        if "error" in trained:
+            return f"save: {trained['error']}"
+        if error := tools.migrated(saves / "first"):
+            return error
+        verdict = tools.verdict(saves / "first")
+        return "" if verdict == WHOLE else f"audit of the migrated checkpoint: {verdict}"
+
+
+def _result(check: Callable[[], Any]) -> str:
+    try:
+        found = check()
+    except Exception as error:  # of a program that has failed
+        return _short(f"failed: {error}")
+    if isinstance(found, str):
+        return _short(found) or WORKS
+    return WORKS if found.kind == RIGHT else _short(f"{found.kind}: {found.signature or ''} {found.detail}")
+
+
+def sample(package: str, version: str) -> dict[str, Any]:
+    """How many of the drawn cases are right, loud and silent; the silent ones in words.
+
+    A case of two releases is left out: here is one.
+    """
+    stack, space, deadline = Stack(package, version), SPACES[package], time.monotonic() + SECONDS
+    drawn = (space.drawn(f"stacks-{number}", version) for number in range(4 * CASES))
+    alone = [case for case in drawn if not case["load"].get("saved_by")][:CASES]
+
+    def judge(case: Case) -> tuple[str, str]:
+        if time.monotonic() > deadline:
+            return "", ""
+        try:
+            found = outcome(case, stack)
+        except Exception as error:  # of a program that says nothing
+            return NOT_TRAINED, _short(f"{type(error).__name__}: {error}")
+        return found.kind, _short(f"{found.signature or ''} {found.detail}")
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(judge, alone))
+    counts = {kind: sum(one == kind for one, _ in results) for kind in (RIGHT, LOUD, SILENT, NOT_TRAINED)}
+    wrong = [why for kind, why in results if kind == SILENT]
+    untrained = sorted({why for kind, why in results if kind == NOT_TRAINED})
+    return {**counts, **({"silent cases": wrong} if wrong else {}), **({"why not": untrained} if untrained else {})}
+
+
+if __name__ == "__main__":
+    os.environ["CKPT_PATCHES_ENABLE"] = ",".join(OFF_BY_DEFAULT)
+    main(BY_NAME[sys.argv[1]], Path(sys.argv[2]))

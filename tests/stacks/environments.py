@@ -1,0 +1,174 @@
+"""The environment of a row: a virtual environment in which pip has installed what a user of the stack installs.
+
+The commits of Megatron-LM come from its public repository, as the submodule that its users have. Git's own
+`url.<base>.insteadOf` takes another copy of it: https://git-scm.com/docs/git-config.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from installs import copy_working_tree, find_python
+from stacks.rows import MEGATRON_LM, Row
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# A few GB each; a row's is removed after it has run, unless it is kept.
+ENVIRONMENTS = REPOSITORY / ".stacks"
+# What the programs of the tests import, and what builds DeepSpeed's source distribution.
+FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops")
+# Wheels of nvidia-resiliency-ext ask for a newer glibc than many systems have; no checkpoint needs what is compiled.
+NVRX = "nvidia-resiliency-ext"
+NVRX_OPTIONS = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
+NVRX_PLATFORMS = ("--platform=manylinux_2_31_x86_64", "--platform=manylinux_2_28_x86_64")
+LINES = 15  # of what a command printed
+
+
+class NotInstalled(RuntimeError):
+    """A row's environment could not be made: no such Python, or what pip or git said."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment of a row."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def checkout(self) -> Path:
+        """Megatron-LM at the row's commit, if it has one."""
+        return self.folder / "Megatron-LM"
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.folder.glob("lib/python*/site-packages")
+        return found
+
+    def variables(self) -> dict[str, str]:
+        """Of its programs: nothing of the caller's Python or patches; a checkout is on the path, as its users do."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST_", "CKPT_PATCHES"))}
+        return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+@contextmanager
+def locked(row: Row) -> Iterator[None]:
+    """One run of a row at a time."""
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    with open(ENVIRONMENTS / f".{row.name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make(row: Row) -> Environment:
+    """Make a row's environment, or take the one that was kept; this project is installed anew, as a wheel.
+
+    Raises:
+        NotInstalled: the row's Python is not here, or pip or git has failed.
+    """
+    digest = hashlib.sha256(f"{row}{FOR_TESTS}".encode()).hexdigest()[:8]
+    environment = Environment(ENVIRONMENTS / f"{row.name}-{digest}")
+    done = environment.folder / "installed"
+    if not done.exists():
+        _install(row, environment)
+        done.touch()
+    wheel = _wheel(environment)
+    extra = "[megatron]" if _needs_zarr(row) else ""
+    _pip(environment, ["--force-reinstall", "--no-deps", str(wheel)])
+    if extra:
+        _pip(environment, [f"{wheel}{extra}"])
+    return environment
+
+
+def remove(environment: Environment) -> None:
+    shutil.rmtree(environment.folder, ignore_errors=True)
+
+
+def _needs_zarr(row: Row) -> bool:
+    """Before 0.16 megatron-core has zarr checkpoints."""
+    return bool(row.megatron) and tuple(map(int, row.megatron_release.split("."))) < (0, 16)
+
+
+def _install(row: Row, environment: Environment) -> None:
+    python = find_python(row.python)
+    if python is None:
+        raise NotInstalled(f"expected a Python {row.python} on this machine, found none")
+    shutil.rmtree(environment.folder, ignore_errors=True)
+    # Of several rows the torch is installed once: gigabytes, and minutes. pip replaces files, it changes none.
+    shutil.copytree(_base(row, python), environment.folder, symlinks=True, copy_function=os.link)
+    torch = f"torch=={row.torch}"
+    numpy = [] if any(one.startswith("numpy") for one in row.others) else ["numpy"]
+    _pip(environment, [torch, *numpy, *row.others])
+    if row.is_commit:
+        checkout(row.megatron, environment.checkout)
+    elif row.megatron:
+        _pip(environment, [f"megatron-core=={row.megatron}", *row.others, torch])
+    if row.deepspeed:
+        # A source distribution, whose set-up imports torch.
+        build = {"DS_BUILD_OPS": "0"}
+        asked = ["--no-build-isolation", f"deepspeed=={row.deepspeed}", *row.others, torch]
+        _pip(environment, asked, build)
+    if row.nvrx:
+        target = ("--no-deps", "--target", str(environment.site_packages))
+        _pip(environment, [*target, *NVRX_OPTIONS, *NVRX_PLATFORMS, f"{NVRX}=={row.nvrx}"])
+
+
+def _base(row: Row, python: str) -> Path:
+    """An environment with a row's torch and what the tests need, and nothing else."""
+    base = Environment(ENVIRONMENTS / f"base-{row.python}-{row.torch}")
+    done = base.folder / "installed-torch"
+    if not done.exists():
+        _run([python, "-m", "venv", "--clear", str(base.folder)])
+        _pip(base, [f"torch=={row.torch}", *FOR_TESTS])
+        done.touch()
+    return base.folder
+
+
+def remove_bases() -> None:
+    for base in ENVIRONMENTS.glob("base-*"):
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def checkout(commit: str, folder: Path) -> None:
+    """The files of a commit of Megatron-LM.
+
+    Raises:
+        NotInstalled: git could not fetch it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(["git", "init", "--quiet", str(folder)])
+    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", MEGATRON_LM, commit])
+    _run(["git", "-C", str(folder), "checkout", "--quiet", "FETCH_HEAD"])
+
+
+def _wheel(environment: Environment) -> Path:
+    """The wheel of the working tree, built from a copy of what git would commit."""
+    folder = environment.folder / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        source = copy_working_tree(Path(temporary, "source"))
+        _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(source)])
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def _pip(environment: Environment, arguments: Sequence[str], more: Mapping[str, str] | None = None) -> None:
+    command = [str(environment.python), "-m", "pip", "install", "--quiet", "--no-compile", *arguments]
+    _run(command, {**environment.variables(), **(more or {})})
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        said = [line for line in done.stdout.splitlines() if not line.startswith("WARNING")][-LINES:]
+        raise NotInstalled(f"{' '.join(command[:5])} ...: exit status {done.returncode}: " + " | ".join(said))
