@@ -29,7 +29,7 @@ NEWEST = {package: Stack(package, newest(space.distribution)) for package, space
 # Of those drawn with these numbers the ones that can be resumed.
 SAMPLE = {"deepspeed": (3, 6, 10, 12, 14, 15, 18, 19, 20, 21, 22, 27, 31, 32, 38), "megatron": (1, 2, 3, 4, 6)}
 TOOLS = ("audit", "fingerprint")
-MORE = 20  # of each package: right, or loud
+MORE = 10  # of each package: right, or loud
 SMALL = {
     "deepspeed": complete(
         {"package": "deepspeed", "ranks": 2, "nodes": 1, "run": {}, "load": {"ranks": 2, "nodes": 1}}
