@@ -45,11 +45,11 @@ def test_every_rounded_master_agrees_and_every_other_one_not(dtype: str) -> None
     size = np.dtype(DTYPES[dtype]).itemsize
     finite = np.isfinite(weight.view(DTYPES[dtype]).astype(np.float32)) & np.isfinite(master)
     right = {WEIGHT: (weight, dtype), MASTER: (master.view(np.uint8), "float32")}
-    assert not (blocks.codes(right, len(master)) & (blocks.UNROUNDED | blocks.NO_WEIGHT))[finite].any()
+    assert not (blocks.codes(right, len(master)) & blocks.UNROUNDED)[finite].any()
     shifted = (weight.view({4: np.uint32, 2: np.uint16}[size]) + 2).view(np.uint8)
     wrong = {WEIGHT: (shifted, dtype), MASTER: (master.view(np.uint8), "float32")}
     still = np.isfinite(shifted.view(DTYPES[dtype]).astype(np.float32)) & finite & (master.view(np.uint32) != 0)
-    assert (blocks.codes(wrong, len(master)) & (blocks.UNROUNDED | blocks.NO_WEIGHT))[still].all()
+    assert (blocks.codes(wrong, len(master)) & blocks.UNROUNDED)[still].all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -72,7 +72,7 @@ def test_a_small_weight_in_fp16_is_not_taken_for_what_its_bits_would_be() -> Non
             MASTER: (np.array([2.0**-15], np.float32).view(np.uint8), "float32"),
         }
         assert not blocks.is_clean(streams)
-        assert blocks.codes(streams, 1) & (blocks.UNROUNDED if weight else blocks.NO_WEIGHT)
+        assert blocks.codes(streams, 1) & blocks.UNROUNDED
 
 
 def test_the_quick_test_knows_the_small_weights_in_fp16() -> None:

@@ -65,8 +65,8 @@ UNROUNDED_MASTER = _kind(
 LOST_WEIGHT = _kind(
     "lost_weight",
     DAMAGE,
-    "zeros in the model's own weight where the master parameter does not round to zero; which of them is wrong is not "
-    "known",
+    "zeros in the model's own weight where the master parameter does not round to zero, and all others of this "
+    "parameter round to its weights",
 )
 SHIFTED_STATE = _kind(
     "shifted_state",

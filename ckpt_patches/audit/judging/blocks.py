@@ -23,12 +23,12 @@ NO_AVG = 2
 NO_SQ = 4
 CONTRADICTED = 8  # … and the master must not be zero, by the weight, or without weights by the moments
 AVG_IS_LARGE = 16  # … and the square must not be zero, by the first moment
-UNROUNDED = 32  # neither the master nor the weight is zero, and the master does not round to the weight
+UNROUNDED = 32  # the master is not zero, and does not round to the weight
 NEGATIVE = 64  # the square
 DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
 MASKED = 4096  # -inf in a tensor without states of an optimizer, as in a buffer that is a mask of attention
-NO_WEIGHT = 8192  # the weight is zero, and the master does not round to it
+NO_WEIGHT = 8192  # … and the weight is zero
 
 # What is damage in a single element, or can be.
 CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), MASKED)
@@ -253,7 +253,7 @@ def _compare_master(
         code[zero[MASTER] & (values[WEIGHT] != 0)] |= np.uint16(CONTRADICTED)
         wrong = ~is_nearest(values[MASTER], weight, dtype) & ~zero[MASTER]
         wrong &= np.isfinite(values[MASTER]) & np.isfinite(values[WEIGHT])
-        code[wrong & (values[WEIGHT] != 0)] |= np.uint16(UNROUNDED)
+        code[wrong] |= np.uint16(UNROUNDED)
         code[wrong & (values[WEIGHT] == 0)] |= np.uint16(NO_WEIGHT)
     elif EXP_AVG in values and EXP_AVG_SQ in values:
         moved = (np.abs(values[EXP_AVG]) > LARGE_AVG) & ~zero[EXP_AVG_SQ]

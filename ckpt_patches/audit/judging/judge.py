@@ -49,8 +49,7 @@ class View:
         self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
         self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
-        self.is_unrounded = not {blocks.UNROUNDED, blocks.NO_WEIGHT}.isdisjoint(self.tallies)
-        self.has_remainders = self.is_unrounded and remainders.are_in(shard)
+        self.has_remainders = blocks.UNROUNDED in self.tallies and remainders.are_in(shard)
         self.row = rows_of(shard.shape)
         ends, reach = {0, shard.numel}, 2 * self.row
         masters = [snapped(hole, ends, reach) for hole in self._holes(MASTER)]
@@ -202,12 +201,15 @@ def unrounded_master(view: View) -> Iterator[Finding]:
         detail = "whole numbers of 16 bits, what a bf16 weight lacks of its main parameter: nothing contradicts them"
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
         return
-    if view.is_unrounded and (coarse := quantized.look(view.shard)):
+    if blocks.UNROUNDED in view.tallies and (coarse := quantized.look(view.shard)):
         detail = f"masters differ from the model's weights as from {coarse.what}: they were not compared"
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
         return
-    yield from _wrong(view, damages.UNROUNDED_MASTER, MASTER, blocks.UNROUNDED)
-    yield from _wrong(view, damages.LOST_WEIGHT, MASTER, blocks.NO_WEIGHT)
+    unrounded, zeros = (view.tallies.get(bit) for bit in (blocks.UNROUNDED, blocks.NO_WEIGHT))
+    # All other masters round to their weights: then it is not the masters that a reload has not reached.
+    is_lost_weight = unrounded and zeros and unrounded.elements == zeros.elements
+    kind = damages.LOST_WEIGHT if is_lost_weight else damages.UNROUNDED_MASTER
+    yield from _wrong(view, kind, MASTER, blocks.UNROUNDED)
 
 
 def not_finite(view: View) -> Iterator[Finding]:
