@@ -6,13 +6,14 @@ comparable.
 """
 
 import argparse
+import contextlib
 import gc
 import inspect
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -395,17 +396,21 @@ def save(run: Any, folder: Path) -> None:
 
 
 def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
-    """Load a checkpoint; returns the client's part of it.
+    """Load a checkpoint; returns the client's part of it."""
+    with model_parallel(run, universal=tag != TAG):
+        _, client_state = run.load_checkpoint(str(folder), tag=tag, **asked)
+    return client_state
 
-    Up to 0.14.0 a universal one is loaded only with an object for model parallelism.
-    """
-    needed = tag != TAG and numbers(deepspeed.__version__) <= (0, 14, 0)
+
+@contextlib.contextmanager
+def model_parallel(run: Any, *, universal: bool) -> Iterator[None]:
+    """Up to 0.14.0 a universal checkpoint is loaded only with an object for model parallelism."""
+    needed = universal and numbers(deepspeed.__version__) <= (0, 14, 0)
     if needed:
         run.optimizer.mpu = OneTensorParallelRank
-    _, client_state = run.load_checkpoint(str(folder), tag=tag, **asked)
+    yield
     if needed:
         run.optimizer.mpu = None
-    return client_state
 
 
 def show_resume(

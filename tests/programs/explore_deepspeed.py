@@ -7,7 +7,6 @@
 The truth is what is in the optimizer's memory, read here: no accessor of DeepSpeed's or of ours takes part.
 """
 
-import contextlib
 import copy
 import functools
 import gc
@@ -386,7 +385,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         if number:  # a rollback
             train(run, options, 60, 1)
         before = live(run)
-        with explored.proof() as proof, model_parallel(run, needed=universal):
+        with explored.proof() as proof, dt.model_parallel(run, universal=universal):
             path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
         if path is None:
             raise FileNotFoundError("load_checkpoint returns no path")
@@ -411,17 +410,6 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     differ = ["next loss"] * (train(run, options, truth["at"], len(losses)) != losses)
     later = explored.on_any_rank(explored.different(live(run), end))
     return {"different": differ + [f"later {name}" for name in later], "proof": proof}
-
-
-@contextlib.contextmanager
-def model_parallel(run: Any, *, needed: bool) -> Iterator[None]:
-    """Up to 0.14.0 universal checkpoints are loaded only with an object for model parallelism."""
-    needed &= dt.numbers(deepspeed.__version__) <= (0, 14, 0)
-    if needed:
-        run.optimizer.mpu = dt.OneTensorParallelRank
-    yield
-    if needed:
-        run.optimizer.mpu = None
 
 
 def differences(found: State, saved: State, before: State, restored: tuple[str, ...]) -> list[str]:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.runtime.durable import replace_durably
+
 PATH = Path(__file__).resolve().parents[1] / "recorded" / "stacks.json"
 Found = dict[str, Any]
 
@@ -17,7 +19,7 @@ def add(row: str, found: Found) -> None:
     """Put what was found in a row in the place of what an earlier run has found."""
     rows = {**read(), row: {**found, **({"fixes": _grouped(found["fixes"])} if "fixes" in found else {})}}
     text = json.dumps(dict(sorted(rows.items())), indent=1)
-    PATH.write_text(f"{text}\n", encoding="utf-8")
+    replace_durably(PATH, f"{text}\n".encode())
 
 
 def _grouped(fixes: dict[str, str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ NEGATIVE = 64  # the square
 DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
 MASKED = 4096  # -inf in a tensor without states of an optimizer, as in a buffer that is a mask of attention
-NO_WEIGHT = 8192  # … and the weight is zero
+NO_WEIGHT = 8192  # unrounded, and the weight is zero
 
 # What is damage in a single element, or can be.
 CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), MASKED)
