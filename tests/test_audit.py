@@ -631,6 +631,7 @@ def test_every_kind_is_crafted_somewhere() -> None:
         "test_audit_shifted",
         "test_audit_model_files",
         "test_audit_absent",
+        "test_audit_dcp",
         "test_audit_healthy",
         "test_audit_mixed_rows",
         "test_audit_run_folder",

@@ -210,6 +210,7 @@ def judged(
         found.findings += judge.judge(shard, odd._replace(runs=own), found)
         if judge.has_no_moments(shard, own):
             empty.add(id(shard))
+    found.findings[:] = judge.of_zero_masters(found, found.findings)
     found.findings += judge.checksums(found, pieces)
     found.findings += judge.of_parameters(found, empty)
     found.findings[:], shift = shifted.explained(found, found.findings)

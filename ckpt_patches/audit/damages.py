@@ -122,6 +122,13 @@ MISSING_MOMENTS = _kind(
 NO_OPTIMIZER_STATE = _kind(
     "no_optimizer_state", NOTE, "parameters without any optimizer state, as frozen ones have none", NO_HARM
 )
+NUMBERED_STATES = _kind(
+    "numbered_states",
+    NOTE,
+    "states under the numbers of their parameters, as `optimizer.state_dict()` has them: they were not compared with "
+    "the weights, and torch.distributed.checkpoint loads none of them into an optimizer that has taken no step",
+    "save what `get_optimizer_state_dict` returns",
+)
 LOCK_DIRECTORY = _kind("lock_directory", NOTE, "a lock directory was left behind", "repair leaves it out")
 MISSING_RANK = _kind("missing_rank", DAMAGE, "a data-parallel rank's file is missing")
 ONE_MODEL_FILE = _kind(

@@ -24,6 +24,9 @@ from ckpt_patches.runtime.shown import shown
 OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoupled_weight_decay")
 OF_TORCH = ("momentum", "maximize", "foreach", "capturable", "differentiable", "fused")
 SHARED = {*OF_ADAM, *OF_TORCH}
+# States with an element for each of the parameter's; Adafactor's rows and columns, and Shampoo's factors, have not.
+OF_ELEMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param")
+OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # ends of the names of Adafactor's, in torch and Transformers
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,21 @@ def _keys(optimizer: Optimizer) -> Iterator[Problem]:
                 yield Problem(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
 
 
-def _promised(optimizer: Optimizer, group: int) -> set[str]:
-    """The states that any parameter of the same kind of group has."""
+def _promised(optimizer: Optimizer, group: int, like: Mapping[Any, Any] | None = None) -> set[str]:
+    """The states that any parameter of the same kind of group has; or those with as many dimensions as `like` alone.
+
+    Adafactor has other states for matrices than for vectors.
+    """
     keys = optimizer.groups[group].keys()
     same = {n for n, other in enumerate(optimizer.groups) if other.keys() == keys}
     own = [optimizer.states.get(param) or {} for n, param in optimizer.parameters if n in same and _is_key(param)]
+    if like is not None and (dimensions := _dimensions(like)):
+        own = [state for state in own if _dimensions(state) == dimensions]
     return {str(name) for state in own for name, value in state.items() if value is not None}
+
+
+def _dimensions(state: Mapping[Any, Any]) -> int:
+    return max((len(value.shape) for value in state.values() if isinstance(value, TensorHeader)), default=0)
 
 
 def _is_key(value: Any) -> bool:
@@ -87,16 +99,22 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
     """Each parameter has the states that others of its kind have, of the same number of elements."""
     where, parameters = optimizer.where, [(n, p) for n, p in optimizer.parameters if _is_key(p)]
     promised = {n: _promised(optimizer, n) for n in range(len(optimizer.groups))}
+    is_mixed = any(name.endswith(OF_MATRICES) for own in promised.values() for name in own)
     for group, number in parameters:
         state = optimizer.states.get(number)
         if not state:
             if promised[group]:
-                yield Problem(UNUSUAL, where, f"parameter {shown(number)} has no state: one that the run does not use")
+                yield Problem(
+                    UNUSUAL,
+                    where,
+                    f"parameter {shown(number)} has no state: a frozen one, or one that the run does not use",
+                )
             continue
-        for name in sorted(promised[group] - {str(name) for name, value in state.items() if value is not None}):
+        expected = _promised(optimizer, group, state) if is_mixed else promised[group]
+        for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
             yield Problem(ABSENT_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
         tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
-        if len({tensor.shape for tensor in tensors.values()}) > 1:
+        if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
             yield Problem(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
         moments = [
             t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1

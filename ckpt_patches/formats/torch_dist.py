@@ -19,7 +19,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shown import shown
 
@@ -79,6 +79,14 @@ class Index:
         for name, tensor in self.tensors.items():
             yield from (((name, offsets), place) for offsets, place in tensor.places.items())
         yield from (((name, ()), place) for name, place in self.objects.items())
+
+
+class NotContiguousError(NotReadError):
+    """A tensor whose elements do not lie in the order of its shape, as of a convolution in `channels_last`."""
+
+    def __init__(self, message: str, file: TorchFile) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 def read_index(folder: Path) -> Index:
@@ -178,6 +186,8 @@ def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) 
 
 def _stored(key: Any, place: Any) -> tuple[Any, ...]:
     where = place.fields
+    if where.get("transform_descriptors"):
+        raise NotReadError(f"{shown(where['relative_path'])} is written by {shown(where['transform_descriptors'])}")
     return key.fields["fqn"], key.fields.get("offset"), where["relative_path"], where["offset"], where["length"]
 
 
@@ -254,20 +264,21 @@ def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offset
     """A chunk of a tensor that has a place: what is there is a contiguous tensor, as the index says.
 
     Raises:
-        BadFileError, NotReadError: as `read_place`; and where another tensor lies there.
+        BadFileError, NotReadError: as `read_place`; and where another tensor lies there, or one with other strides.
     """
     found = read_place(files, folder, tensor.places[offsets])
     header, shape = found.value, tensor.chunks[offsets]
-    if (
-        not isinstance(header, TensorHeader)
-        or (header.dtype, header.shape) != (tensor.dtype, shape)
-        or not header.is_contiguous
-    ):
+    if not isinstance(header, TensorHeader) or (header.dtype, header.shape) != (tensor.dtype, shape):
         what = f"{header.dtype} {list(header.shape)}" if isinstance(header, TensorHeader) else type(header).__name__
         raise BadFileError(
             f"{found.path}: expected {tensor.dtype} {list(shape)} at its byte {tensor.places[offsets].offset}, "
             f"found {what}"
         )
+    if not header.is_contiguous:
+        detail = (
+            f"{found.path}: the elements of {tensor.name} at {offsets} do not lie in order: strides {header.stride}"
+        )
+        raise NotContiguousError(detail, found)
     return found
 
 

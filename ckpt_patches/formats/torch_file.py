@@ -424,7 +424,16 @@ def _parameter(tensor: TensorHeader, *rest: Any) -> TensorHeader:
 def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     """torch._tensor._rebuild_from_type_v2: a tensor of a subclass, or one with attributes"""
     tensor = make(*args)
+    if not isinstance(tensor, TensorHeader):  # one that consists of others, as DTensor, is an object with a state
+        return _with_state(tensor, state)
     return tensor._replace(wrapping=("torch._tensor._rebuild_from_type_v2", (kind, state), tensor.wrapping))
+
+
+def _with_state(made: Any, state: Any) -> Any:
+    if not isinstance(made, Instance):
+        raise pickle.UnpicklingError(f"expected a tensor or an object, found {type(made).__name__}")
+    made.state = state
+    return made
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:

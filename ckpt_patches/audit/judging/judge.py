@@ -1,6 +1,7 @@
 """What the odd elements of a shard mean: a function for each kind of damage."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ DENORMAL_RUN = 16  # elements
 # Megatron's buckets have padding, of which nobody says what it holds: behind a parameter, and at the end.
 PADDING, ALIGNMENT = 1024, 256  # elements; the second for each data-parallel rank
 LEAST_MASK, LEAST_MASKED = 4, 0.25  # elements of a mask, and the share of them that is -inf
+ZERO_MASTER = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
 NEAR = 64  # elements between wrong ones that are reported as one range
 MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
 
@@ -135,8 +137,7 @@ def _hull(findings: list[Finding]) -> Finding:
 def lost_master(view: View) -> Iterator[Finding]:
     for hole in view.holes[MASTER]:
         if WEIGHT not in view.shard.streams and (hole.begin, hole.end) == (0, view.shard.numel):
-            detail = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
-            yield view.finding(damages.UNUSUAL, MASTER, 0, view.shard.numel, detail)
+            yield view.finding(damages.UNUSUAL, MASTER, 0, view.shard.numel, ZERO_MASTER)
         else:
             yield view.finding(damages.LOST_MASTER, MASTER, hole.begin, hole.end)
 
@@ -306,6 +307,17 @@ def checksums(found: Checkpoint, pieces: list[PartRead]) -> Iterator[Finding]:
 def of_checksum(record: Record) -> str:
     """Which one is wrong, in words."""
     return f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
+
+
+def of_zero_masters(found: Checkpoint, findings: list[Finding]) -> Iterator[Finding]:
+    """The findings; a main parameter that is zeros in some of its shards alone has lost these."""
+    counts = Counter(shard.streams[MASTER].array for shard in found.shards if MASTER in shard.streams)
+    zeros = Counter(finding.array for finding in findings if finding.detail.startswith(ZERO_MASTER))
+    for finding in findings:
+        if finding.detail.startswith(ZERO_MASTER) and zeros[finding.array] < counts[finding.array]:
+            yield replace(finding, kind=damages.LOST_MASTER, detail="all zeros, and the other shards are not")
+        else:
+            yield finding
 
 
 def has_no_moments(shard: Shard, runs: OddRuns) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt_patches.audit.readers import (
+    dcp_reader,
     megatron_arrays,
     megatron_torch_reader,
     plain_deepspeed_reader,
@@ -28,4 +29,6 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return universal_reader.read
     if plain_deepspeed_reader.is_plain(path):
         return plain_deepspeed_reader.read
-    return megatron_torch_reader.read if megatron_torch_folders(path) else None
+    if megatron_torch_folders(path):
+        return megatron_torch_reader.read
+    return dcp_reader.read if dcp_reader.is_dcp(path) else None

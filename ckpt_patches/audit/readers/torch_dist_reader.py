@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Owner, Record, Shard, Stream
+from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Held, Owner, Record, Shard, Stream
 from ckpt_patches.audit.readers.megatron_arrays import (
     by_parameter,
     check_config,
@@ -111,23 +111,27 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     index = _index(found)
     if (common := _common(found, index)) is not None:
         set_common(found, common, is_distributed=_is_distributed(index))
-    for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # of it `_common` says more
-        detail = "the index lists it, or a rank has planned to write it, and it is in no file"
-        found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=detail))
-    for first, other in itertools.islice(index.same_places(), MANY):
-        detail = f"the index has it at the same bytes as {first}"
-        found.findings.append(Finding(damages.FOREIGN_FILE, other, detail=detail))
+    found.findings += wrong_entries(index)
     found.findings += _rows_of_fsdp2(mixed_rows(found, index))
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
-    _find_elements(tensors, found)
+    find_elements(tensors, found)
     with RangedFiles() as files:
         objects = {name: _read_object(name, index, found, files) for name in index.objects}
     check_bucket_sizes(found, {name.partition("/")[0]: value for name, value in objects.items()})
     check_siblings(found, {name: chunked.tensor.dtype for name, chunked in tensors.items()})
     for parameter, roles in by_parameter(tensors).items():
-        found.shards += _shards(found, parameter, _with_shapes(roles))
+        found.shards += shards_of(found, parameter, _with_shapes(roles))
     check_promises(found, tensors)
     return found, tensors, index
+
+
+def wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
+    """Entries of an index without a place, or at the place of another one."""
+    for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # of it `_common` says more
+        detail = "the index lists it, or a rank has planned to write it, and it is in no file"
+        yield Finding(damages.MISSING_ARRAY, name, detail=detail)
+    for first, other in itertools.islice(index.same_places(), MANY):
+        yield Finding(damages.FOREIGN_FILE, other, detail=f"the index has it at the same bytes as {first}")
 
 
 def mixed_rows(found: Checkpoint, index: torch_dist.Index) -> dict[str, swiglu_rows.Mixed]:
@@ -200,11 +204,12 @@ def _index(found: Checkpoint) -> torch_dist.Index:
 class _Elements(NamedTuple):
     """Where the elements of a chunk lie, with their checksums."""
 
-    extent: Extent
+    extent: Extent | None  # None if they do not lie in order
     records: tuple[Record, ...]
+    held: Held
 
 
-def _find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
+def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
     """Of each chunk the place of its elements in the file, with their checksum; of many, other processors do shares."""
     read = [own for own in tensors.values() if tensor_streams.is_read(found, own.tensor.name, own.tensor.dtype)]
     lost = _lost(read, found)
@@ -221,7 +226,12 @@ def _find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
             found.findings.append(elements)
         else:
             found.records += elements.records
-            own.extents[offsets] = elements.extent
+            if elements.extent is not None:
+                own.extents[offsets] = elements.extent
+            else:
+                found.tensors.append(elements.held)
+                detail = "its elements do not lie in the order of its shape: they were not compared with others"
+                found.findings.append(Finding(damages.NOT_JUDGED, own.tensor.name, str(offsets), detail=detail))
 
 
 def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
@@ -256,11 +266,14 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
         return Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
     try:
         part = torch_dist.read_chunk(files, path, tensor, offsets)
+    except torch_dist.NotContiguousError as error:
+        part = error.file
     except (BadFileError, NotReadError) as error:
         return tensor_streams.refused(error, tensor.name, str(offsets))
-    span, name = tensor.places[offsets][1:], str(part.path)
+    span, name, header = tensor.places[offsets][1:], str(part.path), part.value
     records = tuple(Record(name, *stored, span) for stored in part.storages)
-    return _Elements(Extent(name, part.value.offset, part.value.nbytes), records)
+    extent = Extent(name, header.offset, header.nbytes) if header.is_contiguous else None
+    return _Elements(extent, records, Held(name, tensor.name, header))
 
 
 def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
@@ -280,7 +293,7 @@ def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: R
     return part.value
 
 
-def _shards(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
+def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
     """The arrays of a parameter by shard, those together that have the same number of elements."""
     if not any(chunked.extents for chunked in roles.values()):
         return []

@@ -1,0 +1,276 @@
+"""Checkpoints that training scripts write with torch.distributed.checkpoint: FSDP, HSDP, tensor parallelism, DDP."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.readers import tensor_streams
+from ckpt_patches.audit.readers.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    first_beta,
+    last_step,
+)
+from ckpt_patches.audit.readers.torch_dist_reader import Chunked, find_elements, shards_of, wrong_entries
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
+from ckpt_patches.formats.dcp import Optimizer
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.torch_dist import Tensor
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError, StorageHeader, TensorHeader
+from ckpt_patches.runtime.shown import shown
+
+FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", "torch.distributed.checkpoint, weights alone"
+# A main parameter that the optimizer keeps beside the weight has one of the first three names.
+ROLES = {"master_param": MASTER, "master_weight": MASTER, "fp32_param": MASTER}
+ROLES.update(exp_avg=EXP_AVG, exp_avg_sq=EXP_AVG_SQ)
+NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in the name of a save's folder
+OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")
+# Steps that fp16 skips: some at the start, then one in a hundred at most. They are no steps of the optimizer.
+SKIPPED, ONE_IN = 16, 100
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder is such a checkpoint; megatron-core's, which has the same files and others, is not."""
+    folders = dcp.folders(path)
+    return bool(folders) and not (folders == [path] and dcp.is_by_megatron_core(path))
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    found = Checkpoint(path, FORMAT)
+    index = _index(found)
+    found.findings += wrong_entries(index)
+    tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
+    found.findings += _untiled(index.tensors.values())
+    find_elements(tensors, found)
+    with RangedFiles() as files:
+        objects = {name: _object(name, index, found, files) for name in index.objects}
+    values = {**objects, **{name: _header(tensor) for name, tensor in index.tensors.items()}}
+    optimizers = dcp.optimizers(index.tensors, index.objects)
+    steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
+    contents = _Contents(tensors, values, _steps(tensors, values, steps))
+    _set_step(found, [step for own in optimizers for step in _check(found, own, contents)])
+    _read_others(found)
+    parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
+    taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
+    parameters += [{WEIGHT: chunked} for name, chunked in tensors.items() if name not in taken]
+    for roles in filter(None, parameters):
+        named = next(roles[role] for role in (WEIGHT, MASTER, *roles) if role in roles)
+        found.shards += shards_of(found, named.tensor.name, roles)
+    _note_rest(found, optimizers, index.tensors)
+    return found
+
+
+def _index(found: Checkpoint) -> torch_dist.Index:
+    """What the indexes list, files with their folders; nothing, and a finding, of one that cannot be read."""
+    tensors: dict[str, Tensor] = {}
+    objects: dict[str, torch_dist.Place] = {}
+    absent: list[str] = []
+    for folder in dcp.folders(found.path):
+        if not (folder / torch_dist.INDEX).exists():
+            detail = f"{torch_dist.INDEX}, which is written last, is not there"
+            found.findings.append(Finding(damages.INCOMPLETE_SAVE, folder.name, detail=detail))
+            continue
+        try:
+            own = torch_dist.read_index(folder)
+        except UserError as error:
+            where = str((folder / torch_dist.INDEX).relative_to(found.path))
+            found.findings.append(tensor_streams.refused(error, where, damage=damages.BAD_METADATA))
+            continue
+        inner = folder.relative_to(found.path)
+        both = (tensors.keys() | objects.keys()) & (own.tensors.keys() | own.objects.keys())
+        called = {name: f"{inner}/{name}" if name in both else name for name in (*own.tensors, *own.objects)}
+        for name, tensor in own.tensors.items():
+            places = {at: _within(inner, place) for at, place in tensor.places.items()}
+            tensors[called[name]] = replace(tensor, name=called[name], places=places)
+        objects.update({called[name]: _within(inner, place) for name, place in own.objects.items()})
+        absent += own.absent
+    return torch_dist.Index(tensors, objects, tuple(absent))
+
+
+def _within(folder: Path, place: torch_dist.Place) -> torch_dist.Place:
+    return place._replace(file=str(folder / place.file))
+
+
+def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
+    for tensor in tensors:
+        why = dcp.untiled(tensor)
+        if why == dcp.TOO_MANY:
+            yield Finding(damages.NOT_JUDGED, tensor.name, detail="whether its chunks overlap: they are too many")
+        elif why:
+            yield Finding(damages.FRAGMENTS, tensor.name, detail=why)
+
+
+def _object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
+    """What is no tensor of its own; None, and a finding, if it cannot be read."""
+    try:
+        part = torch_dist.read_place(files, found.path, index.objects[name])
+    except (BadFileError, NotReadError) as error:
+        found.findings.append(tensor_streams.refused(error, name))
+        return None
+    tensor_streams.hold(found, part, index.objects[name][1:], name)
+    return part.value
+
+
+def _header(tensor: Tensor) -> TensorHeader:
+    """A tensor of the index as one of a file, which has no place."""
+    stride, strides = 1, []
+    for size in reversed(tensor.size):
+        strides.append(stride)
+        stride *= size
+    storage = StorageHeader("", tensor.dtype, stride, 0)
+    return TensorHeader(storage, tensor.dtype, 0, tensor.size, tuple(reversed(strides)))
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """All that the indexes list."""
+
+    tensors: Mapping[str, Chunked]
+    values: Mapping[str, Any]  # of objects what they are, of tensors their headers
+    steps: Mapping[str, Any]  # by the tensor's or object's name; a number if it could be read
+
+
+def _steps(tensors: Mapping[str, Chunked], values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The numbers that tensors of one element, or objects, are."""
+    read: dict[str, Any] = {}
+    for name in names:
+        value = values[name]
+        if isinstance(value, TensorHeader):
+            extents = list(tensors[name].extents.values())
+            value = _element(value.dtype, extents[0]) if value.numel == 1 and extents else None
+        if value is not None:
+            read[name] = value
+    return read
+
+
+def _element(dtype: str, extent: Extent) -> float | None:
+    with RangedFiles() as files:
+        data = bytearray(extent.nbytes)
+        try:
+            files.read(extent.path, extent.offset, memoryview(data))
+        except OSError:  # which another finding says
+            return None
+    return torch_file.number(dtype, bytes(data))
+
+
+def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
+    """Everything that an optimizer's names and settings promise of each other; the steps of its parameters."""
+    groups = _groups(own, contents.values)
+    found.groups += groups
+    keys = {name: int(name) if own.is_numbered else name for name in own.states}
+    states = {keys[name]: {key: contents.values[of] for key, of in state.items()} for name, state in own.states.items()}
+    steps = {
+        keys[name]: contents.steps[state["step"]]
+        for name, state in own.states.items()
+        if state.get("step") in contents.steps
+    }
+    taken = max(filter(settings.is_step, steps.values()), default=0)
+    where = f"{own.prefix}{dcp.STATE}".rstrip(".")
+    if groups:
+        optimizer = optimizer_inventory.Optimizer(where, groups, states, steps, taken=int(taken))
+        found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
+    elif states:
+        detail = "no param group, with its settings, is in the checkpoint"
+        found.findings.append(Finding(damages.MISSING_STATE, f"{own.prefix}{dcp.GROUPS}", detail=detail))
+    found.findings += _of_weights(own, contents)
+    return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
+
+
+def _groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param groups with the keys of their parameters; those that are stored by parameter put together."""
+    if set(own.groups) == {""}:
+        listed = values[own.groups[""][""]] if "" in own.groups[""] else None
+        return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    found: dict[str, dict[str, Any]] = {}
+    for key, names in own.groups.items():
+        group = {setting: values[name] for setting, name in names.items()}
+        if "params" in group:
+            found[key] = group
+        else:
+            same = found.setdefault(repr(sorted(group.items(), key=str)), {**group, "params": []})
+            same["params"].append(key)
+    return list(found.values())
+
+
+def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
+    """States and weights are of each other, and of one shape."""
+    if own.is_numbered:
+        yield Finding(
+            damages.NUMBERED_STATES, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=f"{len(own.states)} parameters"
+        )
+    elif own.several:
+        detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
+        yield Finding(damages.NOT_JUDGED, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=detail)
+    for parameter, state in own.states.items() if own.weights else ():
+        if parameter not in own.weights:
+            detail = "it has states of an optimizer, and the model has no such weight"
+            yield Finding(damages.UNUSUAL, parameter, detail=detail)
+            continue
+        size = contents.tensors[own.weights[parameter]].tensor.size
+        for key, name in state.items():
+            there = contents.tensors.get(name)
+            if key in optimizer_inventory.OF_ELEMENTS and there is not None and there.tensor.size != size:
+                detail = f"its shape is {there.tensor.size}, the weight's {size}"
+                yield Finding(damages.CONTRADICTION, name, detail=detail)
+
+
+def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str, Chunked]]:
+    """The arrays of each parameter. A weight of fp32 is the main parameter where the optimizer keeps no other."""
+    for parameter, state in own.states.items():
+        roles = {role: tensors[state[key]] for key, role in ROLES.items() if state.get(key) in tensors}
+        weight = tensors.get(own.weights.get(parameter, ""))
+        if weight is not None:
+            is_main = MASTER not in roles and weight.tensor.dtype == "float32"
+            roles[MASTER if is_main else WEIGHT] = weight
+        yield roles
+
+
+def _set_step(found: Checkpoint, steps: list[Any]) -> None:
+    """The optimizer's step, and what the folder's name says against it.
+
+    `get_state_dict` takes a first step without gradients where an optimizer has taken none, to make its states.
+    """
+    found.beta1 = first_beta(found.groups)
+    step, named = last_step(steps), NUMBER.fullmatch(found.path.name)
+    found.step = step if step is None or step > 1 else None
+    count = int(named[1]) if named else 0
+    if step is not None and step + SKIPPED + count // ONE_IN < count:
+        detail = (
+            f"the optimizer has taken {step} steps, and the folder is named {found.path.name}: were the states loaded?"
+        )
+        found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
+
+
+def _read_others(found: Checkpoint) -> None:
+    """Files beside the folders of torch: schedulers, random states, the trainer's own."""
+    for file in sorted(found.path.iterdir()):
+        if file.is_file() and (file.suffix in OF_TORCH or (file.suffix in OF_TORCH_OR_ANOTHER and _is_zip(file))):
+            tensor_streams.read(file, found)
+
+
+def _is_zip(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PK\3\4"
+
+
+def _note_rest(found: Checkpoint, optimizers: list[Optimizer], tensors: Iterable[str]) -> None:
+    """Tensors of the model without states of an optimizer: frozen ones, buffers, or a model that is alone."""
+    of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
+    with_states = {name for own in optimizers for name in own.weights.values()}
+    rest = [name for name in tensors if name not in of_optimizers | with_states]
+    found.knows_trained = bool(with_states)
+    found.buffers |= set(rest) if with_states else set()
+    if not of_optimizers:
+        found.format = WEIGHTS_ALONE
+    if rest and not any(own.is_numbered or own.several for own in optimizers):
+        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(rest)} tensors"))

@@ -1,0 +1,184 @@
+"""torch.distributed.checkpoint as training scripts write it: which tensors are weights, and which are their states.
+
+The keys of nested dicts are joined by dots: `model.<parameter>`, or what else the script calls it,
+`optimizer.state.<parameter>.<state>`, and `optimizer.param_groups.<number>.<setting>`, or flattened
+`optimizer.param_groups.<parameter>.<setting>`. Without `get_state_dict` the optimizer's parameters are numbers.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import contextlib
+import itertools
+import math
+import mmap
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_patches.formats.torch_dist import INDEX, Tensor
+
+STATE, GROUPS = "state.", "param_groups"
+OF_MEGATRON_FSDP = "param_to_group_meta"  # its groups, by parameter
+# States by which an optimizer's part of a checkpoint is known; of others it has some of these.
+KNOWN_STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "master_param")
+# Accelerate, NeMo Automodel and others write the model and the optimizer into folders beside each other.
+MODEL_FOLDER = re.compile(r"model|weights|(?:pytorch_)?model_fsdp_\d+")
+OPTIMIZER_FOLDER = re.compile(r"optim(?:izer)?(?:_\d+)?")
+OF_MODELS = ("model", "module", "state_dict", "app")  # names of the weights, where copies are beside them
+ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
+BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
+TOO_MANY = "?"
+MOST_CELLS = 1 << 26  # of the grid in which a tensor's chunks are counted
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer's part of a checkpoint: names of tensors and objects of the index."""
+
+    prefix: str  # of all its names, as "optimizer."
+    states: Mapping[str, Mapping[str, str]]  # by the parameter, as the optimizer names it, and the state
+    groups: Mapping[str, Mapping[str, str]]  # by a group's number or a parameter, and the setting; "" is all of them
+    weights: dict[str, str] = field(default_factory=dict)  # the model's own, by parameter
+    several: tuple[str, ...] = ()  # prefixes of tensors that all could be its weights
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its parameters are numbers, in the order in which the script gave them to it."""
+        return bool(self.states) and all(name.isdecimal() for name in self.states)
+
+
+def folders(path: Path) -> list[Path]:
+    """The folders with an index that are one checkpoint: itself, or a model's and an optimizer's below it."""
+    if (path / INDEX).is_file():
+        return [path]
+    below = sorted(one for one in path.iterdir() if one.is_dir() and is_begun(one))
+    models, optimizers = (
+        [one for one in below if kind.fullmatch(one.name)] for kind in (MODEL_FOLDER, OPTIMIZER_FOLDER)
+    )
+    return models + optimizers if models and optimizers else []
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a folder has a rank's file; the index is written after them."""
+    return (folder / INDEX).is_file() or next(folder.glob("*.distcp"), None) is not None
+
+
+def is_by_megatron_core(path: Path) -> bool:
+    """Whether an index is of megatron-core's own format, by the names in it, which its pickle has as they are.
+
+    Of a run with FSDP Megatron-LM writes torch's format, into folders that are named alike.
+    """
+    with (path / INDEX).open("rb") as file, contextlib.suppress(ValueError):  # an empty file
+        found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if any(found.find(name) >= 0 for name in BY_MEGATRON_CORE):
+            return True
+        return bool(ITERATION.fullmatch(path.name)) and found.find(b"checkpoint_version") < 0
+    return False
+
+
+def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer]:
+    """The optimizers of a checkpoint, by the names of all that it holds."""
+    tensors = list(tensors)
+    names = [*tensors, *objects]
+    prefixes = sorted(set(filter(None, map(_prefix, names))))
+    left = [name for name in tensors if not any(_is_of(prefix[0], name) for prefix in prefixes)]
+    return [_optimizer(prefix[0], names, left) for prefix in prefixes]
+
+
+def _prefix(name: str) -> tuple[str] | None:
+    """What a name of an optimizer begins with, which can be empty; None of another name."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        is_state = part == STATE[:-1] and len(parts) > at + 2 and parts[-1] in KNOWN_STATES
+        if part == GROUPS or is_state:
+            return ("".join(f"{own}." for own in parts[:at]),)
+    return None
+
+
+def _is_of(prefix: str, name: str) -> bool:
+    rest = name.removeprefix(prefix)
+    return name.startswith(prefix) and (rest.startswith(STATE) or rest.partition(".")[0] == GROUPS)
+
+
+def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
+    own = [name for name in names if _is_of(prefix, name)]
+    rests = [name[len(prefix) + len(STATE) :] for name in own if name.startswith(f"{prefix}{STATE}")]
+    of_model, several = _model_prefix({rest.rpartition(".")[0] for rest in rests}, others)
+    known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
+    states: dict[str, dict[str, str]] = {}
+    for rest in rests:
+        parameter = _parameter(rest, known)
+        states.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = f"{prefix}{STATE}{rest}"
+    groups: dict[str, dict[str, str]] = {}
+    for name in own:
+        if not name.startswith(f"{prefix}{STATE}"):
+            group, setting = _group(name[len(prefix) + len(GROUPS) :].removeprefix("."), states)
+            groups.setdefault(group, {}).setdefault(setting, name)
+    weights = {} if of_model is None else {name: f"{of_model}{name}" for name in states if name in known}
+    return Optimizer(prefix, states, groups, weights, several)
+
+
+def _group(rest: str, states: Mapping[str, object]) -> tuple[str, str]:
+    """Which group's setting it is, of `<number>.<setting>` or `<parameter>.<setting>`; one can be a list of tensors."""
+    group, _, setting = rest.rpartition(".")
+    number, _, own = rest.partition(".")
+    return (number, own.partition(".")[0]) if group not in states and number.isdecimal() else (group, setting)
+
+
+def _parameter(rest: str, known: set[str]) -> str:
+    """Of `<parameter>.<state>`; a state can be a dict, too, and then the model tells where its name begins."""
+    whole = rest.rpartition(".")[0]
+    parameter = whole
+    while parameter and parameter not in known:
+        parameter = parameter.rpartition(".")[0]
+    return parameter or whole
+
+
+def _model_prefix(parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
+    """What the names of the weights of parameters begin with, None if none are there; all, if it cannot be told."""
+    found: Counter[str] = Counter()
+    for parameter in itertools.islice(sorted(parameters, key=len, reverse=True), 16):
+        if not parameter.isdecimal():
+            ends = [name for name in names if name == parameter or name.endswith(f".{parameter}")]
+            found.update(name[: len(name) - len(parameter)] for name in ends)
+    most = sorted(prefix for prefix, count in found.items() if count == max(found.values()))
+    if len(most) > 1:
+        of_models = [one for one in most if not one or one.rstrip(".").rpartition(".")[2] in OF_MODELS]
+        return (of_models[0], ()) if len(of_models) == 1 else (None, tuple(most))
+    return (most[0], ()) if most else (None, ())
+
+
+def untiled(tensor: Tensor) -> str:
+    """Why the chunks of a tensor are not each of its elements once; empty if they are; or `TOO_MANY`."""
+    outside = [at for at, size in tensor.chunks.items() if any(map(_is_beyond, at, size, tensor.size))]
+    if outside:
+        return f"the chunk at {outside[0]} ends beyond the tensor's shape {tensor.size}"
+    stored = sum(map(math.prod, tensor.chunks.values()))
+    if stored != math.prod(tensor.size):
+        return f"its chunks have {stored} elements, its shape {tensor.size} has {math.prod(tensor.size)}"
+    cuts = [sorted({end for ends in own for end in ends}) for own in _edges(tensor)]
+    if len(tensor.chunks) < 2 or not stored:
+        return ""
+    if math.prod(map(len, cuts)) > MOST_CELLS:
+        return TOO_MANY
+    cells = np.zeros([len(own) for own in cuts], np.uint8)
+    numbers = [{edge: number for number, edge in enumerate(own)} for own in cuts]
+    for at, size in tensor.chunks.items():
+        own = tuple(slice(n[a], n[a + s]) for n, a, s in zip(numbers, at, size, strict=True))
+        if cells[own].any():
+            return f"the chunk at {at} overlaps another one"
+        cells[own] = 1
+    return ""
+
+
+def _is_beyond(offset: int, size: int, whole: int) -> bool:
+    return offset + size > whole
+
+
+def _edges(tensor: Tensor) -> Iterator[list[tuple[int, int]]]:
+    """By dimension, where the chunks begin and end."""
+    for dimension in range(len(tensor.size)):
+        yield [(at[dimension], at[dimension] + size[dimension]) for at, size in tensor.chunks.items()]

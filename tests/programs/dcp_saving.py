@@ -1,0 +1,177 @@
+"""Train a small model with torch alone on Gloo ranks, and save it with torch.distributed.checkpoint.
+
+    dcp_saving.py FOLDER CASES.json
+
+CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All are run by the same four ranks.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ckpt_patches.demo.ranks import free_port, results
+
+RANKS, ROWS, WIDTH, TOKENS = 4, 8, 24, 37
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training and its save."""
+
+    name: str  # of the folder
+    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, tp, ddp, none
+    save: str = "nested"  # nested, flat, raw, weights, folders, async
+    optimizer: str = "AdamW"
+    dtype: str = "float32"
+    steps: int = 3
+    scale: float = 1.0  # of the loss
+    options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups
+    damage: tuple[Any, ...] = ()  # (parameter, state or "weight", first element, behind the last, value), in the save
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.down(self.up(x).tanh())
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.register_buffer("positions", torch.arange(float(ROWS)))
+        if case.options.get("tied"):
+            self.head.weight = self.embed.weight
+        if case.options.get("unused"):
+            self.extra = nn.Linear(WIDTH, WIDTH)
+        if case.options.get("strided"):
+            self.conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+        if case.options.get("zeros"):
+            nn.init.zeros_(self.layers[0].down.weight)
+        if case.options.get("frozen"):
+            self.embed.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        if hasattr(self, "conv"):
+            x = x + self.conv(torch.ones(1, 8, 3, 3, dtype=x.dtype)).mean()
+        found: torch.Tensor = self.head(self.norm(x))
+        return found
+
+
+def distributed(model: Model, mesh: str) -> Model:
+    """The model as its ranks share it."""
+    if mesh == "ddp":
+        replicate(model)
+        return model
+    if mesh in ("tp", "fsdp_tp"):
+        both = init_device_mesh("cpu", (2, 2) if mesh == "fsdp_tp" else (1, RANKS), mesh_dim_names=("dp", "tp"))
+        for layer in model.layers:
+            parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        sharding = {"mesh": both["dp"]}
+    else:
+        shape, names = ((2, 2), ("replicas", "shards")) if mesh == "hsdp" else ((RANKS,), ("shards",))
+        sharding = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if mesh not in ("tp", "none"):
+        for layer in model.layers:
+            fully_shard(layer, **sharding)
+        fully_shard(model, **sharding)
+    return model
+
+
+def optimizer_of(model: Model, case: Case) -> torch.optim.Optimizer:
+    parameters: Any = list(model.parameters())
+    if case.options.get("groups"):
+        parameters = [{"params": parameters[:3], "weight_decay": 0.0}, {"params": parameters[3:]}]
+    options: dict[str, Any] = {"lr": 1e-2}
+    if case.optimizer == "SGD":
+        options["momentum"] = 0.9
+    made: torch.optim.Optimizer = getattr(torch.optim, case.optimizer)(parameters, **options)
+    return made
+
+
+def trained(case: Case) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh)
+    optimizer = optimizer_of(model, case)
+    for step in range(case.steps):
+        torch.manual_seed(step)
+        tokens = torch.randint(0, TOKENS, (4, ROWS))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()) * case.scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(case: Case, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if case.save == "raw":
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    options = StateDictOptions(flatten_optimizer_state_dict=case.save == "flat")
+    weights, states = get_state_dict(model, optimizer, options=options)
+    return dict(weights) if case.save == "weights" else {"model": weights, "optimizer": states, "step": case.steps}
+
+
+def damaged(state: dict[str, Any], damage: tuple[Any, ...]) -> None:
+    """Set elements of a tensor of the state that is to be saved, on the rank that has them."""
+    if not damage:
+        return
+    parameter, what, begin, end, value = damage
+    tensor = state["model"][parameter] if what == "weight" else state["optimizer"]["state"][parameter][what]
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    whole.view(-1)[begin:end] = float(value)
+    if whole is not tensor:
+        made = torch.distributed.tensor.distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(made.to_local())
+
+
+def save(case: Case, folder: Path) -> None:
+    model, optimizer = trained(case)
+    with torch.no_grad():
+        state = state_of(case, model, optimizer)
+        damaged(state, case.damage)
+    path = folder / case.name
+    if case.save == "folders":
+        dcp.save({"model": state["model"]}, checkpoint_id=path / "pytorch_model_fsdp_0")
+        dcp.save({"optimizer": state["optimizer"]}, checkpoint_id=path / "optimizer_0")
+    elif case.save == "async":
+        dcp.async_save(state, checkpoint_id=path).result()
+    else:
+        dcp.save(state, checkpoint_id=path)
+
+
+def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    for case in cases:
+        with contextlib.redirect_stderr(None) if rank else contextlib.nullcontext():
+            save(Case(**{**case, "damage": tuple(case.get("damage", ()))}), Path(folder))
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    results(rank_main, RANKS, free_port(), sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))

@@ -1,0 +1,203 @@
+"""Checkpoints of torch.distributed.checkpoint, as training scripts write them: audited and repaired."""
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
+from ckpt_patches.cli import main
+from ckpt_patches.formats.dcp import untiled
+from ckpt_patches.formats.torch_dist import INDEX, Tensor
+from dcp_checkpoints import saved
+
+SOUND = [
+    *("fsdp", "step-9", "hsdp", "fsdp_tp", "tp", "ddp", "one_rank", "bf16", "raw", "weights", "folders", "async"),
+    *("fresh", "first", "groups", "zeros", "tied", "sgd", "adagrad", "adafactor"),
+]
+UNSURE = {
+    "frozen": {"unusual"},  # a frozen parameter that the optimizer was given
+    "unused": {"unusual"},
+    "strided": {"not_judged"},
+    "step-1000": {"unusual"},  # what a load of nothing leaves: an optimizer that begins anew
+}
+WRONG = {
+    "nan_weight": "not_finite",
+    "nan_moment": "not_finite",
+    "lost_moment": "lost_moment",
+    "lost_square": "lost_moment",
+    "lost_weight": "lost_master",
+    "negative": "negative_square",
+}
+
+
+def names(report: Report) -> set[str]:
+    return {finding.kind.name for finding in report.findings if finding.kind.severity != damages.NOTE}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_one_is_whole(name: str) -> None:
+    report = audit(saved() / name)
+    assert (report.verdict, names(report)) == (WHOLE, set())
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_what_is_unusual_is_said(name: str) -> None:
+    report = audit(saved() / name)
+    assert (report.verdict, names(report)) == (UNKNOWN, UNSURE[name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_damage_in_what_was_saved_is_found(name: str) -> None:
+    report = audit(saved() / name)
+    assert (report.verdict, names(report)) == (DAMAGED, {WRONG[name]})
+
+
+def test_weights_alone_are_called_so() -> None:
+    assert audit(saved() / "weights").checkpoint.format.endswith("weights alone")
+
+
+def test_states_under_numbers_are_noted() -> None:
+    assert {finding.kind.name for finding in audit(saved() / "raw").findings} >= {"numbered_states"}
+
+
+# Files
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved() / "fsdp", tmp_path / "fsdp"))
+
+
+def test_a_ranks_file_is_missing(whole: Path) -> None:
+    (whole / "__2_0.distcp").unlink()
+    assert audit(whole).verdict == DAMAGED
+
+
+def test_a_ranks_file_is_cut(whole: Path) -> None:
+    file = whole / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-5000])
+    assert audit(whole).verdict == DAMAGED
+
+
+def test_a_flipped_bit_fails_its_checksum(whole: Path) -> None:
+    extent = next(s for s in audit(whole).checkpoint.shards if s.numel > 10).streams["exp_avg"].extents[0]
+    data = bytearray(Path(extent.path).read_bytes())
+    data[extent.offset + 1] ^= 1
+    Path(extent.path).write_bytes(data)
+    report = audit(whole)
+    assert (report.verdict, names(report)) == (DAMAGED, {"bad_file"})
+
+
+def test_a_save_without_its_index_is_incomplete(whole: Path) -> None:
+    (whole / INDEX).unlink()
+    assert audit(whole).verdict == INCOMPLETE
+
+
+def test_an_optimizer_without_its_index_is_incomplete(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(saved() / "folders", tmp_path / "folders"))
+    (path / "optimizer_0" / INDEX).unlink()
+    report = audit(path)
+    assert (report.verdict, names(report)) == (INCOMPLETE, {"incomplete_save"})
+
+
+# The index
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the index of a checkpoint."""
+    index = pickle.loads((path / INDEX).read_bytes())
+    change(index)
+    (path / INDEX).write_bytes(pickle.dumps(index))
+
+
+def removed(index: Any, name: str) -> None:
+    del index.state_dict_metadata[name]
+    for key in [key for key in index.storage_data if key.fqn == name]:
+        del index.storage_data[key]
+
+
+def entries(path: Path) -> list[str]:
+    return list(pickle.loads((path / INDEX).read_bytes()).state_dict_metadata)
+
+
+# Nothing tells a buffer from a tensor of the script's own. A load that misses a setting raises an error.
+PROMISED = ("lr", "betas", "params")
+
+
+def is_promised(name: str) -> bool:
+    is_setting = name.startswith("optimizer.param_groups.")
+    return name.endswith(PROMISED) if is_setting else name not in ("model.positions", "step")
+
+
+def test_every_entry_is_missed(whole: Path) -> None:
+    index = (whole / INDEX).read_bytes()
+    unnoticed = []
+    for name in entries(whole):
+        changed(whole, lambda found, name=name: removed(found, name))  # type: ignore[misc]
+        if audit(whole, workers=1).verdict == WHOLE:
+            unnoticed.append(name)
+        (whole / INDEX).write_bytes(index)
+    assert unnoticed
+    assert not list(filter(is_promised, unnoticed))
+
+
+def test_every_chunk_is_missed(whole: Path) -> None:
+    index = (whole / INDEX).read_bytes()
+
+    def without_last_chunk(found: Any, name: str) -> None:
+        entry = found.state_dict_metadata[name]
+        key = next(k for k in found.storage_data if k.fqn == name and k.offset == entry.chunks[-1].offsets)
+        del entry.chunks[-1], found.storage_data[key]
+
+    for name in [name for name in entries(whole) if name.endswith((".weight", ".exp_avg"))]:
+        changed(whole, lambda found, name=name: without_last_chunk(found, name))  # type: ignore[misc]
+        assert "fragments" in names(audit(whole, workers=1)), name
+        (whole / INDEX).write_bytes(index)
+
+
+def test_shapes_of_states_and_weights_agree(whole: Path) -> None:
+    def transposed(found: Any) -> None:
+        found.state_dict_metadata["model.head.weight"] = found.state_dict_metadata["model.embed.weight"]
+        entry = found.state_dict_metadata["optimizer.state.norm.weight.exp_avg"]
+        entry.size, entry.chunks[-1].sizes = torch.Size([25]), torch.Size([7])
+
+    changed(whole, transposed)
+    assert "contradiction" in names(audit(whole))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "why"),
+    [
+        ({(0, 0): (2, 4), (2, 0): (2, 4)}, ""),
+        ({(0, 0): (4, 1), (0, 1): (4, 3)}, ""),
+        ({(0, 0): (2, 4), (1, 0): (2, 4)}, "overlaps"),
+        ({(0, 0): (2, 4)}, "8 elements"),
+        ({(0, 0): (2, 4), (3, 0): (2, 4)}, "beyond"),
+        ({(0, 0): (4, 4), (4, 0): (0, 4)}, ""),
+    ],
+)
+def test_chunks_are_to_tile_a_tensor(chunks: dict[tuple[int, ...], tuple[int, ...]], why: str) -> None:
+    found = untiled(Tensor("weight", "float32", (4, 4), None, chunks))
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+# Repair
+
+
+def test_a_lost_moment_is_taken_from_an_older_checkpoint(tmp_path: Path) -> None:
+    older, new = saved() / "fsdp", tmp_path / "new"
+    assert main(["repair", str(saved() / "lost_moment"), "--output", str(new), "--from", str(older)]) == 0
+    assert audit(new).verdict == REPAIRED
+    name = "optimizer.state.layers.1.up.weight.exp_avg"
+    for path in (new, older):
+        value = torch.zeros(48, 24)
+        dcp.load({name: value}, checkpoint_id=path)
+        assert value.view(-1)[288:576].any()
