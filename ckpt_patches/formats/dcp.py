@@ -13,12 +13,12 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from ckpt_patches.formats.torch_dist import INDEX, Tensor
+from ckpt_patches.formats.torch_dist import INDEX, Index, Place, Tensor
 
 STATE, GROUPS = "state.", "param_groups"
 OF_MEGATRON_FSDP = "param_to_group_meta"  # its groups, by parameter
@@ -59,6 +59,27 @@ def folders(path: Path) -> list[Path]:
         [one for one in below if kind.fullmatch(one.name)] for kind in (MODEL_FOLDER, OPTIMIZER_FOLDER)
     )
     return models + optimizers if models and optimizers else []
+
+
+def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
+    """The indexes of a checkpoint's folders as one; files with their folders, and names that two of them have, too."""
+    tensors: dict[str, Tensor] = {}
+    objects: dict[str, Place] = {}
+    absent: list[str] = []
+    for folder, own in indexes:
+        inner = folder.relative_to(path)
+        both = (tensors.keys() | objects.keys()) & (own.tensors.keys() | own.objects.keys())
+        called = {name: f"{inner}/{name}" if name in both else name for name in (*own.tensors, *own.objects)}
+        for name, tensor in own.tensors.items():
+            places = {at: _within(inner, place) for at, place in tensor.places.items()}
+            tensors[called[name]] = replace(tensor, name=called[name], places=places)
+        objects.update({called[name]: _within(inner, place) for name, place in own.objects.items()})
+        absent += own.absent
+    return Index(tensors, objects, tuple(absent))
+
+
+def _within(folder: Path, place: Place) -> Place:
+    return place._replace(file=str(folder / place.file))
 
 
 def is_begun(folder: Path) -> bool:

@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_patches.demo.ranks import free_port, results
 
-RANKS, ROWS, WIDTH, TOKENS = 4, 8, 24, 37
+RANKS, ROWS, WIDTH, TOKENS, CPU = 4, 8, 24, 37, torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Case:
     """One training and its save."""
 
     name: str  # of the folder
-    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, tp, ddp, none
+    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, tp, ddp, replicate, fsdp1, fsdp1_flat, none
     save: str = "nested"  # nested, flat, raw, weights, folders, async
     optimizer: str = "AdamW"
     dtype: str = "float32"
@@ -82,27 +83,34 @@ class Model(nn.Module):
         return found
 
 
-def distributed(model: Model, mesh: str) -> Model:
+def distributed(model: Model, mesh: str) -> nn.Module:
     """The model as its ranks share it."""
+    ranks = dist.get_world_size()
     if mesh == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if mesh == "replicate":
         replicate(model)
-        return model
+    if mesh.startswith("fsdp1"):
+        policy = ModuleWrapPolicy({Block})
+        own = mesh == "fsdp1"
+        return FullyShardedDataParallel(model, None, auto_wrap_policy=policy, device_id=CPU, use_orig_params=own)
     if mesh in ("tp", "fsdp_tp"):
-        both = init_device_mesh("cpu", (2, 2) if mesh == "fsdp_tp" else (1, RANKS), mesh_dim_names=("dp", "tp"))
+        tensor_parallel = 2 if mesh == "fsdp_tp" else ranks
+        both = init_device_mesh("cpu", (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         sharding = {"mesh": both["dp"]}
     else:
-        shape, names = ((2, 2), ("replicas", "shards")) if mesh == "hsdp" else ((RANKS,), ("shards",))
+        shape, names = ((2, ranks // 2), ("replicas", "shards")) if mesh == "hsdp" else ((ranks,), ("shards",))
         sharding = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
-    if mesh not in ("tp", "none"):
+    if mesh in ("fsdp", "hsdp", "fsdp_tp"):
         for layer in model.layers:
             fully_shard(layer, **sharding)
         fully_shard(model, **sharding)
     return model
 
 
-def optimizer_of(model: Model, case: Case) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     parameters: Any = list(model.parameters())
     if case.options.get("groups"):
         parameters = [{"params": parameters[:3], "weight_decay": 0.0}, {"params": parameters[3:]}]
@@ -113,7 +121,7 @@ def optimizer_of(model: Model, case: Case) -> torch.optim.Optimizer:
     return made
 
 
-def trained(case: Case) -> tuple[Model, torch.optim.Optimizer]:
+def trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh)
     optimizer = optimizer_of(model, case)
@@ -127,7 +135,7 @@ def trained(case: Case) -> tuple[Model, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def state_of(case: Case, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if case.save == "raw":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     options = StateDictOptions(flatten_optimizer_state_dict=case.save == "flat")
@@ -163,10 +171,14 @@ def save(case: Case, folder: Path) -> None:
         dcp.save(state, checkpoint_id=path)
 
 
-def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
+def begin(rank: int, ranks: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+
+
+def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
+    begin(rank, RANKS, port)
     for case in cases:
         with contextlib.redirect_stderr(None) if rank else contextlib.nullcontext():
             save(Case(**{**case, "damage": tuple(case.get("damage", ()))}), Path(folder))

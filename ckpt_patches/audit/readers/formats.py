@@ -14,6 +14,7 @@ from ckpt_patches.audit.readers import (
     zero_reader,
 )
 from ckpt_patches.audit.readers.checkpoint import Checkpoint
+from ckpt_patches.fingerprint.dcp_files import is_dcp
 from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
 from ckpt_patches.formats.universal import is_universal
 
@@ -31,4 +32,4 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return plain_deepspeed_reader.read
     if megatron_torch_folders(path):
         return megatron_torch_reader.read
-    return dcp_reader.read if dcp_reader.is_dcp(path) else None
+    return dcp_reader.read if is_dcp(path) else None
