@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shared
 from ckpt_patches import fingerprint
@@ -20,6 +22,7 @@ from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.cli import main
 from ckpt_patches.fingerprint import proof, training_state
 from ckpt_patches.fingerprint.element_hash import of_run
+from ckpt_patches.fingerprint.live_state import sums
 from ckpt_patches.fingerprint.record import from_text
 from ckpt_patches.fingerprint.shards import indices, runs
 from upstream import newest, run_json, tree
@@ -217,6 +220,23 @@ def boxes_of(
         sizes = [own.stop - own.start for own in part]
         found.append((part, tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))))
     return found
+
+
+def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
+    """W and V in one tensor, of which a rank has parts of both, as Megatron-LM#2769 files them: one behind the other."""
+    whole = torch.arange(16.0).reshape(8, 2)
+    parts = [torch.cat([whole[:4].chunk(2)[rank], whole[4:].chunk(2)[rank]]) for rank in range(2)]
+    found = 0
+    for rank, part in enumerate(parts):
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Module()
+        model.weight = nn.Parameter(DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
+        own = sums(training_state.live(model, torch.optim.SGD([model.weight], 0.1)).parts(), main=True)
+        found += own["weight", "master"].value
+        distributed.destroy_process_group()
+    right, mixed = (of_run(rows.numpy().reshape(-1).view(np.uint32), 0) for rows in (whole, torch.cat(parts)))
+    assert found % (1 << 64) == right != mixed
 
 
 def test_a_strided_shard_is_of_each_chunk() -> None:
