@@ -223,13 +223,13 @@ def boxes_of(
 
 
 def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
-    """W and V in one tensor, of which a rank has parts of both, as Megatron-LM#2769 files them: one behind the other."""
+    """W and V in one tensor, of which a rank has parts of both, as Megatron-LM#2769 files them."""
     whole = torch.arange(16.0).reshape(8, 2)
     parts = [torch.cat([whole[:4].chunk(2)[rank], whole[4:].chunk(2)[rank]]) for rank in range(2)]
     found = 0
     for rank, part in enumerate(parts):
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"rank{rank}",))  # torch keeps what it made of equal ones
         model = nn.Module()
         model.weight = nn.Parameter(DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
         own = sums(training_state.live(model, torch.optim.SGD([model.weight], 0.1)).parts(), main=True)
