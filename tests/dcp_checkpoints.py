@@ -1,7 +1,9 @@
 """Checkpoints that torch alone has written, on four ranks, once a run of the tests; see programs/dcp_saving.py."""
 
 import json
+import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +46,45 @@ CASES: dict[str, Mapping[str, Any]] = {
 }
 
 
+# Optimizers that torch does not run on DTensors, beside those that it does.
+PLAIN, OF_DTENSOR = ["NAdam", "Adamax", "RAdam"], ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta"]
+OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
+
+
 def saved() -> Path:
     """A folder with one of each; nobody changes them."""
+    return shared.once("dcp", partial(_write, cases=CASES))
 
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        cases = folder / "cases.json"
-        cases.write_text(json.dumps([{"name": name, **case} for name, case in CASES.items()]))
-        run("dcp_saving", folder, cases, tree=tree("deepspeed", newest("deepspeed")))
 
-    return shared.once("dcp", write)
+def generated() -> dict[str, Mapping[str, Any]]:
+    """Runs with options that nobody has chosen."""
+    draw = random.Random(42)
+    return {f"drawn-{number}": _drawn(draw) for number in range(30)}
+
+
+def saved_generated() -> Path:
+    return shared.once("dcp-generated", partial(_write, cases=generated()))
+
+
+def _drawn(draw: random.Random) -> dict[str, Any]:
+    mesh = draw.choice(["fsdp", "hsdp", "fsdp_tp", "tp", "ddp", "replicate", "none", "fsdp1"])
+    options = {name: True for name in OPTIONS if draw.random() < 0.2}
+    for name in {"ddp": ("unused",), "replicate": ("unused",), "fsdp1": ("frozen", "tied")}.get(mesh, ()):
+        options.pop(name, None)
+    saves = ["nested", "flat", "raw", "weights", "folders", "async"]
+    return {
+        "mesh": mesh,
+        "optimizer": draw.choice([*OF_DTENSOR, *(PLAIN if mesh in ("ddp", "replicate", "none") else [])]),
+        "dtype": draw.choice(["float32", "float32", "bfloat16"]),
+        "save": draw.choice(["nested", "flat", "folders"] if mesh == "fsdp1" else saves),
+        "steps": draw.choice([0, 1, 2, 5, 12]),
+        "scale": draw.choice([1.0, 1e-6]),
+        "options": options,
+    }
+
+
+def _write(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    folder.mkdir()
+    file = folder / "cases.json"
+    file.write_text(json.dumps([{"name": name, **case} for name, case in cases.items()]))
+    run("dcp_saving", folder, file, tree=tree("deepspeed", newest("deepspeed")))

@@ -162,7 +162,7 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
-        found.findings.append(Finding(damages.MISSING_STATE, f"{own.prefix}{dcp.GROUPS}", detail=detail))
+        found.findings.append(Finding(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail=detail))
     found.findings += _of_weights(own, contents)
     return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
 
