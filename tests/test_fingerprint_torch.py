@@ -20,7 +20,7 @@ import shared
 from ckpt_patches import fingerprint
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.cli import main
-from ckpt_patches.fingerprint import proof, training_state
+from ckpt_patches.fingerprint import training_state
 from ckpt_patches.fingerprint.element_hash import of_run
 from ckpt_patches.fingerprint.live_state import sums
 from ckpt_patches.fingerprint.record import from_text
@@ -32,6 +32,7 @@ FROZEN = {"frozen": True, "tied": True}
 PROVEN: dict[str, dict[str, Any]] = {
     "FSDP2 to FSDP2 with tensor parallelism": {"load": {"mesh": "fsdp_tp"}},
     "FSDP2 with tensor parallelism to tensor parallelism": {"save": {"mesh": "fsdp_tp"}, "load": {"mesh": "tp"}},
+    "copies of tensor parallelism to FSDP2": {"save": {"mesh": "dp_tp"}},
     "HSDP to DDP": {"save": {"mesh": "hsdp"}, "load": {"mesh": "ddp"}},
     "DDP to FSDP1": {"save": {"mesh": "ddp"}, "load": {"mesh": "fsdp1"}},
     "FSDP1 to FSDP2": {"save": {"mesh": "fsdp1"}},
@@ -149,7 +150,7 @@ def test_several_optimizers_are_one_record() -> None:
     fingerprint.prove(model, optimizers, record)
     with torch.no_grad():
         model.second.bias[0] += 1
-    with pytest.raises(proof.FingerprintError, match=r"second\.bias master: other values"):
+    with pytest.raises(fingerprint.FingerprintError, match=r"second\.bias master: other values"):
         fingerprint.prove(model, optimizers, record)
 
 
@@ -162,7 +163,7 @@ def test_a_rate_may_be_a_tensor() -> None:
 
 def test_a_record_of_another_format_proves_nothing() -> None:
     model = Branches()
-    with pytest.raises(proof.FingerprintError, match="nothing is proven"):
+    with pytest.raises(fingerprint.FingerprintError, match="nothing is proven"):
         fingerprint.prove(model, torch.optim.SGD(model.parameters(), 0.1), "{}")
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
 
+class FingerprintError(RuntimeError):
+    """The state after a load is not what was saved."""
+
+
 def of_training(model: "nn.Module", optimizer: "optim.Optimizer | Sequence[optim.Optimizer]", group: Any = None) -> str:
     """The record of a model and its optimizers, to be saved under the key `ckpt_patches_fingerprint`.
 
@@ -29,9 +33,9 @@ def of_training(model: "nn.Module", optimizer: "optim.Optimizer | Sequence[optim
         optimizer: one or several, of its parameters.
         group: the process group of all ranks that hold the model; None for the default one.
     """
-    from ckpt_patches.fingerprint import training_state
+    from ckpt_patches.fingerprint import training_record, training_state
 
-    return training_state.recorded(training_state.live(model, optimizer), group)
+    return training_record.recorded(training_state.live(model, optimizer), group)
 
 
 def prove(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from ckpt_patches.fingerprint import FingerprintError
 from ckpt_patches.fingerprint import record as records
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.live_state import Live, Part, Sums, blocks_of, sums
@@ -37,10 +38,6 @@ Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 SWITCH = "CKPT_PATCHES_FINGERPRINT"
 BELOW_16_BIT_FLOATS = np.uint32(0x1FFF)  # bits of the mantissa that neither of both kinds has
 logger = logging.getLogger("ckpt_patches")
-
-
-class FingerprintError(RuntimeError):
-    """The state after a load is not what was saved."""
 
 
 def recorded(live: Live, group: Any = None) -> dict[str, Any]:
@@ -176,7 +173,7 @@ def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group
     table = np.array([(found[key].numel, found[key].value) if key in found else (0, 0) for key in known], np.uint64)
     kinds = {key: kind for of_rank in odd for key, kind in of_rank.kinds.items()}
     totals: dict[Key, Total] = {}
-    for key, (numel, value) in zip(known, _summed(table.reshape(-1, 2), group).tolist(), strict=True):
+    for key, (numel, value) in zip(known, summed(table.reshape(-1, 2), group).tolist(), strict=True):
         if numel:
             totals[key] = Total(numel, value, *kinds.get(key, (record.states[key].numel, record.states[key].dtype)))
     for of_rank in odd:
@@ -231,13 +228,13 @@ def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int])
 # Collectives, which are none where there is one process
 
 
-def _alone(group: Any) -> bool:
+def alone(group: Any) -> bool:
     return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size(group) == 1
 
 
 def to_first(value: Any, group: Any) -> list[Any] | None:
     """The values of all ranks, on the first one."""
-    if _alone(group):
+    if alone(group):
         return [value]
     first = distributed.get_rank(group) == 0
     found: list[Any] | None = [None] * distributed.get_world_size(group) if first else None
@@ -247,7 +244,7 @@ def to_first(value: Any, group: Any) -> list[Any] | None:
 
 def from_first(value: Any, group: Any) -> Any:
     """What the first rank of a group has, on all of them."""
-    if _alone(group):
+    if alone(group):
         return value
     held = [value]
     distributed.broadcast_object_list(held, src=_global_rank_of_first(group), group=group)
@@ -255,22 +252,22 @@ def from_first(value: Any, group: Any) -> Any:
 
 
 def from_all(value: Any, group: Any) -> list[Any]:
-    if _alone(group):
+    if alone(group):
         return [value]
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, value, group=group)
     return found
 
 
-def _summed(table: Numbers, group: Any) -> Numbers:
+def summed(table: Numbers, group: Any) -> Numbers:
     """Over all ranks, modulo 2^64."""
-    if _alone(group):
+    if alone(group):
         return table
     device = "cuda" if "nccl" in str(distributed.get_backend(group)) else "cpu"
     held = torch.from_numpy(table.view(np.int64)).to(device)
     distributed.all_reduce(held, group=group)
-    summed: Numbers = held.cpu().numpy().view(np.uint64)
-    return summed
+    found: Numbers = held.cpu().numpy().view(np.uint64)
+    return found
 
 
 def _global_rank_of_first(group: Any) -> int:

@@ -3,27 +3,22 @@
 A DTensor's part is told from its mesh and placements, not from torch.distributed.checkpoint, which is under test.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckpt_patches.fingerprint import deepspeed_others, flat_parameters, record
+from ckpt_patches.fingerprint import deepspeed_others, flat_parameters
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.element_hash import MODULUS
-from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, sums
-from ckpt_patches.fingerprint.proof import from_first, to_first
-from ckpt_patches.fingerprint.record import Record, Settings, State, settings_of
+from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.record import Settings, settings_of
 from ckpt_patches.fingerprint.shards import Indices, indices, runs
 from ckpt_patches.fingerprint.states import FLOATS, FROZEN, MASTERS_OF_TORCH
-from ckpt_patches.fingerprint.verdict import BUFFER, Key
+from ckpt_patches.fingerprint.verdict import BUFFER
 
 # Modules that wrap another one, by the attribute that it is; a checkpoint's names are without them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-SEVERAL = "ranks that hold the same elements differ"
-Place = tuple[str, str, str]  # parameter, state, and where this rank's elements are
 
 
 def live(model: nn.Module, optimizers: Any) -> Live:
@@ -63,37 +58,6 @@ def live(model: nn.Module, optimizers: Any) -> Live:
     memory = [((name, state), local(tensor)) for name, state, tensor in known if state != FROZEN]
     others = {f"{BUFFER}{name}": {"value": value} for name, value in _buffers(model)}
     return Live(parts, settings, left_out, in_one_memory(memory), others=others)
-
-
-def recorded(own: Live, group: Any = None) -> str:
-    """The record of all ranks' parts, the same text on all; elements that several ranks hold are counted once."""
-    parts: dict[Place, State] = {}
-    for part in own.parts():
-        place = (part.parameter, part.state, str((part.box[:2], part.first, len(part.values))))
-        (one,) = sums([part], main=True).values()
-        parts[place] = one.as_state()
-    of_ranks = to_first((parts, Record({}, own.settings, own.left_out, others=own.others)), group)
-    text = None if of_ranks is None else json.dumps(_whole(of_ranks).as_plain())
-    found: str = from_first(text, group)
-    return found
-
-
-def _whole(of_ranks: Sequence[tuple[Mapping[Place, State], Record]]) -> Record:
-    """All ranks' parts together."""
-    once: dict[Place, State] = {}
-    differ: dict[str, str] = {}
-    for parts, _ in of_ranks:
-        for place, state in parts.items():
-            if once.setdefault(place, state) != state:
-                differ[" ".join(place[:2])] = SEVERAL
-    states: dict[Key, State] = {}
-    for (parameter, name, _), part in once.items():
-        before = states.get((parameter, name), State(0, 0, part.dtype))
-        value, sample = (before.value + part.value) % MODULUS, {**before.sample, **part.sample}
-        states[parameter, name] = State(before.numel + part.numel, value, part.dtype, sample)
-    besides = record.merged([rest for _, rest in of_ranks])
-    known = {key: state for key, state in states.items() if " ".join(key) not in differ}
-    return Record(known, besides.settings, {**besides.left_out, **differ}, others=besides.others)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -190,6 +154,8 @@ def _parts(name: str, state: str, tensor: Any) -> Iterator[Part]:
     if not hasattr(tensor, "placements"):
         yield Part(name, state, Box((0,) * len(shape), shape, shape), 0, values.reshape(-1), True)
     elif tensor.device_mesh.get_coordinate() is not None and values.numel():
+        at = tensor.device_mesh.get_coordinate()
+        main = not any(index for index, own in zip(at, tensor.placements, strict=True) if own.is_replicate())
         for own, offsets in runs(_indices(tensor)):
             piece = values[own]
-            yield Part(name, state, Box(offsets, tuple(piece.shape), shape), 0, piece.reshape(-1), True)
+            yield Part(name, state, Box(offsets, tuple(piece.shape), shape), 0, piece.reshape(-1), main)

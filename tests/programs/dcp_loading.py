@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ckpt_patches import fingerprint
 from ckpt_patches.demo.ranks import free_port, results
-from ckpt_patches.fingerprint.proof import FingerprintError
 from dcp_saving import RANKS, Case, begin, damaged, optimizer_of, trained
 
 RECORD = "ckpt_patches_fingerprint"
@@ -56,7 +55,7 @@ def load(case: Case, idiom: str, path: Path) -> str:
         changed(idiom, model, optimizer)
     try:
         fingerprint.prove(model, optimizer, None if idiom == "no_record" else state[RECORD])
-    except FingerprintError as error:
+    except fingerprint.FingerprintError as error:
         return str(error)
     return "proven"
 

@@ -34,7 +34,7 @@ class Case:
     """One training and its save."""
 
     name: str  # of the folder
-    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, tp, ddp, replicate, fsdp1, fsdp1_flat, none
+    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, dp_tp, tp, ddp, replicate, fsdp1, fsdp1_flat, none
     save: str = "nested"  # nested, flat, raw, weights, folders, async
     optimizer: str = "AdamW"
     dtype: str = "float32"
@@ -94,8 +94,8 @@ def distributed(model: Model, mesh: str) -> nn.Module:
         policy = ModuleWrapPolicy({Block})
         own = mesh == "fsdp1"
         return FullyShardedDataParallel(model, None, auto_wrap_policy=policy, device_id=CPU, use_orig_params=own)
-    if mesh in ("tp", "fsdp_tp"):
-        tensor_parallel = 2 if mesh == "fsdp_tp" else ranks
+    if mesh in ("tp", "dp_tp", "fsdp_tp"):
+        tensor_parallel = ranks if mesh == "tp" else 2
         both = init_device_mesh("cpu", (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

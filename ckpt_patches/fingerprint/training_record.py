@@ -1,0 +1,154 @@
+"""The record of a training with plain torch: what all ranks hold, each element once, in messages that hardly grow.
+
+With FSDP every rank has a part of every parameter. So ranks that hold parts of the same states say their names once,
+and what the parts come to is summed; only what cannot be told apart so is sent part by part.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import distributed
+
+from ckpt_patches.fingerprint import record
+from ckpt_patches.fingerprint.element_hash import MODULUS
+from ckpt_patches.fingerprint.live_state import Live, Part, sums
+from ckpt_patches.fingerprint.proof import alone, from_all, from_first, summed, to_first
+from ckpt_patches.fingerprint.record import Record, State
+from ckpt_patches.fingerprint.verdict import Key
+
+DIFFER = "ranks that hold the same elements differ"
+Place = tuple[str, str, str]  # parameter, state, and where elements are
+
+
+class Held(NamedTuple):
+    """A state of which a rank has elements."""
+
+    parameter: str
+    state: str
+    whole: int  # elements of the whole parameter
+    dtype: str
+    is_all: bool  # whether the rank has all of them
+
+    @property
+    def key(self) -> Key:
+        return self.parameter, self.state
+
+
+class OfRank(NamedTuple):
+    """What a rank sends to the first one."""
+
+    samples: dict[Key, Mapping[int, int]]
+    parts: dict[Place, State]  # of states that several ranks hold in a way that the sums do not tell
+    rest: Record | None  # settings and others; None where they are the first rank's
+
+
+def recorded(own: Live, group: Any = None) -> str:
+    """The record of all ranks' parts as JSON, the same on all of the group, which all call it."""
+    parts = {_place(part): _state(part) for part in own.parts()}
+    mains = {_place(part): part.main for part in own.parts()}
+    held = _held(parts, own)
+    rank = 0 if alone(group) else distributed.get_rank(group)
+    lists, first_of_all = _lists(held, rank, group)
+    every = list(dict.fromkeys(one for listed in lists for one in listed))
+    keys = list(dict.fromkeys(one.key for one in every))
+    kinds = {one.key: one for one in every}
+    whole = {one.key for one in held if one.is_all}
+    main = {p: (first_of_all[p[:2]] == rank if p[:2] in whole else mains[p]) for p in parts}
+    totals = dict(zip(keys, summed(_table(keys, parts, main), group).tolist(), strict=True))
+    unclear = {key for key in keys if totals[key][0] != kinds[key].whole}
+    rest = Record({}, own.settings, own.left_out, others=own.others)
+    digests = from_all(_digest(rest.as_plain()), group)
+    sent = OfRank(
+        {p[:2]: state.sample for p, state in parts.items() if main[p] and state.sample and p[:2] not in unclear},
+        {p: state for p, state in parts.items() if p[:2] in unclear},
+        None if rank and digests[rank] == digests[0] else rest,
+    )
+    of_ranks = to_first(sent, group)
+    clear = {key: total for key, total in totals.items() if key not in unclear}
+    text = None if of_ranks is None else json.dumps(_together(of_ranks, clear, kinds).as_plain())
+    found: str = from_first(text, group)
+    return found
+
+
+def _place(part: Part) -> Place:
+    return part.parameter, part.state, str((part.box[:2], part.first, len(part.values)))
+
+
+def _state(part: Part) -> State:
+    (one,) = sums([part._replace(main=True)], main=True).values()
+    return one.as_state()
+
+
+def _held(parts: Mapping[Place, State], own: Live) -> list[Held]:
+    """The states of which this rank has elements, in order."""
+    numels: dict[Key, int] = defaultdict(int)
+    for place, state in parts.items():
+        numels[place[:2]] += state.numel
+    wholes = {(part.parameter, part.state): part.box.shape for part in own.parts()}
+    dtypes = {place[:2]: state.dtype for place, state in parts.items()}
+    sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in wholes.items()}
+    return sorted(Held(*key, sizes[key], dtypes[key], numel == sizes[key]) for key, numel in numels.items())
+
+
+def _lists(held: list[Held], rank: int, group: Any) -> tuple[list[list[Held]], dict[Key, int]]:
+    """The different lists of the ranks, each sent once, and by state the first rank that has all of it."""
+    digests = from_all(_digest(held), group)
+    known = to_first(held if digests.index(digests[rank]) == rank else None, group)
+    lists: list[list[Held] | None] = from_first(known, group)
+    first: dict[Key, int] = {}
+    for number, listed in enumerate(lists):
+        for one in listed or ():
+            if one.is_all:
+                first.setdefault(one.key, number)
+    return [listed for listed in lists if listed is not None], first
+
+
+def _table(keys: Sequence[Key], parts: Mapping[Place, State], main: Mapping[Place, bool]) -> Any:
+    """By state what this rank adds: elements and what they come to, of those that count and of all."""
+    rows: dict[Key, list[int]] = {key: [0, 0, 0, 0] for key in keys}
+    for place, state in parts.items():
+        row = rows[place[:2]]
+        counted = (state.numel, state.value) if main[place] else (0, 0)
+        row[:] = [(a + b) % MODULUS for a, b in zip(row, (*counted, state.numel, state.value), strict=True)]
+    return np.array(list(rows.values()), np.uint64).reshape(-1, 4)
+
+
+def _together(of_ranks: Sequence[OfRank], totals: Mapping[Key, Sequence[int]], kinds: Mapping[Key, Held]) -> Record:
+    """All ranks' parts as one record."""
+    rest = record.merged([one.rest for one in of_ranks if one.rest is not None])
+    samples: dict[Key, dict[int, int]] = defaultdict(dict)
+    for one in of_ranks:
+        for key, sample in one.samples.items():
+            samples[key].update(sample)
+    states, differ = _part_by_part([one.parts for one in of_ranks])
+    for key, (numel, value, of_all, value_of_all) in totals.items():
+        if value_of_all == of_all // max(numel, 1) * value % MODULUS:
+            states[key] = State(numel, value, kinds[key].dtype, samples[key])
+        else:
+            differ.add(key)
+    left_out = {**rest.left_out, **{" ".join(key): DIFFER for key in sorted(differ)}}
+    return Record(states, rest.settings, left_out, others=rest.others)
+
+
+def _part_by_part(of_ranks: Sequence[Mapping[Place, State]]) -> tuple[dict[Key, State], set[Key]]:
+    """The sums of parts, those of the same elements once; states of which these differ between ranks."""
+    once: dict[Place, State] = {}
+    differ: set[Key] = set()
+    for parts in of_ranks:
+        for place, state in parts.items():
+            if once.setdefault(place, state) != state:
+                differ.add(place[:2])
+    states: dict[Key, State] = {}
+    for place, part in once.items():
+        before = states.get(place[:2], State(0, 0, part.dtype))
+        value, sample = (before.value + part.value) % MODULUS, {**before.sample, **part.sample}
+        states[place[:2]] = State(before.numel + part.numel, value, part.dtype, sample)
+    return {key: state for key, state in states.items() if key not in differ}, differ
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
