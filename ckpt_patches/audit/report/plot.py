@@ -67,7 +67,7 @@ def picture(panels: list[Panel], rest: str, kind: str) -> bytes:
                 _draw_panel(axis, drawn)
             axes[-1].set_xlabel("part of the shard's elements, in their order; lines: data-parallel ranks' parts")
         _draw_legend(figure, panels)
-        figure.supxlabel(rest, fontsize=8)
+        figure.supxlabel(rest, fontsize=8.5)
         made = io.BytesIO()
         figure.savefig(made, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return made.getvalue()
@@ -78,7 +78,7 @@ def _draw_panel(axis: Any, drawn: Panel) -> None:
         _draw_bar(axis, number, bar)
     labels = [*(_shortened(bar.label) for bar in drawn.bars), *drawn.rest]
     # A name may have dollars, between which matplotlib would read formulas.
-    axis.set_yticks(range(len(labels)), labels, fontsize=7, parse_math=False)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8.5, parse_math=False)
     axis.set_title(drawn.title, fontsize=9, loc="left", parse_math=False)
     axis.set(xlim=(0, 1), ylim=(len(labels) - 0.4, -0.6))
     axis.tick_params(axis="y", length=0)
@@ -100,7 +100,7 @@ def _draw_legend(figure: Any, panels: list[Panel]) -> None:
 
     handles = [Patch(color=own, label=kind) for kind, own in legend(panels)]
     if handles:
-        figure.legend(handles=handles, loc="outside upper left", ncols=5, fontsize=8, frameon=False)
+        figure.legend(handles=handles, loc="outside upper left", ncols=5, fontsize=8.5, frameon=False)
 
 
 def _shortened(label: str) -> str:
