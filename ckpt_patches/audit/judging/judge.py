@@ -21,6 +21,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     MASTER,
     MOMENTS,
     ROLES,
+    VOCABULARY,
     WEIGHT,
     Checkpoint,
     Record,
@@ -29,7 +30,6 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.formats.zero_inventory import numbered
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
-VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
 ROWS_BY_CHANCE = 1e-6  # a number of consecutive rows without gradient that is less likely than that is none
 LEAST_SHARE_OF_ROWS = 1e-2
 LEAST_NORMAL = 1e-30  # a first moment that has decayed by this factor may have become zero
@@ -245,7 +245,7 @@ def denormal_run(view: View) -> Iterator[Finding]:
 
 def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
     """The elements with a bit; those that lie near to each other as one range."""
-    if not view.shard.has_rows:
+    if not view.shard.has_rows and not view.shard.has_zero_padding:
         kind = damages.ODD_IN_BUCKET
     chosen = view.runs.code & bit > 0
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]

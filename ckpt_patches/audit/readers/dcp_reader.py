@@ -58,7 +58,7 @@ def read(path: Path) -> Checkpoint:
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
     contents = _Contents(tensors, values, _steps(tensors, values, steps))
-    _set_step(found, [step for own in optimizers for step in _check(found, own, contents)])
+    set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
     _read_others(found)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
@@ -235,19 +235,17 @@ def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str,
         yield roles
 
 
-def _set_step(found: Checkpoint, steps: list[Any]) -> None:
-    """The optimizer's step, and what the folder's name says against it.
+def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
+    """The optimizer's step, and what a folder's name says against it.
 
     `get_state_dict` takes a first step without gradients where an optimizer has taken none, to make its states.
     """
     found.beta1 = first_beta(found.groups)
-    step, named = last_step(steps), NUMBER.fullmatch(found.path.name)
+    step, named = last_step(steps), next(filter(None, map(NUMBER.fullmatch, folders)), None)
     found.step = step if step is None or step > 1 else None
     count = int(named[1]) if named else 0
-    if step is not None and step + SKIPPED + count // ONE_IN < count:
-        detail = (
-            f"the optimizer has taken {step} steps, and the folder is named {found.path.name}: were the states loaded?"
-        )
+    if named and step is not None and step + SKIPPED + count // ONE_IN < count:
+        detail = f"the optimizer has taken {step} steps, and the folder is named {named[0]}: were the states loaded?"
         found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
 
 

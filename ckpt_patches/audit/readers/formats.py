@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ckpt_patches.audit.readers import (
     dcp_reader,
+    fsdp_ranks_reader,
     megatron_arrays,
     megatron_torch_reader,
     plain_deepspeed_reader,
@@ -29,6 +30,8 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return universal_reader.read
     if plain_deepspeed_reader.is_plain(path):
         return plain_deepspeed_reader.read
+    if fsdp_ranks_reader.is_fsdp_ranks(path):
+        return fsdp_ranks_reader.read
     if megatron_torch_folders(path):
         return megatron_torch_reader.read
     return dcp_reader.read if dcp_reader.is_dcp(path) else None
