@@ -44,13 +44,32 @@ CASES: dict[str, Mapping[str, Any]] = {
 }
 
 
+# With a file for each rank and no index, as verl writes them.
+OF_RANKS: dict[str, Mapping[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2_bf16": {"dtype": "bfloat16"},
+    "fsdp2_groups": {"options": {"groups": True}},
+    "fsdp2_fresh": {"steps": 0},
+    "fsdp1": {"mesh": "fsdp1"},
+    "fsdp1_original": {"mesh": "fsdp1", "options": {"original": True}},
+    "global_step_40/actor": {},
+}
+OF_FOUR_RANKS: dict[str, Mapping[str, Any]] = {**OF_RANKS, "hsdp": {"mesh": "hsdp"}, "fsdp_tp": {"mesh": "fsdp_tp"}}
+
+
 def saved() -> Path:
     """A folder with one of each; nobody changes them."""
+    return shared.once("dcp", lambda folder: _write(folder, CASES, 4))
 
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        cases = folder / "cases.json"
-        cases.write_text(json.dumps([{"name": name, **case} for name, case in CASES.items()]))
-        run("dcp_saving", folder, cases, tree=tree("deepspeed", newest("deepspeed")))
 
-    return shared.once("dcp", write)
+def saved_by_ranks(ranks: int) -> Path:
+    """The same of checkpoints with a file for each of two or four ranks."""
+    cases = {name: {**case, "save": "ranks"} for name, case in (OF_FOUR_RANKS if ranks == 4 else OF_RANKS).items()}
+    return shared.once(f"ranks-{ranks}", lambda folder: _write(folder, cases, ranks))
+
+
+def _write(folder: Path, of: Mapping[str, Mapping[str, Any]], ranks: int) -> None:
+    folder.mkdir()
+    cases = folder / "cases.json"
+    cases.write_text(json.dumps([{"name": name, **case} for name, case in of.items()]))
+    run("dcp_saving", folder, cases, str(ranks), tree=tree("deepspeed", newest("deepspeed")))

@@ -60,9 +60,7 @@ class Part:
 
     size: tuple[int, ...]  # of the complete tensor
     tensors: tuple[TensorHeader, ...]
-    placements: tuple[
-        tuple[str, int | None], ...
-    ] = ()  # of a DTensor, by dimension of its mesh: the kind, and what it cuts
+    placements: tuple[tuple[str, int | None], ...] = ()  # of a DTensor, by dimension of its mesh: kind, what it cuts
     coordinates: tuple[int, ...] = ()  # of the rank in the mesh
     boxes: tuple[Box, ...] = ()  # of a ShardedTensor: of these tensors
     every: tuple[Box, ...] = ()  # and of all ranks'
@@ -119,8 +117,9 @@ def _fields(value: Any) -> dict[str, Any]:
 def _box(value: Any, dimensions: int) -> Box | None:
     fields = _fields(value)
     offsets, sizes = fields.get("shard_offsets"), fields.get("shard_sizes")
-    is_known = _are_sizes(offsets) and _are_sizes(sizes) and len(offsets) == len(sizes) == dimensions
-    return (tuple(offsets), tuple(sizes)) if is_known else None
+    if not _are_sizes(offsets) or not _are_sizes(sizes) or not len(offsets) == len(sizes) == dimensions:
+        return None
+    return tuple(offsets), tuple(sizes)
 
 
 def _number(value: Any) -> int | None:

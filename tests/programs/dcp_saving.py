@@ -1,8 +1,9 @@
 """Train a small model with torch alone on Gloo ranks, and save it with torch.distributed.checkpoint.
 
-    dcp_saving.py FOLDER CASES.json
+    dcp_saving.py FOLDER CASES.json [RANKS]
 
-CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All are run by the same four ranks.
+CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All are run by the same ranks, four by default. A save
+of "ranks" has no index, and a file of torch.save for each rank, as verl's FSDPCheckpointManager writes them.
 """
 
 import contextlib
@@ -20,12 +21,14 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_patches.demo.ranks import free_port, results
 
-RANKS, ROWS, WIDTH, TOKENS = 4, 8, 24, 37
+ROWS, WIDTH, TOKENS = 8, 24, 37
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,13 @@ class Case:
     """One training and its save."""
 
     name: str  # of the folder
-    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, tp, ddp, none
-    save: str = "nested"  # nested, flat, raw, weights, folders, async
+    mesh: str = "fsdp"  # fsdp, fsdp1, hsdp, fsdp_tp, tp, ddp, none
+    save: str = "nested"  # nested, flat, raw, weights, folders, async, ranks
     optimizer: str = "AdamW"
     dtype: str = "float32"
     steps: int = 3
     scale: float = 1.0  # of the loss
-    options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups
+    options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups, original
     damage: tuple[Any, ...] = ()  # (parameter, state or "weight", first element, behind the last, value), in the save
 
 
@@ -82,18 +85,22 @@ class Model(nn.Module):
         return found
 
 
-def distributed(model: Model, mesh: str) -> Model:
+def distributed(model: Model, mesh: str, *, keeps_parameters: bool) -> nn.Module:
     """The model as its ranks share it."""
     if mesh == "ddp":
         replicate(model)
         return model
+    if mesh == "fsdp1":
+        device, policy = torch.device("cpu"), ModuleWrapPolicy({Block})
+        return FSDP(model, device_id=device, auto_wrap_policy=policy, use_orig_params=keeps_parameters)
+    ranks = dist.get_world_size()
     if mesh in ("tp", "fsdp_tp"):
-        both = init_device_mesh("cpu", (2, 2) if mesh == "fsdp_tp" else (1, RANKS), mesh_dim_names=("dp", "tp"))
+        both = init_device_mesh("cpu", (2, 2) if mesh == "fsdp_tp" else (1, ranks), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         sharding = {"mesh": both["dp"]}
     else:
-        shape, names = ((2, 2), ("replicas", "shards")) if mesh == "hsdp" else ((RANKS,), ("shards",))
+        shape, names = ((2, 2), ("replicas", "shards")) if mesh == "hsdp" else ((ranks,), ("shards",))
         sharding = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
     if mesh not in ("tp", "none"):
         for layer in model.layers:
@@ -102,7 +109,7 @@ def distributed(model: Model, mesh: str) -> Model:
     return model
 
 
-def optimizer_of(model: Model, case: Case) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     parameters: Any = list(model.parameters())
     if case.options.get("groups"):
         parameters = [{"params": parameters[:3], "weight_decay": 0.0}, {"params": parameters[3:]}]
@@ -113,9 +120,10 @@ def optimizer_of(model: Model, case: Case) -> torch.optim.Optimizer:
     return made
 
 
-def trained(case: Case) -> tuple[Model, torch.optim.Optimizer]:
+def trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh)
+    keeps_parameters = case.options.get("original", False)
+    model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh, keeps_parameters=keeps_parameters)
     optimizer = optimizer_of(model, case)
     for step in range(case.steps):
         torch.manual_seed(step)
@@ -127,7 +135,22 @@ def trained(case: Case) -> tuple[Model, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def state_of(case: Case, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def save_ranks(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """As verl does, without what is Hugging Face's."""
+    count, rank = dist.get_world_size(), dist.get_rank()
+    path.mkdir(parents=True, exist_ok=True)
+    kind = StateDictType.SHARDED_STATE_DICT
+    with FSDP.state_dict_type(model, kind) if isinstance(model, FSDP) else contextlib.nullcontext():
+        parts: dict[str, Any] = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    scheduler = {"base_lrs": [1e-2], "last_epoch": steps, "_last_lr": [1e-2]}
+    parts["extra_state"] = {"lr_scheduler": scheduler, "rng": {"cpu": torch.get_rng_state()}}
+    for name, part in parts.items():
+        torch.save(part, path / f"{name}_world_size_{count}_rank_{rank}.pt")
+    config = {"FSDP_version": 1 if isinstance(model, FSDP) else 2, "world_size": count}
+    (path / "fsdp_config.json").write_text(json.dumps(config))
+
+
+def state_of(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if case.save == "raw":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     options = StateDictOptions(flatten_optimizer_state_dict=case.save == "flat")
@@ -150,10 +173,13 @@ def damaged(state: dict[str, Any], damage: tuple[Any, ...]) -> None:
 
 def save(case: Case, folder: Path) -> None:
     model, optimizer = trained(case)
+    path = folder / case.name
+    if case.save == "ranks":
+        save_ranks(path, model, optimizer, case.steps)
+        return
     with torch.no_grad():
         state = state_of(case, model, optimizer)
         damaged(state, case.damage)
-    path = folder / case.name
     if case.save == "folders":
         dcp.save({"model": state["model"]}, checkpoint_id=path / "pytorch_model_fsdp_0")
         dcp.save({"optimizer": state["optimizer"]}, checkpoint_id=path / "optimizer_0")
@@ -163,10 +189,10 @@ def save(case: Case, folder: Path) -> None:
         dcp.save(state, checkpoint_id=path)
 
 
-def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
+def rank_main(rank: int, ranks: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
     for case in cases:
         with contextlib.redirect_stderr(None) if rank else contextlib.nullcontext():
             save(Case(**{**case, "damage": tuple(case.get("damage", ()))}), Path(folder))
@@ -174,4 +200,5 @@ def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) ->
 
 
 if __name__ == "__main__":
-    results(rank_main, RANKS, free_port(), sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
+    count = int(sys.argv[3]) if len(sys.argv) > 3 else 4
+    results(rank_main, count, count, free_port(), sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))

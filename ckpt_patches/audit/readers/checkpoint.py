@@ -85,6 +85,11 @@ class Shard:
         return math.prod(self.shape)
 
     @property
+    def has_odd_padding(self) -> bool:
+        """Whether elements between the parameters can be anything."""
+        return not self.has_rows and not self.has_zero_padding
+
+    @property
     def nbytes(self) -> int:
         return sum(extent.nbytes for stream in self.streams.values() for extent in stream.extents)
 

@@ -33,6 +33,10 @@ class _Ranks:
     files: dict[str, dict[int, TorchFile]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     parts: dict[str, dict[int, dict[str, Part]]] = field(default_factory=lambda: {MODEL: {}, OPTIMIZER: {}})
 
+    @property
+    def is_fsdp1(self) -> bool:
+        return any(part.every for own in self.parts[MODEL].values() for part in own.values())
+
     def with_every_rank(self, kind: str) -> Iterator[tuple[str, dict[int, Part]]]:
         """The tensors of which each rank's part is known, if every rank's file is."""
         own = self.parts[kind]
@@ -48,11 +52,12 @@ def read(path: Path) -> Checkpoint:
     ranks = _read_files(found)
     for kind, own in ranks.files.items():
         found.findings += _unlike(kind, own)
+    _read_weights(found, ranks)
+    set_step(found, _read_optimizers(found, ranks), path.name, path.parent.name)
     for kind in ranks.parts:
         for name, parts in ranks.with_every_rank(kind):
             found.findings += [Finding(damages.FRAGMENTS, name, detail=why) for why in fsdp_ranks.untiled(parts)]
-    _read_weights(found, ranks)
-    set_step(found, _read_optimizers(found, ranks), path.name, path.parent.name)
+    found.findings += _uncounted(ranks)
     if not any(shard.streams.keys() & {*MOMENTS} for shard in found.shards):
         found.format = FORMAT if ranks.files[OPTIMIZER] else WEIGHTS_ALONE
     return found
@@ -182,22 +187,49 @@ def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> list[Any]:
     files = dict(sorted(ranks.files[OPTIMIZER].items()))
     states = {rank: _states(file) for rank, file in files.items()}
     steps = {rank: _steps(file, states[rank]) for rank, file in files.items()}
-    is_flat = any(part.every for own in ranks.parts[MODEL].values() for part in own.values())
     every = {number for own in states.values() for number in own}
     tokens = _vocabularies(ranks)
+    local = {rank: {n: _local(found, ranks, rank, n, s) for n, s in own.items()} for rank, own in states.items()}
+    is_uneven = ranks.is_fsdp1 and _is_uneven(ranks)
     for rank, file in files.items():
-        ranks.parts[OPTIMIZER][rank] = {}
-        own = {n: _local(found, ranks, rank, n, state) for n, state in states[rank].items()}
-        # With FSDP1 a rank has no state of a parameter of which it has no element.
-        elsewhere = every - own.keys() if is_flat else set()
+        own = local[rank]
+        elsewhere = every - own.keys() if is_uneven else set()
         found.findings += _of_optimizer(file, own, steps[rank], elsewhere, f"rank {rank}")
         for number, state in own.items():
-            parts = ranks.parts[OPTIMIZER][rank]
+            parts = ranks.parts[OPTIMIZER].get(rank, {})
             known = {role: parts[array] for role in MOMENTS if (array := f"state.{number}.{role}") in parts}
             found.shards += _of_moments(found, file, rank, number, state, known, tokens)
         found.groups = found.groups or _groups(file)
-    found.findings += _between(files, {} if is_flat else states, steps)
+    found.findings += _between(files, {} if ranks.is_fsdp1 else states, steps)
     return [step for own in steps.values() for step in own.values()]
+
+
+def _is_uneven(ranks: _Ranks) -> bool:
+    """Whether FSDP1 has cut a buffer of parameters that its optimizer knows one by one (`use_orig_params`).
+
+    Then a rank has no state of a parameter of which it has no element. Else all ranks have as much of each buffer.
+    """
+    sizes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for own in ranks.parts[OPTIMIZER].values():
+        for name, part in own.items():
+            sizes[name].add(part.size)
+    return any(len(own) > 1 for own in sizes.values())
+
+
+def _uncounted(ranks: _Ranks) -> Iterator[Finding]:
+    """Parameters of such an optimizer of which all ranks together have as many elements as no weight has."""
+    weights = {name: parts for name, parts in ranks.with_every_rank(MODEL) if all(p.every for p in parts.values())}
+    if not weights or not _is_uneven(ranks) or len(ranks.files[OPTIMIZER]) < ranks.count:
+        return
+    known = {sum(tensor.numel for p in parts.values() for tensor in p.tensors) for parts in weights.values()}
+    counts: dict[str, int] = defaultdict(int)
+    for own in ranks.parts[OPTIMIZER].values():
+        for name, part in own.items():
+            counts[name] += part.tensors[0].numel
+    for name, count in counts.items():
+        if name.endswith(optimizer_inventory.OF_ELEMENTS) and count not in known:
+            detail = f"ranks hold {count} elements, and no weight of the model has as many"
+            yield Finding(damages.MISSING_STATE, name, detail=detail)
 
 
 def _steps(file: TorchFile, states: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
@@ -212,7 +244,7 @@ def _local(found: Checkpoint, ranks: _Ranks, rank: int, number: Any, state: Mapp
         array = f"state.{number!s:.100}.{name!s:.100}"
         part = _part(found, array, value)
         if part is not None and name != "step":
-            ranks.parts[OPTIMIZER][rank][array] = part
+            ranks.parts[OPTIMIZER].setdefault(rank, {})[array] = part
             own[name] = part.tensors[0] if len(part.tensors) == 1 else None
     return own
 
