@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.audit.readers.formats import reader_of
+from ckpt_patches.audit.readers.formats import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
 from ckpt_patches.formats.torch_dist import INDEX
@@ -56,16 +56,19 @@ def saves(path: Path) -> Iterator[Path]:
 def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
     try:
         stat = path.stat()
-        is_save = reader_of(path) is not None or why_incomplete(path) is not None or is_other_save(path)
-        folders = [] if is_save else sorted(folder for folder in path.iterdir() if folder.is_dir())
+        reader = reader_of(path)
+        is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
+        is_last = is_save and reader not in HAS_OTHERS_BELOW
+        folders = [] if is_last else sorted(folder for folder in path.iterdir() if folder.is_dir())
     except Exception:  # which the audit reports
-        is_save, folders = True, []
+        is_save, is_last, folders = True, True, []
     else:
         if (stat.st_dev, stat.st_ino) in seen:
             return
         seen.add((stat.st_dev, stat.st_ino))
     if is_save:
         yield path
+    if is_last:
         return
     # Links come last: what is there under its own name is not reported under another one.
     for folder in sorted(folders, key=Path.is_symlink):

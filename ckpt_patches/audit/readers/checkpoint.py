@@ -16,6 +16,7 @@ ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 # In the names of parameters whose rows are tokens, of which many are never seen.
 VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
+ALONE = ", weights alone"  # ends the name of a format, of a checkpoint without an optimizer
 MOST_STEPS = 1 << 53  # beyond them is no number of steps; NaN and infinity are none either
 
 

@@ -10,6 +10,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import (
+    ALONE,
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
@@ -28,7 +29,7 @@ from ckpt_patches.formats.torch_dist import Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, StorageHeader, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
-FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", "torch.distributed.checkpoint, weights alone"
+FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
 # A main parameter that the optimizer keeps beside the weight has one of the first three names.
 ROLES = {"master_param": MASTER, "master_weight": MASTER, "fp32_param": MASTER}
 ROLES.update(exp_avg=EXP_AVG, exp_avg_sq=EXP_AVG_SQ)
@@ -59,7 +60,7 @@ def read(path: Path) -> Checkpoint:
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
     contents = _Contents(tensors, values, _steps(tensors, values, steps))
     set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
-    _read_others(found)
+    read_others(found)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
     parameters += [{WEIGHT: chunked} for name, chunked in tensors.items() if name not in taken]
@@ -249,9 +250,11 @@ def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
         found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
 
 
-def _read_others(found: Checkpoint) -> None:
-    """Files beside the folders of torch: schedulers, random states, the trainer's own."""
+def read_others(found: Checkpoint) -> None:
+    """Files of torch.save beside the known ones: schedulers, random states, the trainer's own."""
     for file in sorted(found.path.iterdir()):
+        if file.name in found.read:
+            continue
         if file.is_file() and (file.suffix in OF_TORCH or (file.suffix in OF_TORCH_OR_ANOTHER and _is_zip(file))):
             tensor_streams.read(file, found)
 

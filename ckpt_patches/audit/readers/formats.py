@@ -9,6 +9,7 @@ from ckpt_patches.audit.readers import (
     megatron_arrays,
     megatron_torch_reader,
     plain_deepspeed_reader,
+    safetensors_reader,
     torch_dist_reader,
     universal_reader,
     zarr_reader,
@@ -34,4 +35,10 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return fsdp_ranks_reader.read
     if megatron_torch_folders(path):
         return megatron_torch_reader.read
-    return dcp_reader.read if dcp_reader.is_dcp(path) else None
+    if dcp_reader.is_dcp(path):
+        return dcp_reader.read
+    return safetensors_reader.read if safetensors_reader.is_safetensors(path) else None
+
+
+# A trainer's checkpoint can be in a folder below: of Transformers with DeepSpeed, and of verl an exported model.
+HAS_OTHERS_BELOW = (safetensors_reader.read, fsdp_ranks_reader.read)

@@ -9,14 +9,14 @@ from typing import Any
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import MOMENTS, VOCABULARY, WEIGHT, Checkpoint, Shard
+from ckpt_patches.audit.readers.checkpoint import ALONE, MOMENTS, VOCABULARY, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.readers.dcp_reader import set_step
 from ckpt_patches.formats import fsdp_ranks, optimizer_inventory, settings, zero_facts, zero_inventory, zero_keys
 from ckpt_patches.formats.fsdp_ranks import CONFIG, KINDS, MODEL, OPTIMIZER, Part
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
-FORMAT, WEIGHTS_ALONE = "fsdp, a file for each rank", "fsdp, a file for each rank, weights alone"
+FORMAT, WEIGHTS_ALONE = "fsdp, a file for each rank", f"fsdp, a file for each rank{ALONE}"
 MOST_KEYS = 5  # of a file that are named
 
 

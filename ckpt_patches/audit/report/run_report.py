@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
+from ckpt_patches.audit.readers.checkpoint import ALONE
 from ckpt_patches.audit.run_folder import Tracker, save_of, trackers
 
 
@@ -67,8 +68,14 @@ def run_report(path: Path, reports: Iterable[Report]) -> RunReport | None:
         return None
     damaged = {save_of(report.checkpoint.path) for report in own if report.verdict not in TO_RESUME_FROM}
     complete = [report for report in own if save_of(report.checkpoint.path) not in damaged]
+    if any(not _is_alone(report) for report in own):  # a run resumes from no model that was exported beside it
+        complete = [report for report in complete if not _is_alone(report)]
     named = (Named(tracker, _verdict(tracker, own)) for folder in _folders(path, own) for tracker in trackers(folder))
     return RunReport(path, max(complete, key=_order, default=None), tuple(named))
+
+
+def _is_alone(report: Report) -> bool:
+    return report.checkpoint.format.endswith(ALONE)
 
 
 def _order(report: Report) -> tuple[int, float]:
