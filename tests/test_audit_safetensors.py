@@ -99,6 +99,20 @@ def test_types_of_all_kinds_are_read(tmp_path: Path) -> None:
     assert names(audit(tmp_path)) == {"not_read"}
 
 
+def test_weights_are_missing_or_of_torch(state: Path) -> None:
+    (state / ONE).unlink()
+    assert names(audit(state)) >= {"missing_weight"}
+    weights = trained()[0].state_dict()
+    torch.save(weights, state / "pytorch_model.bin")
+    assert audit(state).verdict == WHOLE
+    (state / "pytorch_model.bin").rename(state / "pytorch_model-00001-of-00001.bin")
+    index = {"weight_map": dict.fromkeys(weights, "pytorch_model-00001-of-00001.bin")}
+    (state / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert audit(state).verdict == WHOLE
+    (state / "pytorch_model-00001-of-00001.bin").unlink()
+    assert names(audit(state)) >= {"bad_file"}
+
+
 # The header
 
 

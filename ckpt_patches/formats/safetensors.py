@@ -17,7 +17,8 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.runtime.shown import shown
 
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
+OF_TORCH = ".bin"  # ends the names of files of torch.save that an index can list
 METADATA = "__metadata__"
 LONGEST_HEADER = 100_000_000  # bytes, as in the library
 DTYPES = {
@@ -138,9 +139,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise BadIndexError(f"{path} has no weight_map")
     odd = next((file for file in listed.values() if not _is_file_name(file)), None)
     if odd is not None:
-        raise BadIndexError(f"{path}: expected names of safetensors files, found {shown(odd)}")
+        raise BadIndexError(f"{path}: expected names of files beside it, found {shown(odd)}")
     return listed
 
 
 def _is_file_name(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith(SUFFIX) and "/" not in value and "\0" not in value
+    return isinstance(value, str) and value.endswith((SUFFIX, OF_TORCH)) and "/" not in value and "\0" not in value

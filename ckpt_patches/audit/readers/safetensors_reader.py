@@ -26,14 +26,22 @@ from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
 WITH_OPTIMIZER, WEIGHTS_ALONE = "safetensors and a torch optimizer", f"safetensors{ALONE}"
+OF_TORCH = "files of torch.save, of a model and a torch optimizer"
 OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 SCHEDULER = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
+INDEX = re.compile(r".+\.(safetensors|bin)\.index\.json")
+# Beside an optimizer's file: a folder of Accelerate, or of Transformers' Trainer.
+OF_A_TRAINER = re.compile(r"random_states_\d+\.pkl|trainer_state\.json")
+WEIGHTS = re.compile(r"(pytorch_model|adapter_model|diffusion_pytorch_model).*\.bin|pytorch_model_fsdp_\d+")
 ONE_OF = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 Files = dict[str, dict[str, Tensor]]  # by file the tensors in it
 
 
 def is_safetensors(path: Path) -> bool:
-    return any(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
+    names = [entry.name for entry in path.iterdir()]
+    if any(name.endswith(SUFFIX) or INDEX.fullmatch(name) for name in names):
+        return True
+    return any(map(OPTIMIZER.fullmatch, names)) and any(map(OF_A_TRAINER.fullmatch, names))
 
 
 def read(path: Path) -> Checkpoint:
@@ -41,7 +49,7 @@ def read(path: Path) -> Checkpoint:
     found = Checkpoint(path, WEIGHTS_ALONE)
     names = sorted(entry.name for entry in path.iterdir())
     files = _read_files(found, [name for name in names if name.endswith(SUFFIX)])
-    indexed = {name: _index(found, name) for name in names if name.endswith(INDEX_SUFFIX)}
+    indexed = {name: _index(found, name) for name in names if INDEX.fullmatch(name)}
     for name, listed in indexed.items():
         found.findings += _of_index(name, listed, files, names)
     found.findings += _of_numbers(names, {file for listed in indexed.values() for file in listed.values()})
@@ -51,6 +59,11 @@ def read(path: Path) -> Checkpoint:
     weights = [tensor for tensors in files.values() for tensor in tensors.items()]
     steps = [step for name in names if OPTIMIZER.fullmatch(name) for step in _read_optimizer(found, name, weights)]
     set_step(found, steps, path.name)
+    is_of_torch = not any(name.endswith(SUFFIX) for name in names)
+    if is_of_torch:
+        found.format = OF_TORCH
+    if is_of_torch and not indexed and not any(map(WEIGHTS.fullmatch, names)):
+        found.findings.append(Finding(damages.MISSING_WEIGHT, "model", detail="no file of the model's weights"))
     if any(map(SCHEDULER.fullmatch, names)) and found.format == WEIGHTS_ALONE:
         detail = "a scheduler is there, and no optimizer"
         found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
@@ -93,7 +106,7 @@ def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[s
     if unlisted:
         detail = f"{len(unlisted)} tensors are in its files and not in the index, such as {shown(unlisted[0])}"
         yield Finding(damages.UNUSUAL, index, detail=detail)
-    if listed and index.removesuffix(INDEX_SUFFIX) + SUFFIX in names:
+    if listed and index.removesuffix(INDEX_SUFFIX) in names:
         detail = "a file of all weights and an index are there: a load takes one of them"
         yield Finding(damages.UNUSUAL, index, detail=detail)
 
@@ -131,7 +144,7 @@ def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tenso
     own = {number: state for number, state in states.items() if isinstance(state, dict)}
     steps = {n: tensor_streams.scalar(file.path, state["step"]) for n, state in own.items() if "step" in state}
     found.findings += _of_optimizer(file, [group for group in groups if isinstance(group, dict)], own, steps)
-    found.findings += _of_shapes(name, own, weights)
+    found.findings += _of_shapes(name, own, weights) if weights else ()
     found.groups += [group for group in groups if isinstance(group, dict)]
     tokens = {tensor.shape: called for called, tensor in weights if any(word in called for word in VOCABULARY)}
     for number, state in own.items():
