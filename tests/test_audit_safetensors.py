@@ -260,7 +260,11 @@ def test_an_optimizer_of_another_model_is_unusual(state: Path) -> None:
     torch.save(value, state / OPTIMIZER)
     assert "unusual" in names(audit(state))
     (state / OPTIMIZER).unlink()
-    assert names(audit(state)) == {"unusual"}  # a scheduler, and no optimizer
+    assert names(audit(state)) == {"missing_state"}  # of Accelerate a scheduler, and no optimizer
+    (state / "scheduler.bin").rename(state / "scheduler.pt")
+    assert names(audit(state)) == {"unusual"}
+    (state / "global_step3").mkdir()
+    assert audit(state).verdict == WHOLE
 
 
 # A run's folder

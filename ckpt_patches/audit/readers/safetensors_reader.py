@@ -64,11 +64,18 @@ def read(path: Path) -> Checkpoint:
         found.format = OF_TORCH
     if is_of_torch and not indexed and not any(map(WEIGHTS.fullmatch, names)):
         found.findings.append(Finding(damages.MISSING_WEIGHT, "model", detail="no file of the model's weights"))
-    if any(map(SCHEDULER.fullmatch, names)) and found.format == WEIGHTS_ALONE:
-        detail = "a scheduler is there, and no optimizer"
-        found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
+    found.findings += _of_schedulers(names)
     read_others(found)
     return found
+
+
+def _of_schedulers(names: list[str]) -> Iterator[Finding]:
+    """A scheduler's file is saved with its optimizer's; that of Transformers with DeepSpeed is in a folder below."""
+    schedulers = [own for own in map(SCHEDULER.fullmatch, names) if own]
+    is_below = any(name.startswith("global_step") for name in names)
+    if schedulers and not is_below and not any(map(OPTIMIZER.fullmatch, names)):
+        kind = damages.MISSING_STATE if schedulers[0][2] == "bin" else damages.UNUSUAL
+        yield Finding(kind, "optimizer", detail=f"{schedulers[0][0]} is there, and no file of an optimizer")
 
 
 def _read_files(found: Checkpoint, names: list[str]) -> Files:
