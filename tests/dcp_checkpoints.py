@@ -1,7 +1,9 @@
 """Checkpoints that torch alone has written, on four ranks, once a run of the tests; see programs/dcp_saving.py."""
 
 import json
+import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +52,56 @@ OF_RANKS: dict[str, Mapping[str, Any]] = {
     "fsdp2_bf16": {"dtype": "bfloat16"},
     "fsdp2_groups": {"options": {"groups": True}},
     "fsdp2_fresh": {"steps": 0},
-    "fsdp1": {"mesh": "fsdp1"},
-    "fsdp1_original": {"mesh": "fsdp1", "options": {"original": True}},
+    "fsdp1": {"mesh": "fsdp1_flat"},
+    "fsdp1_original": {"mesh": "fsdp1"},
     "global_step_40/actor": {},
 }
 OF_FOUR_RANKS: dict[str, Mapping[str, Any]] = {**OF_RANKS, "hsdp": {"mesh": "hsdp"}, "fsdp_tp": {"mesh": "fsdp_tp"}}
+# Optimizers that torch does not run on DTensors, beside those that it does.
+PLAIN, OF_DTENSOR = ["NAdam", "Adamax", "RAdam"], ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta"]
+OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
 
 
 def saved() -> Path:
     """A folder with one of each; nobody changes them."""
-    return shared.once("dcp", lambda folder: _write(folder, CASES, 4))
+    return shared.once("dcp", partial(_write, cases=CASES))
 
 
 def saved_by_ranks(ranks: int) -> Path:
     """The same of checkpoints with a file for each of two or four ranks."""
     cases = {name: {**case, "save": "ranks"} for name, case in (OF_FOUR_RANKS if ranks == 4 else OF_RANKS).items()}
-    return shared.once(f"ranks-{ranks}", lambda folder: _write(folder, cases, ranks))
+    return shared.once(f"ranks-{ranks}", partial(_write, cases=cases, ranks=ranks))
 
 
-def _write(folder: Path, of: Mapping[str, Mapping[str, Any]], ranks: int) -> None:
+def generated() -> dict[str, Mapping[str, Any]]:
+    """Runs with options that nobody has chosen."""
+    draw = random.Random(42)
+    return {f"drawn-{number}": _drawn(draw) for number in range(30)}
+
+
+def saved_generated() -> Path:
+    return shared.once("dcp-generated", partial(_write, cases=generated()))
+
+
+def _drawn(draw: random.Random) -> dict[str, Any]:
+    mesh = draw.choice(["fsdp", "hsdp", "fsdp_tp", "tp", "ddp", "replicate", "none", "fsdp1"])
+    options = {name: True for name in OPTIONS if draw.random() < 0.2}
+    for name in {"ddp": ("unused",), "replicate": ("unused",), "fsdp1": ("frozen", "tied")}.get(mesh, ()):
+        options.pop(name, None)
+    saves = ["nested", "flat", "raw", "weights", "folders", "async"]
+    return {
+        "mesh": mesh,
+        "optimizer": draw.choice([*OF_DTENSOR, *(PLAIN if mesh in ("ddp", "replicate", "none") else [])]),
+        "dtype": draw.choice(["float32", "float32", "bfloat16"]),
+        "save": draw.choice(["nested", "flat", "folders"] if mesh == "fsdp1" else saves),
+        "steps": draw.choice([0, 1, 2, 5, 12]),
+        "scale": draw.choice([1.0, 1e-6]),
+        "options": options,
+    }
+
+
+def _write(folder: Path, cases: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> None:
     folder.mkdir()
-    cases = folder / "cases.json"
-    cases.write_text(json.dumps([{"name": name, **case} for name, case in of.items()]))
-    run("dcp_saving", folder, cases, str(ranks), tree=tree("deepspeed", newest("deepspeed")))
+    file = folder / "cases.json"
+    file.write_text(json.dumps([{"name": name, **case} for name, case in cases.items()]))
+    run("dcp_saving", folder, file, str(ranks), tree=tree("deepspeed", newest("deepspeed")))

@@ -13,9 +13,10 @@ from torch.distributed import checkpoint as dcp
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.cli import main
-from ckpt_patches.formats.dcp import untiled
+from ckpt_patches.formats.dcp import Optimizer, untiled
+from ckpt_patches.formats.dcp import optimizers as names_of
 from ckpt_patches.formats.torch_dist import INDEX, Tensor
-from dcp_checkpoints import saved
+from dcp_checkpoints import generated, saved, saved_generated
 
 SOUND = [
     *("fsdp", "step-9", "hsdp", "fsdp_tp", "tp", "ddp", "one_rank", "bf16", "raw", "weights", "folders", "async"),
@@ -57,6 +58,16 @@ def test_what_is_unusual_is_said(name: str) -> None:
 def test_damage_in_what_was_saved_is_found(name: str) -> None:
     report = audit(saved() / name)
     assert (report.verdict, names(report)) == (DAMAGED, {WRONG[name]})
+
+
+@pytest.mark.long
+def test_no_sound_one_is_damaged_whatever_the_options() -> None:
+    """What is unknown is a parameter in a param group that has no gradient."""
+    for name, case in generated().items():
+        report = audit(saved_generated() / name)
+        without_gradient = {"frozen", "unused"} & case["options"].keys() and case["save"] != "weights"
+        assert (report.verdict, names(report)) in [(WHOLE, set()), (UNKNOWN, {"unusual"})], case
+        assert report.verdict == WHOLE or without_gradient, case
 
 
 def test_weights_alone_are_called_so() -> None:
@@ -187,6 +198,41 @@ def test_chunks_are_to_tile_a_tensor(chunks: dict[tuple[int, ...], tuple[int, ..
     found = untiled(Tensor("weight", "float32", (4, 4), None, chunks))
     assert why in found
     assert bool(why) == bool(found)
+
+
+def index_of(*optimizers: str, models: tuple[str, ...]) -> list[Optimizer]:
+    """Of two parameters, which every optimizer steps and every model has."""
+    states = [f"{own}state.{name}.exp_avg" for own in optimizers for name in ("up.weight", "norm.bias")]
+    weights = [f"{own}{name}" for own in models for name in ("up.weight", "norm.bias", "positions")]
+    return names_of([*states, *weights], [f"{own}param_groups.0.lr" for own in optimizers])
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "models", "expected"),
+    [
+        (("optimizer.",), ("model.",), ["model."]),
+        (("",), ("",), [""]),
+        (("app.optim.",), ("app.model.",), ["app.model."]),  # of torch's tutorial
+        (("state.optimizers.AdamW.",), ("state.model.",), ["state.model."]),  # Composer's
+        (("optimizer.",), ("model.", "ema."), ["model."]),
+        (
+            ("actor.optimizer.", "critic.optimizer."),
+            ("actor.model.", "critic.model."),
+            ["actor.model.", "critic.model."],
+        ),
+        (("optimizer.",), ("first.", "second."), [None]),
+    ],
+)
+def test_weights_are_those_of_their_optimizer(
+    optimizers: tuple[str, ...], models: tuple[str, ...], expected: list[str | None]
+) -> None:
+    found = index_of(*optimizers, models=models)
+    assert [own.prefix for own in found] == list(optimizers)
+    assert [own.states.keys() == {"up.weight", "norm.bias"} for own in found] == [True] * len(found)
+    assert [own.weights.get("up.weight") for own in found] == [
+        None if one is None else f"{one}up.weight" for one in expected
+    ]
+    assert [bool(own.several) for own in found] == [one is None for one in expected]
 
 
 # Repair

@@ -71,7 +71,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     ),
     "bridge_finetune": BRIDGE,
     "strip_shapes": CORE,
-    **dict.fromkeys(("damaged_zero", "dcp_saving", "load_distcp"), NO_PACKAGE),
+    **dict.fromkeys(("damaged_zero", "dcp_loading", "dcp_saving", "load_distcp"), NO_PACKAGE),
     **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal", "strip_paddings"), DEEPSPEED),
     **dict.fromkeys(("autoep_training", "experts", "universal_loading"), DEEPSPEED),

@@ -29,8 +29,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="print a layout-independent checksum of every tensor",
         **described(
             "Print a 64-bit checksum of the main parameter and of each moment of every parameter in a DeepSpeed "
-            "checkpoint (ZeRO or universal), or of every tensor in a Megatron checkpoint (torch_dist or zarr). Equal "
-            "values have equal checksums in every layout.",
+            "checkpoint (ZeRO or universal), or of every tensor in a checkpoint of Megatron (torch_dist or zarr) or of "
+            "torch.distributed.checkpoint. Equal values have equal checksums in every layout.",
             "ckpt-patches fingerprint out/global_step1000",
             "ckpt-patches fingerprint ckpt/iter_0001000 --against migrated/iter_0001000",
             after=AFTER,
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 def _read(path: Path, trust: bool) -> "tuple[list[Fingerprint], Checked | None]":
     """What the files have, and whether that is what the run has recorded; None where it has recorded nothing."""
     from ckpt_patches.convert import zero_fingerprints
-    from ckpt_patches.fingerprint import megatron_files, universal_states
+    from ckpt_patches.fingerprint import dcp_files, megatron_files, universal_states
     from ckpt_patches.formats import megatron_torch
     from ckpt_patches.formats.universal import is_universal
 
@@ -67,6 +67,8 @@ def _read(path: Path, trust: bool) -> "tuple[list[Fingerprint], Checked | None]"
         raise UserError(f"{path} is no folder, expected that of a checkpoint")
     if is_universal(path):
         return _of_deepspeed(path, list(universal_states.fingerprints(path, trust=trust)))
+    if dcp_files.is_dcp(path):
+        return _of_torch(path)
     if megatron_files.is_megatron(path):
         return _of_megatron(path)
     if megatron_torch.folders(path):
@@ -78,6 +80,14 @@ def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> "tuple[list[Fingerp
     from ckpt_patches.fingerprint import offline, record_files
 
     plain = record_files.of_deepspeed(path)
+    return found, None if plain is None else offline.check(plain, found)
+
+
+def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+    from ckpt_patches.fingerprint import dcp_files, offline
+
+    index = dcp_files.read(path)
+    found, plain = list(dcp_files.fingerprints(path, index)), dcp_files.recorded(path, index)
     return found, None if plain is None else offline.check(plain, found)
 
 

@@ -1,1 +1,58 @@
-"""One number for each state of a parameter, which no division among ranks, files or formats changes."""
+"""One number for each state of a parameter, which no division among ranks, files or formats changes.
+
+In a training script with plain torch (`torch.nn`, DDP, FSDP1, FSDP2, HSDP, tensor parallelism):
+
+    from ckpt_patches import fingerprint
+
+    state["ckpt_patches_fingerprint"] = fingerprint.of_training(model, optimizer)            # into what is saved
+    …
+    fingerprint.prove(model, optimizer, state["ckpt_patches_fingerprint"])                   # after a load
+
+The fixes have no part in it: nothing is recorded or proven unless a script calls these.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn, optim
+
+
+def of_training(model: "nn.Module", optimizer: "optim.Optimizer | Sequence[optim.Optimizer]", group: Any = None) -> str:
+    """The record of a model and its optimizers, to be saved under the key `ckpt_patches_fingerprint`.
+
+    Every rank of the group calls it, and all get the same. It is one string, so that torch.distributed.checkpoint
+    stores it as one entry.
+
+    Args:
+        model: as it is trained, with its wrappers.
+        optimizer: one or several, of its parameters.
+        group: the process group of all ranks that hold the model; None for the default one.
+    """
+    from ckpt_patches.fingerprint import training_state
+
+    return training_state.recorded(training_state.live(model, optimizer), group)
+
+
+def prove(
+    model: "nn.Module",
+    optimizer: "optim.Optimizer | Sequence[optim.Optimizer]",
+    recorded: str | None,
+    group: Any = None,
+) -> None:
+    """Compare the live state after a load with the record of the save; rank 0 logs what was proven.
+
+    Every rank of the group calls it. The ranks, the mesh and the kind of parallelism may be others than at the save.
+
+    Args:
+        model, optimizer, group: as of `of_training`.
+        recorded: what that returned when the checkpoint was saved; None if the checkpoint has no record.
+
+    Raises:
+        FingerprintError: a state or a setting is not what was saved, or nothing could be compared with the record; on
+            all ranks. With CKPT_PATCHES_FINGERPRINT=warn it is logged instead.
+    """
+    from ckpt_patches.fingerprint import proof, training_state
+    from ckpt_patches.fingerprint.record import from_text
+
+    proof.prove(training_state.live(model, optimizer), from_text(recorded), group)

@@ -15,7 +15,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 def others(engine: Any, *, scheduler: bool) -> dict[str, Settings]:
     """By what it is called in messages, its values; of buffers a digest of shape, dtype and bytes."""
-    found: dict[str, Settings] = {f"{BUFFER}{name}": {"value": _digest(one)} for name, one in _buffers(engine.module)}
+    found: dict[str, Settings] = {f"{BUFFER}{name}": {"value": digest(one)} for name, one in buffers(engine.module)}
     if scheduler and engine.lr_scheduler is not None:
         found[SCHEDULER] = plain_values(engine.lr_scheduler.state_dict())
     if hasattr(engine.optimizer, "optimizer"):  # without ZERO or 16 bits there is no scale
@@ -24,7 +24,7 @@ def others(engine: Any, *, scheduler: bool) -> dict[str, Settings]:
     return {what: its for what, its in found.items() if its}
 
 
-def _buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a checkpoint keeps."""
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
@@ -32,7 +32,8 @@ def _buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
-def _digest(buffer: torch.Tensor) -> str:
+def digest(buffer: torch.Tensor) -> str:
+    """Of shape, dtype and bytes."""
     digest = hashlib.blake2b(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), digest_size=8)
     if buffer.numel():
         digest.update(memoryview(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -92,10 +92,11 @@ def parameter_and_state(name: str) -> tuple[str, str]:
 
 def _of_tensor(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> tuple[int, int]:
     """Its number of elements, and what they come to."""
-    return _of_zarr(files, tensor) if isinstance(tensor, zarr.Array) else _of_torch_dist(files, path, tensor)
+    return _of_zarr(files, tensor) if isinstance(tensor, zarr.Array) else of_torch_dist(files, path, tensor)
 
 
-def _of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> tuple[int, int]:
+def of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> tuple[int, int]:
+    """A tensor's number of elements, and what they come to; raises as `fingerprints`."""
     found, numel = 0, 0
     for offsets in tensor.chunks:
         if offsets not in tensor.places:

@@ -51,7 +51,7 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
         group: of ranks whose parts come together; None for all.
     """
     own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
-    parts = _to_first(Record(own, live.settings, live.left_out, live.buckets, live.others), group)
+    parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others), group)
     whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
     return whole
 
@@ -235,7 +235,7 @@ def _alone(group: Any) -> bool:
     return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size(group) == 1
 
 
-def _to_first(value: Any, group: Any) -> list[Any] | None:
+def to_first(value: Any, group: Any) -> list[Any] | None:
     """The values of all ranks, on the first one."""
     if _alone(group):
         return [value]

@@ -1,5 +1,6 @@
 """What a checkpoint says of its own state: plain numbers and strings, where all formats keep what is not sharded."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,6 +80,20 @@ def from_plain(value: Any) -> Record:
         return Record(states, dict(value["settings"]), dict(value["left_out"]), dict(value["buckets"]), others)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
+
+
+def from_text(text: Any) -> Any:
+    """A record that is kept as one string; what is none is given back, and is no record."""
+    if not isinstance(text, str):
+        return text
+    try:
+        plain = json.loads(text)
+        for of_one in plain["states"].values():
+            for row in of_one.values():
+                row[3] = {int(place): bits for place, bits in row[3].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return text
+    return plain
 
 
 def sample_place(numel: int) -> int:

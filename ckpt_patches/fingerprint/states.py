@@ -14,6 +14,7 @@ from ckpt_patches.formats.ranged import RangedFiles
 FLOATS = ("float32", "bfloat16", "float16")
 # What formats call the master parameter: DeepSpeed, Megatron up to 0.15 and its later formats.
 MASTERS = ("fp32", "fp32_param", "param")
+MASTERS_OF_TORCH = ("master_param", "master_weight", "fp32_param")  # beside a weight of 16 bits, by the optimizer
 FROZEN = "frozen"  # the state of a parameter that no optimizer steps: its own elements
 BLOCK = 1 << 24  # bytes that are read at once; a multiple of any element's size
 

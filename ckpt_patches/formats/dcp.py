@@ -13,12 +13,12 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from ckpt_patches.formats.torch_dist import INDEX, Tensor
+from ckpt_patches.formats.torch_dist import INDEX, Index, Place, Tensor
 
 STATE, GROUPS = "state.", "param_groups"
 OF_MEGATRON_FSDP = "param_to_group_meta"  # its groups, by parameter
@@ -61,6 +61,27 @@ def folders(path: Path) -> list[Path]:
     return models + optimizers if models and optimizers else []
 
 
+def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
+    """The indexes of a checkpoint's folders as one; files with their folders, and names that two of them have, too."""
+    tensors: dict[str, Tensor] = {}
+    objects: dict[str, Place] = {}
+    absent: list[str] = []
+    for folder, own in indexes:
+        inner = folder.relative_to(path)
+        both = (tensors.keys() | objects.keys()) & (own.tensors.keys() | own.objects.keys())
+        called = {name: f"{inner}/{name}" if name in both else name for name in (*own.tensors, *own.objects)}
+        for name, tensor in own.tensors.items():
+            places = {at: _within(inner, place) for at, place in tensor.places.items()}
+            tensors[called[name]] = replace(tensor, name=called[name], places=places)
+        objects.update({called[name]: _within(inner, place) for name, place in own.objects.items()})
+        absent += own.absent
+    return Index(tensors, objects, tuple(absent))
+
+
+def _within(folder: Path, place: Place) -> Place:
+    return place._replace(file=str(folder / place.file))
+
+
 def is_begun(folder: Path) -> bool:
     """Whether a folder has a rank's file; the index is written after them."""
     return (folder / INDEX).is_file() or next(folder.glob("*.distcp"), None) is not None
@@ -83,19 +104,25 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
     """The optimizers of a checkpoint, by the names of all that it holds."""
     tensors = list(tensors)
     names = [*tensors, *objects]
-    prefixes = sorted(set(filter(None, map(_prefix, names))))
-    left = [name for name in tensors if not any(_is_of(prefix[0], name) for prefix in prefixes)]
-    return [_optimizer(prefix[0], names, left) for prefix in prefixes]
+    of_groups = {before for name in names for before, part in _places(name) if part == GROUPS}
+    prefixes = sorted({*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))})
+    left = [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
+    return [_optimizer(prefix, names, left) for prefix in prefixes]
 
 
-def _prefix(name: str) -> tuple[str] | None:
-    """What a name of an optimizer begins with, which can be empty; None of another name."""
+def _places(name: str) -> list[tuple[str, str]]:
+    """The parts of a name, each with all that is before it."""
     parts = name.split(".")
-    for at, part in enumerate(parts):
-        is_state = part == STATE[:-1] and len(parts) > at + 2 and parts[-1] in KNOWN_STATES
-        if part == GROUPS or is_state:
-            return ("".join(f"{own}." for own in parts[:at]),)
-    return None
+    return [("".join(f"{own}." for own in parts[:at]), part) for at, part in enumerate(parts)]
+
+
+def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
+    """What a state's name begins with, which can be empty; an optimizer whose groups are there goes before others."""
+    places = _places(name)
+    if places[-1][1] not in KNOWN_STATES:
+        return []
+    found = [before for before, part in places[:-2] if part == STATE[:-1]]
+    return [own for own in found if own in of_groups][-1:] or found[:1]
 
 
 def _is_of(prefix: str, name: str) -> bool:
@@ -106,7 +133,7 @@ def _is_of(prefix: str, name: str) -> bool:
 def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
     own = [name for name in names if _is_of(prefix, name)]
     rests = [name[len(prefix) + len(STATE) :] for name in own if name.startswith(f"{prefix}{STATE}")]
-    of_model, several = _model_prefix({rest.rpartition(".")[0] for rest in rests}, others)
+    of_model, several = _model_prefix(prefix, {rest.rpartition(".")[0] for rest in rests}, others)
     known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
     states: dict[str, dict[str, str]] = {}
     for rest in rests:
@@ -137,18 +164,26 @@ def _parameter(rest: str, known: set[str]) -> str:
     return parameter or whole
 
 
-def _model_prefix(parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
-    """What the names of the weights of parameters begin with, None if none are there; all, if it cannot be told."""
+def _model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
+    """What the names of an optimizer's weights begin with, None if none are there; all, if it cannot be told."""
     found: Counter[str] = Counter()
     for parameter in itertools.islice(sorted(parameters, key=len, reverse=True), 16):
         if not parameter.isdecimal():
             ends = [name for name in names if name == parameter or name.endswith(f".{parameter}")]
             found.update(name[: len(name) - len(parameter)] for name in ends)
-    most = sorted(prefix for prefix, count in found.items() if count == max(found.values()))
+    most = sorted(own for own, count in found.items() if count == max(found.values()))
+    beside = max((_in_common(prefix, own) for own in most), default=0)
+    most = [own for own in most if _in_common(prefix, own) == beside]  # of several models that of the same trainer
     if len(most) > 1:
         of_models = [one for one in most if not one or one.rstrip(".").rpartition(".")[2] in OF_MODELS]
         return (of_models[0], ()) if len(of_models) == 1 else (None, tuple(most))
     return (most[0], ()) if most else (None, ())
+
+
+def _in_common(one: str, other: str) -> int:
+    """How many parts two prefixes begin with alike."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
+    return sum(bool(part) for part, _ in pairs)
 
 
 def untiled(tensor: Tensor) -> str:

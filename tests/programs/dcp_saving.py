@@ -21,14 +21,13 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_patches.demo.ranks import free_port, results
 
-ROWS, WIDTH, TOKENS = 8, 24, 37
+RANKS, ROWS, WIDTH, TOKENS, CPU = 4, 8, 24, 37, torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,13 @@ class Case:
     """One training and its save."""
 
     name: str  # of the folder
-    mesh: str = "fsdp"  # fsdp, fsdp1, hsdp, fsdp_tp, tp, ddp, none
+    mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, tp, ddp, replicate, fsdp1, fsdp1_flat, none
     save: str = "nested"  # nested, flat, raw, weights, folders, async, ranks
     optimizer: str = "AdamW"
     dtype: str = "float32"
     steps: int = 3
     scale: float = 1.0  # of the loss
-    options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups, original
+    options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups
     damage: tuple[Any, ...] = ()  # (parameter, state or "weight", first element, behind the last, value), in the save
 
 
@@ -85,24 +84,27 @@ class Model(nn.Module):
         return found
 
 
-def distributed(model: Model, mesh: str, *, keeps_parameters: bool) -> nn.Module:
+def distributed(model: Model, mesh: str) -> nn.Module:
     """The model as its ranks share it."""
-    if mesh == "ddp":
-        replicate(model)
-        return model
-    if mesh == "fsdp1":
-        device, policy = torch.device("cpu"), ModuleWrapPolicy({Block})
-        return FSDP(model, device_id=device, auto_wrap_policy=policy, use_orig_params=keeps_parameters)
     ranks = dist.get_world_size()
+    if mesh == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if mesh == "replicate":
+        replicate(model)
+    if mesh.startswith("fsdp1"):
+        policy = ModuleWrapPolicy({Block})
+        own = mesh == "fsdp1"
+        return FullyShardedDataParallel(model, None, auto_wrap_policy=policy, device_id=CPU, use_orig_params=own)
     if mesh in ("tp", "fsdp_tp"):
-        both = init_device_mesh("cpu", (2, 2) if mesh == "fsdp_tp" else (1, ranks), mesh_dim_names=("dp", "tp"))
+        tensor_parallel = 2 if mesh == "fsdp_tp" else ranks
+        both = init_device_mesh("cpu", (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         sharding = {"mesh": both["dp"]}
     else:
-        shape, names = ((2, 2), ("replicas", "shards")) if mesh == "hsdp" else ((ranks,), ("shards",))
+        shape, names = ((2, ranks // 2), ("replicas", "shards")) if mesh == "hsdp" else ((ranks,), ("shards",))
         sharding = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
-    if mesh not in ("tp", "none"):
+    if mesh in ("fsdp", "hsdp", "fsdp_tp"):
         for layer in model.layers:
             fully_shard(layer, **sharding)
         fully_shard(model, **sharding)
@@ -122,8 +124,7 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 def trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    keeps_parameters = case.options.get("original", False)
-    model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh, keeps_parameters=keeps_parameters)
+    model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh)
     optimizer = optimizer_of(model, case)
     for step in range(case.steps):
         torch.manual_seed(step)
@@ -139,14 +140,15 @@ def save_ranks(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
     """As verl does, without what is Hugging Face's."""
     count, rank = dist.get_world_size(), dist.get_rank()
     path.mkdir(parents=True, exist_ok=True)
-    kind = StateDictType.SHARDED_STATE_DICT
-    with FSDP.state_dict_type(model, kind) if isinstance(model, FSDP) else contextlib.nullcontext():
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    sharded = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    with sharded if is_fsdp1 else contextlib.nullcontext():
         parts: dict[str, Any] = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     scheduler = {"base_lrs": [1e-2], "last_epoch": steps, "_last_lr": [1e-2]}
     parts["extra_state"] = {"lr_scheduler": scheduler, "rng": {"cpu": torch.get_rng_state()}}
     for name, part in parts.items():
         torch.save(part, path / f"{name}_world_size_{count}_rank_{rank}.pt")
-    config = {"FSDP_version": 1 if isinstance(model, FSDP) else 2, "world_size": count}
+    config = {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": count}
     (path / "fsdp_config.json").write_text(json.dumps(config))
 
 
@@ -189,10 +191,14 @@ def save(case: Case, folder: Path) -> None:
         dcp.save(state, checkpoint_id=path)
 
 
-def rank_main(rank: int, ranks: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
+def begin(rank: int, ranks: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
+
+
+def rank_main(rank: int, ranks: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
+    begin(rank, ranks, port)
     for case in cases:
         with contextlib.redirect_stderr(None) if rank else contextlib.nullcontext():
             save(Case(**{**case, "damage": tuple(case.get("damage", ()))}), Path(folder))
@@ -200,5 +206,5 @@ def rank_main(rank: int, ranks: int, port: int, folder: str, cases: list[dict[st
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[3]) if len(sys.argv) > 3 else 4
+    count = int(sys.argv[3]) if len(sys.argv) > 3 else RANKS
     results(rank_main, count, count, free_port(), sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))

@@ -10,7 +10,7 @@ from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers.checkpoint import Checkpoint
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint import buckets, megatron_files, offline, record_files, universal_states
+from ckpt_patches.fingerprint import buckets, dcp_files, megatron_files, offline, record_files, universal_states
 from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats import megatron_torch
 from ckpt_patches.formats.ranged import RangedFiles
@@ -49,6 +49,8 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | N
         except UserError:  # of a file that is damaged or missing another finding says more
             return None
         return offline.together(of_ranks) if of_ranks else None
+    if found.recorded is not None and dcp_files.is_dcp(path):
+        return _of_torch(found.recorded, path)
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
 
 
@@ -60,6 +62,13 @@ def _of_deepspeed(path: Path) -> offline.Checked | None:
         if is_universal(path):
             return offline.check(plain, universal_states.fingerprints(path, trust=True))
         return offline.check(plain, zero_fingerprints.fingerprints(path, trust=True))
+    except UserError as error:  # of what is damaged another finding says more
+        return offline.Checked(0, [], {"the optimizer's state": str(error)})
+
+
+def _of_torch(plain: object, path: Path) -> offline.Checked:
+    try:
+        return offline.check(plain, dcp_files.fingerprints(path, dcp_files.read(path)))
     except UserError as error:  # of what is damaged another finding says more
         return offline.Checked(0, [], {"the optimizer's state": str(error)})
 

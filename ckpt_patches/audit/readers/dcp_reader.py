@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckpt_patches.audit.readers.checkpoint import (
 )
 from ckpt_patches.audit.readers.torch_dist_reader import Chunked, find_elements, shards_of, wrong_entries
 from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint.record import KEY, from_text
 from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
 from ckpt_patches.formats.dcp import Optimizer
 from ckpt_patches.formats.ranged import RangedFiles
@@ -37,12 +38,6 @@ NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # i
 OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")
 # Steps that fp16 skips: some at the start, then one in a hundred at most. They are no steps of the optimizer.
 SKIPPED, ONE_IN = 16, 100
-
-
-def is_dcp(path: Path) -> bool:
-    """Whether a folder is such a checkpoint; megatron-core's, which has the same files and others, is not."""
-    folders = dcp.folders(path)
-    return bool(folders) and not (folders == [path] and dcp.is_by_megatron_core(path))
 
 
 def read(path: Path) -> Checkpoint:
@@ -61,6 +56,7 @@ def read(path: Path) -> Checkpoint:
     contents = _Contents(tensors, values, _steps(tensors, values, steps))
     set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
     read_others(found)
+    found.recorded = next((from_text(v) for name, v in objects.items() if name.rpartition(".")[2] == KEY), None)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
     parameters += [{WEIGHT: chunked} for name, chunked in tensors.items() if name not in taken]
@@ -73,33 +69,18 @@ def read(path: Path) -> Checkpoint:
 
 def _index(found: Checkpoint) -> torch_dist.Index:
     """What the indexes list, files with their folders; nothing, and a finding, of one that cannot be read."""
-    tensors: dict[str, Tensor] = {}
-    objects: dict[str, torch_dist.Place] = {}
-    absent: list[str] = []
+    indexes: list[tuple[Path, torch_dist.Index]] = []
     for folder in dcp.folders(found.path):
+        where = str((folder / torch_dist.INDEX).relative_to(found.path))
         if not (folder / torch_dist.INDEX).exists():
-            detail = f"{torch_dist.INDEX}, which is written last, is not there"
+            detail = f"{where}, which is written last, is not there"
             found.findings.append(Finding(damages.INCOMPLETE_SAVE, folder.name, detail=detail))
             continue
         try:
-            own = torch_dist.read_index(folder)
+            indexes.append((folder, torch_dist.read_index(folder)))
         except UserError as error:
-            where = str((folder / torch_dist.INDEX).relative_to(found.path))
             found.findings.append(tensor_streams.refused(error, where, damage=damages.BAD_METADATA))
-            continue
-        inner = folder.relative_to(found.path)
-        both = (tensors.keys() | objects.keys()) & (own.tensors.keys() | own.objects.keys())
-        called = {name: f"{inner}/{name}" if name in both else name for name in (*own.tensors, *own.objects)}
-        for name, tensor in own.tensors.items():
-            places = {at: _within(inner, place) for at, place in tensor.places.items()}
-            tensors[called[name]] = replace(tensor, name=called[name], places=places)
-        objects.update({called[name]: _within(inner, place) for name, place in own.objects.items()})
-        absent += own.absent
-    return torch_dist.Index(tensors, objects, tuple(absent))
-
-
-def _within(folder: Path, place: torch_dist.Place) -> torch_dist.Place:
-    return place._replace(file=str(folder / place.file))
+    return dcp.merged(found.path, indexes)
 
 
 def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
@@ -182,7 +163,7 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
-        found.findings.append(Finding(damages.MISSING_STATE, f"{own.prefix}{dcp.GROUPS}", detail=detail))
+        found.findings.append(Finding(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail=detail))
     found.findings += _of_weights(own, contents)
     return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
 

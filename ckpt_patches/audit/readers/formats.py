@@ -16,6 +16,7 @@ from ckpt_patches.audit.readers import (
     zero_reader,
 )
 from ckpt_patches.audit.readers.checkpoint import Checkpoint
+from ckpt_patches.fingerprint.dcp_files import is_dcp
 from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
 from ckpt_patches.formats.universal import is_universal
 
@@ -35,7 +36,7 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return fsdp_ranks_reader.read
     if megatron_torch_folders(path):
         return megatron_torch_reader.read
-    if dcp_reader.is_dcp(path):
+    if is_dcp(path):
         return dcp_reader.read
     return safetensors_reader.read if safetensors_reader.is_safetensors(path) else None
 

@@ -1,0 +1,80 @@
+"""The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint; without torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint import megatron_files
+from ckpt_patches.fingerprint.record import KEY, from_text
+from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprint
+from ckpt_patches.formats import dcp, torch_dist
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.runtime.shown import shown
+
+Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter, and its state
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder is such a checkpoint, and not megatron-core's."""
+    folders = dcp.folders(path)
+    return bool(folders) and not (folders == [path] and dcp.is_by_megatron_core(path))
+
+
+def read(path: Path) -> torch_dist.Index:
+    """What a checkpoint has; no element is read.
+
+    Raises:
+        UserError: an index is missing, damaged or of a kind that is not read, or an entry is in no file.
+    """
+    index = dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
+    wrong = [f"{shown(name)} is in the index, and in no file" for name in index.absent[:1]]
+    wrong += [f"{shown(one)} and {shown(other)} are at the same bytes" for one, other in index.same_places()]
+    if wrong:
+        raise UserError(f"{path} is not whole: {wrong[0]} (ckpt-patches audit)")
+    return index
+
+
+def recorded(path: Path, index: torch_dist.Index) -> Any:
+    """What the run that saved has recorded; None if it has recorded nothing.
+
+    Raises:
+        BadFileError, NotReadError: its entry cannot be read.
+    """
+    name = next((name for name in index.objects if name.rpartition(".")[2] == KEY), None)
+    if name is None:
+        return None
+    with RangedFiles() as files:
+        return from_text(torch_dist.read_place(files, path, index.objects[name]).value)
+
+
+def fingerprints(path: Path, index: torch_dist.Index) -> Iterator[Fingerprint]:
+    """Of every tensor of floats, but for steps.
+
+    Raises:
+        UserError: the checkpoint is damaged, or a chunk is missing.
+    """
+    named = names(index)
+    with RangedFiles() as files:
+        for name, tensor in sorted(index.tensors.items()):
+            if name in named:
+                yield Fingerprint(*named[name], *megatron_files.of_torch_dist(files, path, tensor))
+
+
+def names(index: torch_dist.Index) -> Names:
+    """Parameter and state of each tensor of floats; "model" is the state of a tensor without any."""
+    found: Names = {}
+    for own in dcp.optimizers(index.tensors, index.objects):
+        for parameter, states in own.states.items():
+            has_main = any(states.get(name) in index.tensors for name in MASTERS_OF_TORCH)
+            if parameter in own.weights:
+                found[own.weights[parameter]] = parameter, "weight" if has_main else "master"
+            for state, name in states.items():
+                found[name] = parameter, "master" if state in MASTERS_OF_TORCH else state
+        of_model = next(iter({w.removesuffix(p) for p, w in own.weights.items()}), None)
+        for name in index.tensors.keys() - found.keys() if of_model is not None else ():
+            if name.startswith(of_model or ""):
+                found[name] = name.removeprefix(of_model or ""), "model"
+    floats = {name for name, tensor in index.tensors.items() if tensor.dtype in FLOATS}
+    rest = {name: (name, "model") for name in floats}
+    return {name: place for name, place in {**rest, **found}.items() if name in floats and place[1] != "step"}

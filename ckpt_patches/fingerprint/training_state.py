@@ -1,0 +1,195 @@
+"""What this rank of a training with plain torch holds: parameters, and the states of their optimizers.
+
+A DTensor's part is told from its mesh and placements, not from torch.distributed.checkpoint, which is under test.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_patches.fingerprint import deepspeed_others, flat_parameters, record
+from ckpt_patches.fingerprint.boxes import Box
+from ckpt_patches.fingerprint.element_hash import MODULUS
+from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, sums
+from ckpt_patches.fingerprint.proof import from_first, to_first
+from ckpt_patches.fingerprint.record import Record, Settings, State, settings_of
+from ckpt_patches.fingerprint.shards import Indices, indices, runs
+from ckpt_patches.fingerprint.states import FLOATS, FROZEN, MASTERS_OF_TORCH
+from ckpt_patches.fingerprint.verdict import BUFFER, Key
+
+# Modules that wrap another one, by the attribute that it is; a checkpoint's names are without them.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+SEVERAL = "ranks that hold the same elements differ"
+Place = tuple[str, str, str]  # parameter, state, and where this rank's elements are
+
+
+def live(model: nn.Module, optimizers: Any) -> Live:
+    """What a rank holds of a model and its optimizers."""
+    for module in model.modules():
+        if hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):  # FSDP2
+            module.reshard()
+    names = parameter_names(model)
+    flats = flat_parameters.slices(model, clean_name)
+    tensors: list[tuple[str, str, Any]] = []
+    settings: dict[str, Settings] = {}
+    left_out: dict[str, str] = {}
+    stepped: set[int] = set()
+    for param, group, states in _stepped(optimizers):
+        stepped.add(id(param))
+        owned: list[tuple[str, flat_parameters.Slice | None]] = [*flats.get(id(param), ())]
+        owned = owned or ([(names[id(param)], None)] if id(param) in names else [])
+        if not owned:
+            left_out["a parameter of the optimizer"] = "the model has none that is the same object"
+        for name, part in owned:
+            if part is not None and not part.numel:  # another rank has its elements, and its step
+                continue
+            settings[name] = settings_of({key: _number(value) for key, value in group.items()}, states)
+            tensors += [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
+    frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
+    known = []
+    for name, state, tensor in (*tensors, *frozen):
+        if why := _why_not(tensor):
+            left_out[f"{name} {state}"] = why
+        else:
+            known.append((name, state, tensor))
+
+    def parts() -> Iterator[Part]:
+        for name, state, tensor in known:
+            yield from _parts(name, state, tensor)
+
+    memory = [((name, state), local(tensor)) for name, state, tensor in known if state != FROZEN]
+    others = {f"{BUFFER}{name}": {"value": value} for name, value in _buffers(model)}
+    return Live(parts, settings, left_out, in_one_memory(memory), others=others)
+
+
+def recorded(own: Live, group: Any = None) -> str:
+    """The record of all ranks' parts, the same text on all; elements that several ranks hold are counted once."""
+    parts: dict[Place, State] = {}
+    for part in own.parts():
+        place = (part.parameter, part.state, str((part.box[:2], part.first, len(part.values))))
+        (one,) = sums([part], main=True).values()
+        parts[place] = one.as_state()
+    of_ranks = to_first((parts, Record({}, own.settings, own.left_out, others=own.others)), group)
+    text = None if of_ranks is None else json.dumps(_whole(of_ranks).as_plain())
+    found: str = from_first(text, group)
+    return found
+
+
+def _whole(of_ranks: Sequence[tuple[Mapping[Place, State], Record]]) -> Record:
+    """All ranks' parts together."""
+    once: dict[Place, State] = {}
+    differ: dict[str, str] = {}
+    for parts, _ in of_ranks:
+        for place, state in parts.items():
+            if once.setdefault(place, state) != state:
+                differ[" ".join(place[:2])] = SEVERAL
+    states: dict[Key, State] = {}
+    for (parameter, name, _), part in once.items():
+        before = states.get((parameter, name), State(0, 0, part.dtype))
+        value, sample = (before.value + part.value) % MODULUS, {**before.sample, **part.sample}
+        states[parameter, name] = State(before.numel + part.numel, value, part.dtype, sample)
+    besides = record.merged([rest for _, rest in of_ranks])
+    known = {key: state for key, state in states.items() if " ".join(key) not in differ}
+    return Record(known, besides.settings, {**besides.left_out, **differ}, others=besides.others)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """As checkpoints call the parameters, by their identity."""
+    return {id(param): clean_name(model, name) for name, param in model.named_parameters()}
+
+
+def clean_name(model: nn.Module, name: str) -> str:
+    """A parameter's name, or a module's, without what wrappers add to it."""
+    found, owner = [], model
+    for part in name.split("."):
+        is_of_ddp = part == "module" and isinstance(owner, nn.parallel.DistributedDataParallel)
+        if not is_of_ddp and part not in WRAPPERS:
+            found.append(part)
+        owner = getattr(owner, part, owner)
+    return ".".join(found)
+
+
+def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
+    """Each parameter that an optimizer steps, its group, and its states."""
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                yield param, group, optimizer.state.get(param, {})
+
+
+def _number(value: Any) -> Any:
+    """A setting; a rate can be a tensor."""
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _states(param: Any, states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A parameter's own elements and its states, by their names in records; steps are settings."""
+    has_main = any(isinstance(states.get(name), torch.Tensor) for name in MASTERS_OF_TORCH)
+    yield ("weight" if has_main else "master"), param.detach()
+    for name, value in states.items():
+        if isinstance(value, torch.Tensor) and name != "step":
+            yield ("master" if name in MASTERS_OF_TORCH else name), value.detach()
+
+
+def _frozen(
+    model: nn.Module, names: Mapping[int, str], flats: Mapping[int, Any], stepped: set[int]
+) -> Iterator[tuple[str, Any]]:
+    for param in model.parameters():
+        if id(param) not in stepped:
+            if id(param) in flats:
+                yield from ((name, part.of(param.detach())) for name, part in flats[id(param)])
+            else:
+                yield names[id(param)], param.detach()
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, buffer in deepspeed_others.buffers(model):
+        if not hasattr(buffer, "placements"):
+            yield clean_name(model, name), deepspeed_others.digest(buffer)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's elements of a tensor."""
+    if isinstance(tensor, flat_parameters.Elements):
+        return tensor.values
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return found
+
+
+def _why_not(tensor: Any) -> str:
+    """Why a tensor has no fingerprint; empty if it has one."""
+    dtype = str(local(tensor).dtype).removeprefix("torch.")
+    if dtype not in FLOATS:
+        return f"elements of {dtype}, expected {', '.join(FLOATS)}"
+    if type(local(tensor)) not in (torch.Tensor, nn.Parameter):
+        return f"elements in a {type(local(tensor)).__name__}"
+    if hasattr(tensor, "placements"):
+        if any(placement.is_partial() for placement in tensor.placements):
+            return "a sum that ranks have not added up"
+        expected = [len(own) for own in _indices(tensor)] if tensor.device_mesh.get_coordinate() else None
+        if expected is not None and expected != list(local(tensor).shape):
+            return f"a local part of {list(local(tensor).shape)}, where the placements say {expected}"
+    return ""
+
+
+def _indices(tensor: Any) -> list[Indices]:
+    mesh = tensor.device_mesh
+    return indices(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), mesh.get_coordinate())
+
+
+def _parts(name: str, state: str, tensor: Any) -> Iterator[Part]:
+    """The elements that this rank holds, as boxes of the whole tensor."""
+    if isinstance(tensor, flat_parameters.Elements):
+        box = Box((0,) * len(tensor.shape), tensor.shape, tensor.shape)
+        yield from [Part(name, state, box, tensor.first, tensor.values, True)] if len(tensor.values) else []
+        return
+    values, shape = local(tensor), tuple(tensor.shape)
+    if not hasattr(tensor, "placements"):
+        yield Part(name, state, Box((0,) * len(shape), shape, shape), 0, values.reshape(-1), True)
+    elif tensor.device_mesh.get_coordinate() is not None and values.numel():
+        for own, offsets in runs(_indices(tensor)):
+            piece = values[own]
+            yield Part(name, state, Box(offsets, tuple(piece.shape), shape), 0, piece.reshape(-1), True)

@@ -1,0 +1,245 @@
+"""Fingerprints in training scripts with plain torch: a save on four ranks, and its proof after a load on two."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shared
+from ckpt_patches import fingerprint
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.cli import main
+from ckpt_patches.fingerprint import proof, training_state
+from ckpt_patches.fingerprint.element_hash import of_run
+from ckpt_patches.fingerprint.live_state import sums
+from ckpt_patches.fingerprint.record import from_text
+from ckpt_patches.fingerprint.shards import indices, runs
+from upstream import newest, run_json, tree
+
+FROZEN = {"frozen": True, "tied": True}
+# How a run saves and how another one loads; the meshes are of programs/dcp_saving.py.
+PROVEN: dict[str, dict[str, Any]] = {
+    "FSDP2 to FSDP2 with tensor parallelism": {"load": {"mesh": "fsdp_tp"}},
+    "FSDP2 with tensor parallelism to tensor parallelism": {"save": {"mesh": "fsdp_tp"}, "load": {"mesh": "tp"}},
+    "HSDP to DDP": {"save": {"mesh": "hsdp"}, "load": {"mesh": "ddp"}},
+    "DDP to FSDP1": {"save": {"mesh": "ddp"}, "load": {"mesh": "fsdp1"}},
+    "FSDP1 to FSDP2": {"save": {"mesh": "fsdp1"}},
+    "FSDP1 of flat parameters to FSDP1": {"save": {"mesh": "fsdp1_flat"}, "load": {"mesh": "fsdp1"}},
+    "FSDP1 to FSDP1 of flat parameters": {"save": {"mesh": "fsdp1"}, "load": {"mesh": "fsdp1_flat"}},
+    "a replicated model to a plain one": {"save": {"mesh": "replicate"}, "load": {"mesh": "none"}},
+    "bfloat16": {"save": {"dtype": "bfloat16"}, "load": {"mesh": "fsdp_tp", "dtype": "bfloat16"}},
+    "frozen and tied parameters": {"save": {"options": FROZEN}, "load": {"mesh": "hsdp", "options": FROZEN}},
+    "SGD": {"save": {"optimizer": "SGD"}, "load": {"optimizer": "SGD"}},
+    "NAdam": {"save": {"optimizer": "NAdam", "mesh": "ddp"}, "load": {"optimizer": "NAdam", "mesh": "ddp"}},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a template without moments": ({"idiom": "raw"}, "embed.weight exp_avg: the run has no such state"),
+    "an element of a weight": ({"idiom": "weight"}, " master: other values"),
+    "an element of a moment": ({"load": {"mesh": "ddp"}, "idiom": "moment"}, " exp_avg: other values"),
+    "an element of FSDP1": ({"load": {"mesh": "fsdp1"}, "idiom": "weight"}, " master: other values"),
+    "a buffer": ({"idiom": "buffer"}, "buffer positions: value"),
+    "steps": ({"idiom": "step"}, "norm.bias: step 4, saved as 3"),
+    "elements lost at the save": (
+        {"save": {"damage": ("layers.1.up.weight", "exp_avg", 0, 30, 0)}},
+        "layers.1.up.weight exp_avg: other values, 30 of 1,152 zeros",
+    ),
+}
+CASES = [*PROVEN.values(), *(case for case, _ in REFUSED.values()), {"idiom": "no_record"}]
+
+
+def loaded() -> Path:
+    """A folder with all checkpoints, by the number of the case, and what each rank said."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        cases = folder / "cases.json"
+        cases.write_text(json.dumps([{"save": {}, "load": {}, **case} for case in CASES]))
+        found = run_json("dcp_loading", folder, cases, "2", tree=tree("deepspeed", newest("deepspeed")))
+        (folder / "said.json").write_text(json.dumps(found))
+
+    return shared.once("dcp_loaded", write)
+
+
+def said_of(number: int) -> list[str]:
+    return [of_rank[number] for of_rank in json.loads((loaded() / "said.json").read_text())]
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_a_right_load_is_proven_in_any_layout(name: str) -> None:
+    assert said_of(list(PROVEN).index(name)) == ["proven", "proven"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_state_is_refused_on_all_ranks(name: str) -> None:
+    first, second = said_of(len(PROVEN) + list(REFUSED).index(name))
+    assert first == second
+    assert REFUSED[name][1] in first
+
+
+def test_without_a_record_nothing_is_refused() -> None:
+    assert said_of(len(CASES) - 1) == ["proven", "proven"]
+
+
+def test_files_are_compared_with_the_record() -> None:
+    folder = loaded()
+    lost = len(PROVEN) + list(REFUSED).index("elements lost at the save")
+    assert (audit(folder / "0").verdict, audit(folder / str(lost)).verdict) == (WHOLE, DAMAGED)
+    assert "not_as_recorded" in {finding.kind.name for finding in audit(folder / str(lost)).findings}
+    assert main(["fingerprint", str(folder / "0")]) == 0
+    assert main(["fingerprint", str(folder / str(lost))]) == 1
+    hsdp = list(PROVEN).index("HSDP to DDP")
+    assert main(["fingerprint", str(folder / "0"), "--against", str(folder / str(hsdp))]) == 0
+
+
+# One process
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.first(x) + self.second(x)
+        return found
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_record_is_one_string_of_the_states() -> None:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    record = fingerprint.of_training(model, optimizer)
+    states = from_text(record)["states"]
+    assert isinstance(record, str)
+    assert states.keys() == {"first.weight", "first.bias", "second.weight", "second.bias"}
+    assert states["first.bias"].keys() == {"master", "exp_avg", "exp_avg_sq"}
+    bits = model.first.weight.detach().numpy().reshape(-1).view(np.uint32)
+    assert states["first.weight"]["master"][:2] == [35, of_run(bits, 0)]
+
+
+def test_names_are_those_without_wrappers() -> None:
+    model = torch.compile(nn.Sequential(Branches()))
+    assert sorted(training_state.parameter_names(model).values())[:2] == ["0.first.bias", "0.first.weight"]
+
+
+def test_several_optimizers_are_one_record() -> None:
+    model = Branches()
+    optimizers = [torch.optim.AdamW(model.first.parameters()), torch.optim.SGD(model.second.parameters(), 0.1)]
+    for optimizer in optimizers:
+        stepped(model, optimizer)
+    record = fingerprint.of_training(model, optimizers)
+    assert from_text(record)["states"]["first.bias"].keys() >= {"exp_avg"}
+    fingerprint.prove(model, optimizers, record)
+    with torch.no_grad():
+        model.second.bias[0] += 1
+    with pytest.raises(proof.FingerprintError, match=r"second\.bias master: other values"):
+        fingerprint.prove(model, optimizers, record)
+
+
+def test_a_rate_may_be_a_tensor() -> None:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    stepped(model, optimizer)
+    fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
+
+
+def test_a_record_of_another_format_proves_nothing() -> None:
+    model = Branches()
+    with pytest.raises(proof.FingerprintError, match="nothing is proven"):
+        fingerprint.prove(model, torch.optim.SGD(model.parameters(), 0.1), "{}")
+
+
+def test_what_has_no_fingerprint_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Branches().double()
+    record = from_text(fingerprint.of_training(model, torch.optim.SGD(model.parameters(), 0.1)))
+    assert record["states"] == {}
+    assert "elements of float64" in record["left_out"]["first.weight master"]
+
+
+# Placements
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any], tuple[int, ...]]:
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    placements = [draw(st.sampled_from([Replicate(), *map(Shard, range(len(shape)))])) for _ in mesh]
+    return shape, placements, mesh
+
+
+@given(divided())
+def test_parts_are_each_element_once_but_for_replicas(case: tuple[tuple[int, ...], list[Any], tuple[int, ...]]) -> None:
+    shape, placements, mesh = case
+    counts = np.zeros(shape, int)
+    for coordinate in np.ndindex(mesh):
+        for _, own in boxes_of(shape, placements, mesh, coordinate):
+            counts[own] += 1
+    replicas = int(np.prod([n for n, p in zip(mesh, placements, strict=True) if isinstance(p, Replicate)]))
+    assert (counts == replicas).all()
+
+
+@given(divided())
+def test_parts_are_those_that_torch_makes(case: tuple[tuple[int, ...], list[Any], tuple[int, ...]]) -> None:
+    shape, placements, mesh = case
+    whole = torch.arange(int(np.prod(shape))).reshape(shape)
+    for coordinate in np.ndindex(mesh):
+        expected = whole
+        for placement, count, at in zip(placements, mesh, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                chunks = torch.chunk(expected, count, placement.dim)
+                expected = chunks[at] if at < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)
+        found = torch.empty_like(expected)
+        for part, own in boxes_of(shape, placements, mesh, coordinate):
+            found[part] = whole[own]
+        assert torch.equal(found, expected)
+
+
+def boxes_of(
+    shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int]
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """The boxes of a part: in the part, and in the whole tensor."""
+    found = []
+    for part, offsets in runs(indices(shape, placements, mesh, coordinate)):
+        sizes = [own.stop - own.start for own in part]
+        found.append((part, tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))))
+    return found
+
+
+def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
+    """W and V in one tensor, of which a rank has parts of both, as Megatron-LM#2769 files them."""
+    whole = torch.arange(16.0).reshape(8, 2)
+    parts = [torch.cat([whole[:4].chunk(2)[rank], whole[4:].chunk(2)[rank]]) for rank in range(2)]
+    found = 0
+    for rank, part in enumerate(parts):
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"rank{rank}",))  # torch keeps what it made of equal ones
+        model = nn.Module()
+        model.weight = nn.Parameter(DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
+        own = sums(training_state.live(model, torch.optim.SGD([model.weight], 0.1)).parts(), main=True)
+        found += own["weight", "master"].value
+        distributed.destroy_process_group()
+    right, mixed = (of_run(rows.numpy().reshape(-1).view(np.uint32), 0) for rows in (whole, torch.cat(parts)))
+    assert found % (1 << 64) == right != mixed
+
+
+def test_a_strided_shard_is_of_each_chunk() -> None:
+    """As of W and V of SwiGLU that are one tensor: rank 1 of two has the second half of each."""
+    assert indices((8, 2), [_StridedShard(0, split_factor=2)], (2,), (1,)) == [[2, 3, 6, 7], [0, 1]]
+    assert indices((8,), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (1, 0)) == [[2, 3]]
