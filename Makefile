@@ -9,7 +9,7 @@ SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches a
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest older quick test-all lint check bench stacks demo compatibility explore pictures docs clean
+.PHONY: test rest older quick test-all lint check bench stacks writers demo compatibility explore pictures docs clean
 
 # Formatting, lint, types, wording, and on the newest releases what holds for each fix and each format.
 test: lint check
@@ -55,6 +55,11 @@ explore: $(VENV)/ready
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 
+# Trainers without a fix here, each in an environment of its own: their own code saves, and the audit reads it.
+# `make writers [WRITER=verl]`; a gigabyte each in .writers/, kept for the next run.
+writers: $(VENV)/ready
+	PYTHONPATH=tests $(PY) -m writers
+
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready
 	$(PY) tests/demo.py $(if $(ALL),--all)
@@ -85,4 +90,4 @@ $(DOCS_VENV)/ready: docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees .writers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -46,6 +46,17 @@ CASES: dict[str, Mapping[str, Any]] = {
 }
 
 
+# With a file for each rank and no index, as verl writes them.
+OF_RANKS: dict[str, Mapping[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2_bf16": {"dtype": "bfloat16"},
+    "fsdp2_groups": {"options": {"groups": True}},
+    "fsdp2_fresh": {"steps": 0},
+    "fsdp1": {"mesh": "fsdp1_flat"},
+    "fsdp1_original": {"mesh": "fsdp1"},
+    "global_step_40/actor": {},
+}
+OF_FOUR_RANKS: dict[str, Mapping[str, Any]] = {**OF_RANKS, "hsdp": {"mesh": "hsdp"}, "fsdp_tp": {"mesh": "fsdp_tp"}}
 # Optimizers that torch does not run on DTensors, beside those that it does.
 PLAIN, OF_DTENSOR = ["NAdam", "Adamax", "RAdam"], ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta"]
 OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
@@ -54,6 +65,12 @@ OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
 def saved() -> Path:
     """A folder with one of each; nobody changes them."""
     return shared.once("dcp", partial(_write, cases=CASES))
+
+
+def saved_by_ranks(ranks: int) -> Path:
+    """The same of checkpoints with a file for each of two or four ranks."""
+    cases = {name: {**case, "save": "ranks"} for name, case in (OF_FOUR_RANKS if ranks == 4 else OF_RANKS).items()}
+    return shared.once(f"ranks-{ranks}", partial(_write, cases=cases, ranks=ranks))
 
 
 def generated() -> dict[str, Mapping[str, Any]]:
@@ -83,8 +100,8 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+def _write(folder: Path, cases: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> None:
     folder.mkdir()
     file = folder / "cases.json"
     file.write_text(json.dumps([{"name": name, **case} for name, case in cases.items()]))
-    run("dcp_saving", folder, file, tree=tree("deepspeed", newest("deepspeed")))
+    run("dcp_saving", folder, file, str(ranks), tree=tree("deepspeed", newest("deepspeed")))

@@ -138,5 +138,5 @@ def test_a_checkpoint_without_zero_is_audited(tmp_path: Path, capsys: pytest.Cap
 def test_a_folder_of_another_format_is_unknown(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is named like a save and holds files, but not those of a format that is known."""
     (zero_run / "global_step5").mkdir()
-    (zero_run / "global_step5" / "model.safetensors").write_bytes(b"")
+    (zero_run / "global_step5" / "model.gguf").write_bytes(b"")
     assert audited(zero_run, capsys)[:2] == (3, {ZERO: WHOLE, "global_step5": UNKNOWN})

@@ -1,7 +1,8 @@
 """A run's folder: the saves in it, complete or not, and the one that its tracker names.
 
 DeepSpeed writes `latest` (and its converter `latest_universal`) with the name of a folder, Megatron
-`latest_checkpointed_iteration.txt` with an iteration, which is the folder `iter_0000010`, or the word `release`.
+`latest_checkpointed_iteration.txt` with an iteration, which is the folder `iter_0000010`, or the word `release`. verl
+writes the latter, too: there it is `global_step_10`, with a checkpoint for each model that it trains.
 """
 
 import re
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.audit.readers.formats import reader_of
+from ckpt_patches.audit.readers.formats import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
 from ckpt_patches.formats.torch_dist import INDEX
@@ -20,9 +21,12 @@ TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER)
 LONGEST_NAME = 255  # bytes of a folder's name, and of what is read of a tracker
 UNFINISHED = ".unfinished"  # the end of the name of a folder that a tool of this package writes
 ITERATION = re.compile(r"iter_\d{7,}")
+OF_VERL = re.compile(r"global_step_\d{1,15}")
 NAMED = re.compile(r"iter_\d{7,}|global_step\d+\w*")
 # What saves of the known formats consist of.
-PARTS = re.compile(r".*\.distcp|metadata\.json|common\.pt|.*_(model|optim)_states\.pt|mp_rank_\d+(_\d+)*")
+PARTS = re.compile(
+    r".*\.distcp|metadata\.json|common\.pt|.*_(model|optim)_states\.pt|mp_rank_\d+(_\d+)*|fsdp_config\.json"
+)
 MOST_ENTRIES = 10_000  # of a folder, that are looked at to tell whether it is a save
 
 
@@ -31,6 +35,11 @@ class Tracker(NamedTuple):
 
     path: Path
     names: Path | None  # the folder; None if the file names none
+
+
+def save_of(checkpoint: Path) -> Path:
+    """The folder that a run resumes from: of a checkpoint that is one of several models', that of all of them."""
+    return checkpoint.parent if OF_VERL.fullmatch(checkpoint.parent.name) else checkpoint
 
 
 def saves(path: Path) -> Iterator[Path]:
@@ -47,16 +56,19 @@ def saves(path: Path) -> Iterator[Path]:
 def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
     try:
         stat = path.stat()
-        is_save = reader_of(path) is not None or why_incomplete(path) is not None or is_other_save(path)
-        folders = [] if is_save else sorted(folder for folder in path.iterdir() if folder.is_dir())
+        reader = reader_of(path)
+        is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
+        is_last = is_save and reader not in HAS_OTHERS_BELOW
+        folders = [] if is_last else sorted(folder for folder in path.iterdir() if folder.is_dir())
     except Exception:  # which the audit reports
-        is_save, folders = True, []
+        is_save, is_last, folders = True, True, []
     else:
         if (stat.st_dev, stat.st_ino) in seen:
             return
         seen.add((stat.st_dev, stat.st_ino))
     if is_save:
         yield path
+    if is_last:
         return
     # Links come last: what is there under its own name is not reported under another one.
     for folder in sorted(folders, key=Path.is_symlink):
@@ -81,7 +93,8 @@ def _named_in(file: Path) -> Path | None:
         text = opened.read(LONGEST_NAME + 2)
     name = text.decode("utf-8", "replace").strip()
     if file.name == MEGATRON_TRACKER and name.isdecimal():
-        name = f"iter_{int(name):07d}"
+        of_verl = any(OF_VERL.fullmatch(entry.name) for entry in file.parent.iterdir())
+        name = f"global_step_{int(name)}" if of_verl else f"iter_{int(name):07d}"
     is_name = name not in ("", ".", "..") and len(text) <= LONGEST_NAME + 1 and name.isprintable() and "/" not in name
     return file.with_name(name) if is_name else None
 

@@ -1,8 +1,9 @@
 """Train a small model with torch alone on Gloo ranks, and save it with torch.distributed.checkpoint.
 
-    dcp_saving.py FOLDER CASES.json
+    dcp_saving.py FOLDER CASES.json [RANKS]
 
-CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All are run by the same four ranks.
+CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All are run by the same ranks, four by default. A save
+of "ranks" has no index, and a file of torch.save for each rank, as verl's FSDPCheckpointManager writes them.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -35,7 +36,7 @@ class Case:
 
     name: str  # of the folder
     mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, dp_tp, tp, ddp, replicate, fsdp1, fsdp1_flat, none
-    save: str = "nested"  # nested, flat, raw, weights, folders, async
+    save: str = "nested"  # nested, flat, raw, weights, folders, async, ranks
     optimizer: str = "AdamW"
     dtype: str = "float32"
     steps: int = 3
@@ -135,6 +136,22 @@ def trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def save_ranks(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """As verl does, without what is Hugging Face's."""
+    count, rank = dist.get_world_size(), dist.get_rank()
+    path.mkdir(parents=True, exist_ok=True)
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    sharded = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    with sharded if is_fsdp1 else contextlib.nullcontext():
+        parts: dict[str, Any] = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    scheduler = {"base_lrs": [1e-2], "last_epoch": steps, "_last_lr": [1e-2]}
+    parts["extra_state"] = {"lr_scheduler": scheduler, "rng": {"cpu": torch.get_rng_state()}}
+    for name, part in parts.items():
+        torch.save(part, path / f"{name}_world_size_{count}_rank_{rank}.pt")
+    config = {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": count}
+    (path / "fsdp_config.json").write_text(json.dumps(config))
+
+
 def state_of(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if case.save == "raw":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -158,10 +175,13 @@ def damaged(state: dict[str, Any], damage: tuple[Any, ...]) -> None:
 
 def save(case: Case, folder: Path) -> None:
     model, optimizer = trained(case)
+    path = folder / case.name
+    if case.save == "ranks":
+        save_ranks(path, model, optimizer, case.steps)
+        return
     with torch.no_grad():
         state = state_of(case, model, optimizer)
         damaged(state, case.damage)
-    path = folder / case.name
     if case.save == "folders":
         dcp.save({"model": state["model"]}, checkpoint_id=path / "pytorch_model_fsdp_0")
         dcp.save({"optimizer": state["optimizer"]}, checkpoint_id=path / "optimizer_0")
@@ -177,8 +197,8 @@ def begin(rank: int, ranks: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
 
 
-def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
-    begin(rank, RANKS, port)
+def rank_main(rank: int, ranks: int, port: int, folder: str, cases: list[dict[str, Any]]) -> None:
+    begin(rank, ranks, port)
     for case in cases:
         with contextlib.redirect_stderr(None) if rank else contextlib.nullcontext():
             save(Case(**{**case, "damage": tuple(case.get("damage", ()))}), Path(folder))
@@ -186,4 +206,5 @@ def rank_main(rank: int, port: int, folder: str, cases: list[dict[str, Any]]) ->
 
 
 if __name__ == "__main__":
-    results(rank_main, RANKS, free_port(), sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
+    count = int(sys.argv[3]) if len(sys.argv) > 3 else RANKS
+    results(rank_main, count, count, free_port(), sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))

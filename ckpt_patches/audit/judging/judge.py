@@ -21,6 +21,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     MASTER,
     MOMENTS,
     ROLES,
+    VOCABULARY,
     WEIGHT,
     Checkpoint,
     Record,
@@ -29,7 +30,6 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.formats.zero_inventory import numbered
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
-VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
 ROWS_BY_CHANCE = 1e-6  # a number of consecutive rows without gradient that is less likely than that is none
 LEAST_SHARE_OF_ROWS = 1e-2
 LEAST_NORMAL = 1e-30  # a first moment that has decayed by this factor may have become zero
@@ -48,7 +48,7 @@ class View:
     def __init__(self, shard: Shard, odd: Odd, found: Checkpoint) -> None:
         self.shard, self.data_parallel, self.found = shard, found.data_parallel, found
         self.runs, self.is_cut, self.tallies = odd
-        self.least = 1 if shard.has_rows else max(PADDING, ALIGNMENT * (self.data_parallel or 1))  # elements
+        self.least = max(PADDING, ALIGNMENT * (self.data_parallel or 1)) if shard.has_odd_padding else 1  # elements
         self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
         self.has_remainders = blocks.UNROUNDED in self.tallies and remainders.are_in(shard)
@@ -245,7 +245,7 @@ def denormal_run(view: View) -> Iterator[Finding]:
 
 def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
     """The elements with a bit; those that lie near to each other as one range."""
-    if not view.shard.has_rows:
+    if view.shard.has_odd_padding:
         kind = damages.ODD_IN_BUCKET
     chosen = view.runs.code & bit > 0
     begin, end = view.runs.begin[chosen], view.runs.end[chosen]

@@ -14,6 +14,9 @@ from ckpt_patches.formats.torch_file import TensorHeader
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
 ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+# In the names of parameters whose rows are tokens, of which many are never seen.
+VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
+ALONE = ", weights alone"  # ends the name of a format, of a checkpoint without an optimizer
 MOST_STEPS = 1 << 53  # beyond them is no number of steps; NaN and infinity are none either
 
 
@@ -75,11 +78,17 @@ class Shard:
     owners: tuple[Owner, ...] = ()  # empty where the checkpoint does not tell
     lost: dict[str, Stream] = field(default_factory=dict)  # streams whose bytes are not all there
     has_rows: bool = True  # and not a buffer of many parameters, whose layout the checkpoint does not tell
+    has_zero_padding: bool = False  # of such a buffer: its padding cannot hold anything else
     is_padding: bool = False  # of such a buffer: what lies between two parameters, and can hold anything
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def has_odd_padding(self) -> bool:
+        """Whether elements between the parameters can be anything."""
+        return not self.has_rows and not self.has_zero_padding
 
     @property
     def nbytes(self) -> int:

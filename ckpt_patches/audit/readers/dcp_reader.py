@@ -10,6 +10,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import (
+    ALONE,
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
@@ -29,7 +30,7 @@ from ckpt_patches.formats.torch_dist import Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, StorageHeader, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
-FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", "torch.distributed.checkpoint, weights alone"
+FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
 # A main parameter that the optimizer keeps beside the weight has one of the first three names.
 ROLES = {"master_param": MASTER, "master_weight": MASTER, "fp32_param": MASTER}
 ROLES.update(exp_avg=EXP_AVG, exp_avg_sq=EXP_AVG_SQ)
@@ -53,8 +54,8 @@ def read(path: Path) -> Checkpoint:
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
     contents = _Contents(tensors, values, _steps(tensors, values, steps))
-    _set_step(found, [step for own in optimizers for step in _check(found, own, contents)])
-    _read_others(found)
+    set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
+    read_others(found)
     found.recorded = next((from_text(v) for name, v in objects.items() if name.rpartition(".")[2] == KEY), None)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
@@ -216,25 +217,25 @@ def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str,
         yield roles
 
 
-def _set_step(found: Checkpoint, steps: list[Any]) -> None:
-    """The optimizer's step, and what the folder's name says against it.
+def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
+    """The optimizer's step, and what a folder's name says against it.
 
     `get_state_dict` takes a first step without gradients where an optimizer has taken none, to make its states.
     """
     found.beta1 = first_beta(found.groups)
-    step, named = last_step(steps), NUMBER.fullmatch(found.path.name)
+    step, named = last_step(steps), next(filter(None, map(NUMBER.fullmatch, folders)), None)
     found.step = step if step is None or step > 1 else None
     count = int(named[1]) if named else 0
-    if step is not None and step + SKIPPED + count // ONE_IN < count:
-        detail = (
-            f"the optimizer has taken {step} steps, and the folder is named {found.path.name}: were the states loaded?"
-        )
+    if named and step is not None and step + SKIPPED + count // ONE_IN < count:
+        detail = f"the optimizer has taken {step} steps, and the folder is named {named[0]}: were the states loaded?"
         found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
 
 
-def _read_others(found: Checkpoint) -> None:
-    """Files beside the folders of torch: schedulers, random states, the trainer's own."""
+def read_others(found: Checkpoint) -> None:
+    """Files of torch.save beside the known ones: schedulers, random states, the trainer's own."""
     for file in sorted(found.path.iterdir()):
+        if file.name in found.read:
+            continue
         if file.is_file() and (file.suffix in OF_TORCH or (file.suffix in OF_TORCH_OR_ANOTHER and _is_zip(file))):
             tensor_streams.read(file, found)
 

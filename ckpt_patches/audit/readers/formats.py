@@ -5,9 +5,11 @@ from pathlib import Path
 
 from ckpt_patches.audit.readers import (
     dcp_reader,
+    fsdp_ranks_reader,
     megatron_arrays,
     megatron_torch_reader,
     plain_deepspeed_reader,
+    safetensors_reader,
     torch_dist_reader,
     universal_reader,
     zarr_reader,
@@ -30,6 +32,14 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return universal_reader.read
     if plain_deepspeed_reader.is_plain(path):
         return plain_deepspeed_reader.read
+    if fsdp_ranks_reader.is_fsdp_ranks(path):
+        return fsdp_ranks_reader.read
     if megatron_torch_folders(path):
         return megatron_torch_reader.read
-    return dcp_reader.read if is_dcp(path) else None
+    if is_dcp(path):
+        return dcp_reader.read
+    return safetensors_reader.read if safetensors_reader.is_safetensors(path) else None
+
+
+# A trainer's checkpoint can be in a folder below: of Transformers with DeepSpeed, and of verl an exported model.
+HAS_OTHERS_BELOW = (safetensors_reader.read, fsdp_ranks_reader.read)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
-from ckpt_patches.audit.run_folder import Tracker, trackers
+from ckpt_patches.audit.readers.checkpoint import ALONE
+from ckpt_patches.audit.run_folder import Tracker, save_of, trackers
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class RunReport:
             begin = f"resume from: no checkpoint in {self.path} is complete"
         else:
             step = self.newest.checkpoint.step
-            begin = f"resume from: {self.newest.checkpoint.path}" + (f" (step {step})" if step is not None else "")
+            save = save_of(self.newest.checkpoint.path)
+            begin = f"resume from: {save}" + (f" (step {step})" if step is not None else "")
         named = [self._of(one) for one in self.named] or ["no tracker names a checkpoint"]
         return "; ".join((begin, *named))
 
@@ -40,7 +42,7 @@ class RunReport:
         tracker, names = named.tracker.path.name, named.tracker.names
         if names is None:
             return f"{tracker} names no checkpoint"
-        if self.newest and _same(self.newest.checkpoint.path, names):
+        if self.newest and _same(save_of(self.newest.checkpoint.path), names):
             return f"{tracker} names it"
         return f"{tracker} names {names.name}" + (f", which is {named.verdict}" if named.verdict else "")
 
@@ -48,7 +50,7 @@ class RunReport:
         """Of `audit --json`: docs/json.md."""
         return {
             "path": str(self.path),
-            "resume_from": None if self.newest is None else str(self.newest.checkpoint.path),
+            "resume_from": None if self.newest is None else str(save_of(self.newest.checkpoint.path)),
             "step": None if self.newest is None else self.newest.checkpoint.step,
             "trackers": [_as_json(one) for one in self.named],
         }
@@ -64,9 +66,16 @@ def run_report(path: Path, reports: Iterable[Report]) -> RunReport | None:
     own = [report for report in reports if path in report.checkpoint.path.parents]
     if not own:
         return None
-    complete = [report for report in own if report.verdict in TO_RESUME_FROM]
+    damaged = {save_of(report.checkpoint.path) for report in own if report.verdict not in TO_RESUME_FROM}
+    complete = [report for report in own if save_of(report.checkpoint.path) not in damaged]
+    if any(not _is_alone(report) for report in own):  # a run resumes from no model that was exported beside it
+        complete = [report for report in complete if not _is_alone(report)]
     named = (Named(tracker, _verdict(tracker, own)) for folder in _folders(path, own) for tracker in trackers(folder))
     return RunReport(path, max(complete, key=_order, default=None), tuple(named))
+
+
+def _is_alone(report: Report) -> bool:
+    return report.checkpoint.format.endswith(ALONE)
 
 
 def _order(report: Report) -> tuple[int, float]:
@@ -77,13 +86,14 @@ def _order(report: Report) -> tuple[int, float]:
 
 def _folders(path: Path, reports: Iterable[Report]) -> list[Path]:
     """That hold checkpoints, and so can have trackers."""
-    return sorted({path, *(report.checkpoint.path.parent for report in reports)})
+    return sorted({path, *(save_of(report.checkpoint.path).parent for report in reports)})
 
 
 def _verdict(tracker: Tracker, reports: Iterable[Report]) -> str:
     if tracker.names is None:
         return ""
-    return next((report.verdict for report in reports if _same(report.checkpoint.path, tracker.names)), "")
+    found = [report.verdict for report in reports if _same(save_of(report.checkpoint.path), tracker.names)]
+    return next((verdict for verdict in found if verdict not in TO_RESUME_FROM), found[0] if found else "")
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -1,0 +1,147 @@
+"""safetensors: a header of JSON with each tensor's type, shape and place, and the tensors' bytes behind it.
+
+    8 bytes    the header's length, a little-endian number
+    header     {"<name>": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {…}}
+    tensors    without gaps; the offsets count from here
+
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.runtime.shown import shown
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
+OF_TORCH = ".bin"  # ends the names of files of torch.save that an index can list
+METADATA = "__metadata__"
+LONGEST_HEADER = 100_000_000  # bytes, as in the library
+DTYPES = {
+    **{f"F{8 * size}": f"float{8 * size}" for size in (2, 4, 8)},
+    **{
+        f"{letter}{8 * size}": f"{word}{8 * size}"
+        for letter, word in (("I", "int"), ("U", "uint"))
+        for size in (1, 2, 4, 8)
+    },
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+
+
+class BadHeaderError(UserError):
+    """A file that is no safetensors file, or not all of it."""
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    dtype: str  # torch's name; the format's own for a type that torch has not
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, by name; none of their bytes is read.
+
+    Raises:
+        BadHeaderError: it is truncated, corrupt, or no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise BadHeaderError(f"{path} is truncated: its header does not end in it")
+        if length > LONGEST_HEADER:
+            raise BadHeaderError(f"{path}: expected a header of at most {LONGEST_HEADER} bytes, found {length}")
+        data = file.read(length)
+    try:
+        return _checked(data, 8 + length, size)
+    except BadHeaderError as error:
+        raise BadHeaderError(f"{path} is corrupt: {error}") from None
+
+
+def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
+    """What a header lists, behind which `begin` bytes lie; every number is in its bounds."""
+    found = {name: _tensor(name, value, begin) for name, value in _entries(data) if name != METADATA}
+    ordered = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in found.values())
+    for (_, before), (after, _) in pairwise([(begin, begin), *ordered, (size, size)]):
+        if before > after:
+            what = "the file is truncated" if after == size else "tensors overlap"
+            raise BadHeaderError(f"{what}: one ends at byte {before}, expected at most {after}")
+        if before < after:
+            raise BadHeaderError(f"no tensor has the bytes from {before} to {after}")
+    return found
+
+
+def _entries(data: bytes) -> list[tuple[str, Any]]:
+    """The names and values of the header's object; a name that is there twice is refused."""
+    try:
+        found = json.loads(data, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
+        raise BadHeaderError(f"its header is no JSON ({type(error).__name__})") from None
+    if not isinstance(found, _Pairs):
+        raise BadHeaderError("its header is no JSON object")
+    if len(dict(found)) < len(found):
+        raise BadHeaderError("a name is twice in its header")
+    return list(found)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object of JSON, with a name that is there twice."""
+
+
+def _tensor(name: str, value: Any, begin: int) -> Tensor:
+    fields = dict(value) if isinstance(value, _Pairs) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise BadHeaderError(f"{shown(name)} has no type, shape and offsets")
+    torchs, nbytes = DTYPES.get(dtype, dtype), offsets[1] - offsets[0]
+    numel = math.prod(shape)
+    if nbytes < 0 or (torchs in ITEM_SIZE and nbytes != numel * ITEM_SIZE[torchs]):
+        raise BadHeaderError(f"{shown(name)} has {nbytes} bytes for {numel} elements of {dtype:.50}")
+    return Tensor(torchs, tuple(shape), begin + offsets[0], nbytes)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list) and len(value) < 100 and all(type(one) is int and 0 <= one < 1 << 63 for one in value)
+    )
+
+
+class BadIndexError(UserError):
+    """An index that does not list in which file each tensor is."""
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """In which file each tensor is, by an index (`weight_map`).
+
+    Raises:
+        BadIndexError: it cannot be read, or names something else than files beside it.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadIndexError(f"{path} is no JSON ({type(error).__name__})") from None
+    listed = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise BadIndexError(f"{path} has no weight_map")
+    odd = next((file for file in listed.values() if not _is_file_name(file)), None)
+    if odd is not None:
+        raise BadIndexError(f"{path}: expected names of files beside it, found {shown(odd)}")
+    return listed
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith((SUFFIX, OF_TORCH)) and "/" not in value and "\0" not in value
