@@ -3,6 +3,7 @@
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+import shared
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.cli import main
 from ckpt_patches.formats.dcp import Optimizer, untiled
 from ckpt_patches.formats.dcp import optimizers as names_of
 from ckpt_patches.formats.torch_dist import INDEX, Tensor
 from dcp_checkpoints import generated, saved, saved_generated
+from upstream import newest, run, tree
 
 SOUND = [
     *("fsdp", "step-9", "hsdp", "fsdp_tp", "tp", "ddp", "one_rank", "bf16", "raw", "weights", "folders", "async"),
@@ -233,6 +237,40 @@ def test_weights_are_those_of_their_optimizer(
         None if one is None else f"{one}up.weight" for one in expected
     ]
     assert [bool(own.several) for own in found] == [one is None for one in expected]
+
+
+# Megatron-FSDP
+
+
+@pytest.fixture(scope="module")
+def by_megatron() -> Path:
+    """What Megatron-LM saves of a run with Megatron-FSDP, in `fsdp_dtensor`; nobody changes it."""
+    release = tree("megatron-core", newest("megatron-core"))
+    write = partial(run, "megatron_fsdp_saving", tree=release)
+    return shared.once("megatron-fsdp", write) / "iter_0000001"
+
+
+def test_megatron_fsdps_weights_are_found(by_megatron: Path) -> None:
+    report = audit(by_megatron)
+    assert (report.verdict, names(report), report.checkpoint.step) == (WHOLE, set(), 3)
+    trained = {s.parameter for s in report.checkpoint.shards if s.streams.keys() == {MASTER, EXP_AVG, EXP_AVG_SQ}}
+    assert trained == {"model.module.a.weight", "model.module.b.weight"}
+    assert main(["audit", str(by_megatron.parent)]) == 0
+
+
+def test_every_entry_of_megatron_fsdp_is_missed(by_megatron: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(by_megatron, tmp_path / by_megatron.name))
+    index = (path / INDEX).read_bytes()
+    promised = [
+        name
+        for name in entries(path)
+        if name.startswith(("model.", "optimizer.state.")) or name.endswith((".lr", ".betas"))
+    ]
+    assert len(promised) == 2 + 2 * 3 + 2 * 2
+    for name in promised:
+        changed(path, lambda found, name=name: removed(found, name))  # type: ignore[misc]
+        assert audit(path, workers=1).verdict != WHOLE, name
+        (path / INDEX).write_bytes(index)
 
 
 # Repair

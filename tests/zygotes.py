@@ -56,6 +56,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "layer_wise",
             "layer_wise_torch",
             "lean_gather",
+            "megatron_fsdp_saving",
             "megatron_healthy",
             "megatron_saving",
             "mixed_groups",

@@ -2,7 +2,8 @@
 
 The keys of nested dicts are joined by dots: `model.<parameter>`, or what else the script calls it,
 `optimizer.state.<parameter>.<state>`, and `optimizer.param_groups.<number>.<setting>`, or flattened
-`optimizer.param_groups.<parameter>.<setting>`. Without `get_state_dict` the optimizer's parameters are numbers.
+`optimizer.param_groups.<parameter>.<setting>` (of Megatron-FSDP `optimizer.param_to_group_meta.…`). Without
+`get_state_dict` the optimizer's parameters are numbers.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -22,6 +23,7 @@ from ckpt_patches.formats.torch_dist import INDEX, Index, Place, Tensor
 
 STATE, GROUPS = "state.", "param_groups"
 OF_MEGATRON_FSDP = "param_to_group_meta"  # its groups, by parameter
+WRAPPER = "module."  # which the names of its parameters begin with, and those of its weights do not
 # States by which an optimizer's part of a checkpoint is known; of others it has some of these.
 KNOWN_STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "master_param")
 # Accelerate, NeMo Automodel and others write the model and the optimizer into folders beside each other.
@@ -104,7 +106,7 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
     """The optimizers of a checkpoint, by the names of all that it holds."""
     tensors = list(tensors)
     names = [*tensors, *objects]
-    of_groups = {before for name in names for before, part in _places(name) if part == GROUPS}
+    of_groups = {before for name in names for before, part in _places(name) if part in (GROUPS, OF_MEGATRON_FSDP)}
     prefixes = sorted({*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))})
     left = [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
     return [_optimizer(prefix, names, left) for prefix in prefixes]
@@ -127,22 +129,27 @@ def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
 
 def _is_of(prefix: str, name: str) -> bool:
     rest = name.removeprefix(prefix)
-    return name.startswith(prefix) and (rest.startswith(STATE) or rest.partition(".")[0] == GROUPS)
+    return name.startswith(prefix) and (rest.startswith(STATE) or rest.partition(".")[0] in (GROUPS, OF_MEGATRON_FSDP))
 
 
 def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
     own = [name for name in names if _is_of(prefix, name)]
-    rests = [name[len(prefix) + len(STATE) :] for name in own if name.startswith(f"{prefix}{STATE}")]
+    wrapper = WRAPPER if any(name.startswith(f"{prefix}{OF_MEGATRON_FSDP}.") for name in own) else ""
+    rests = {
+        name[len(prefix) + len(STATE) :].removeprefix(wrapper): name
+        for name in own
+        if name.startswith(f"{prefix}{STATE}")
+    }
     of_model, several = _model_prefix(prefix, {rest.rpartition(".")[0] for rest in rests}, others)
     known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
     states: dict[str, dict[str, str]] = {}
-    for rest in rests:
+    for rest, name in rests.items():
         parameter = _parameter(rest, known)
-        states.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = f"{prefix}{STATE}{rest}"
+        states.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = name
     groups: dict[str, dict[str, str]] = {}
     for name in own:
         if not name.startswith(f"{prefix}{STATE}"):
-            group, setting = _group(name[len(prefix) + len(GROUPS) :].removeprefix("."), states)
+            group, setting = _group(name[len(prefix) :].partition(".")[2].removeprefix(wrapper), states)
             groups.setdefault(group, {}).setdefault(setting, name)
     weights = {} if of_model is None else {name: f"{of_model}{name}" for name in states if name in known}
     return Optimizer(prefix, states, groups, weights, several)
