@@ -93,11 +93,8 @@ RELEASES: tuple[Release, ...] = (
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
 )
 
-# What a release imports, and torch for the CPU does not bring: a tree of its own, behind that of the release.
+# What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
-NEEDS: dict[tuple[str, str], tuple[str, str]] = {
-    ("megatron-core", version): _TRITON for version in ("0.18.0", "0.18.2", "0.19.0", "0.19.2")
-}
 
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
@@ -300,6 +297,15 @@ def tree(distribution: str, version: str) -> Path:
         if named := checkout(distribution):
             return named.tree
         pytest.skip(f"{distribution} is on no package index, and {variable} names no checkout of it")
+    return released(distribution, version)
+
+
+def released(distribution: str, version: str) -> Path:
+    """The tree of a release of a package index, whether in the table or not.
+
+    Raises:
+        RuntimeError: as `tree`.
+    """
     folder = trees() / f"{distribution}-{version}"
     if not folder.is_dir():
         with _locked(folder):
@@ -478,6 +484,11 @@ def demonstrate(fix: str, delivery: str, version: str | None = None, *, forked: 
         DemonstrationFailed: it could not run.
     """
     root = tree(DISTRIBUTIONS[fix_files.package_of(fix)], version) if version else tree(*newest_affected(fix))
+    return demonstrate_on(root, fix, delivery, forked=forked)
+
+
+def demonstrate_on(root: Path, fix: str, delivery: str, *, forked: bool = True) -> Outcome:
+    """`demonstrate` on a tree."""
     shown = demonstrating.demonstrations()[fix]
     path = [tree(*release) for release in shown.beside]
     environment = environment_for(in_place(root) if delivery == "in place" else root, delivery, path)
@@ -521,8 +532,9 @@ def needed(root: Path) -> list[Path]:
     """The trees that must lie behind this one, by its name: an edited copy has that, too."""
     distribution, _, version = root.name.rpartition("-")
     main = main_branch("megatron-core")
-    release = _TRITON if main and root.name == main.tree.name else NEEDS.get((distribution, version))
-    return [tree(*release)] if release else []
+    is_main = main is not None and root.name == main.tree.name
+    needs = is_main or (distribution == "megatron-core" and numbers(version) >= (0, 18))
+    return [tree(*_TRITON)] if needs else []
 
 
 def _tail(text: str, lines: int = 40) -> str:

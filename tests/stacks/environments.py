@@ -139,15 +139,15 @@ def remove_bases() -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def checkout(commit: str, folder: Path) -> None:
-    """The files of a commit of Megatron-LM.
+def checkout(commit: str, folder: Path, repository: str = MEGATRON_LM) -> None:
+    """The files of a commit of an upstream repository; of HEAD, of the newest of its main branch.
 
     Raises:
         NotInstalled: git could not fetch it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     _run(["git", "init", "--quiet", str(folder)])
-    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", MEGATRON_LM, commit])
+    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", repository, commit])
     _run(["git", "-C", str(folder), "checkout", "--quiet", "FETCH_HEAD"])
 
 
