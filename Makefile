@@ -9,7 +9,7 @@ SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches a
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest older quick test-all lint check bench stacks demo compatibility explore pictures docs clean
+.PHONY: test rest older quick test-all lint check bench stacks upstream demo compatibility explore pictures docs clean
 
 # Formatting, lint, types, wording, and on the newest releases what holds for each fix and each format.
 test: lint check
@@ -41,6 +41,7 @@ lint: $(VENV)/ready
 	$(PY) -m mypy $(CHECKED)
 	$(PY) -m codespell_lib $(SPELLED)
 	$(PY) tests/wording.py
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s
@@ -54,6 +55,10 @@ explore: $(VENV)/ready
 # A row takes minutes, and gigabytes in .stacks/ while it runs. ROW=hugging_face: Transformers and Accelerate.
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
+
+# What has changed in the newest release and the main branch of each package since the last record: minutes.
+upstream: $(VENV)/ready
+	PYTHONPATH=tests $(PY) tests/keeping_up.py
 
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready

@@ -172,6 +172,7 @@ TEST = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "codespell==2.4.3",
+    "check-jsonschema==0.39.0",  # of .github/workflows
 ]
 
 README = Path("README.md")
