@@ -55,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CELLS] = {}
 
 
+def pytest_report_header() -> list[str]:
+    import upstream
+
+    return ["NumPy 2: megatron-core before 0.16 runs with numpy2_product on both sides"] * upstream.has_numpy_2()
+
+
 # Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
 QUICK = """
     audit_blocks checksum command convert_new_file convert_plan convert_writer durable hook in_place map names plan

@@ -53,6 +53,7 @@ DELIVERIES = ("hook", "in place")
 TIMEOUT = 900
 # In the place of a delivery: nothing was run, the edits were looked for.
 PLAN = "plan"
+PRODUCT = "numpy2_product"  # the fix without which megatron-core before 0.16 does not run with NumPy 2
 
 
 @dataclass(frozen=True)
@@ -428,6 +429,8 @@ def run(
     """
     if delivery not in ("none", *DELIVERIES):
         raise ValueError(f"expected delivery to be one of none, {', '.join(DELIVERIES)}, found {delivery!r}")
+    if fixes and lacks_product(tree, path):
+        fixes = [*fixes, PRODUCT]
     root = in_place(tree, fixes) if delivery == "in place" else tree
     file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
     environment = environment_for(root, delivery, path)
@@ -519,13 +522,29 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     if (apex := checkout("apex")) and root.name == apex.tree.name:
         stand_in = PROGRAMS / "stand_in_apex_kernels"
     folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
+    product_alone = delivery == "none" and lacks_product(root, path)
     return {
         **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},
-        **demonstrating.environment(inherited, patched=delivery == "hook"),
+        **demonstrating.environment(inherited, patched=delivery == "hook" or product_alone),
+        **({"CKPT_PATCHES_SKIP": ",".join(FIXES.keys() - {PRODUCT})} if product_alone else {}),
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+
+
+def lacks_product(root: Path, path: Sequence[str | Path] = ()) -> bool:
+    """Whether a release uses what NumPy 2 has removed, and NumPy 2 is here: the fix for that is then on both sides.
+
+    Not where a test brings a NumPy of its own, to show that bug.
+    """
+    distribution, _, version = root.name.rpartition("-")
+    is_old = distribution == "megatron-core" and numbers(version) < (0, 16)
+    return is_old and has_numpy_2() and not any(Path(folder).name.startswith("numpy-") for folder in path)
+
+
+def has_numpy_2() -> bool:
+    return numbers(metadata.version("numpy")) >= (2,)
 
 
 def needed(root: Path) -> list[Path]:

@@ -112,7 +112,7 @@ ROWS = (
         others=("numpy>=2.1",),
         note="the Megatron-Bridge commit that it pins could not be had: Megatron-LM is that of Megatron-Bridge 0.5.1",
     ),
-    Row("verl_0.4", "verl 0.4", python="3.12", torch="2.6.0", megatron="0.12.2"),
+    Row("verl_0.4", "verl 0.4", python="3.12", torch="2.6.0", megatron="0.12.2", others=("numpy<2",)),
     Row("verl_0.8", "verl 0.8", python="3.12", torch="2.11.0", megatron="0.16.1"),
     Row("verl_0.9", "verl 0.9", python="3.12", torch="2.11.0", megatron="0.18.0"),
     Row(
