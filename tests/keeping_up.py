@@ -7,6 +7,7 @@ does. It prints what is not as recorded in tests/recorded/upstream.json, writes 
 could not be had. CKPT_PATCHES_TEST_MEGATRON_MAIN and the like name a checkout; else the branch is cloned into .trees/.
 """
 
+import datetime
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import generated
 from ckpt_patches.demo.run import DemonstrationFailed
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, plan_tree
@@ -32,6 +34,7 @@ from upstream import (
     MAIN_VARIABLES,
     REPOSITORY,
     demonstrate_on,
+    installed_checkout,
     released,
     trees,
 )
@@ -53,7 +56,7 @@ WORDS = {
     NO_MATCH: "no match",
     Outcome.NOT_PRESENT.value: "not present",
 }
-Seen = Mapping[str, Any]  # {"version": ..., "plans": {fix: words}, "shown": {fix: words}}
+Seen = Mapping[str, Any]  # version, date, plans (words by fix), shown (words by fix)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,7 @@ class Subject:
 
 
 def main() -> int:
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    lines, missed = list[str](), False
+    record, lines, missed = recorded(), list[str](), False
     for package in REPOSITORIES:
         for name, find in (("newest release", released_newest), ("main", branch)):
             title = f"{DISTRIBUTIONS[package]}, {name}"
@@ -85,6 +87,12 @@ def main() -> int:
     replace_durably(RECORD, f"{json.dumps(record, indent=1, sort_keys=True)}\n".encode())
     print("\n".join(lines))
     return 1 if missed else 0
+
+
+def recorded() -> dict[str, Any]:
+    """What was seen, by the titles of the subjects."""
+    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    return found
 
 
 # What there is
@@ -113,7 +121,8 @@ def branch(package: str, title: str) -> Subject:
         environments.checkout("HEAD", folder, REPOSITORIES[package])
         os.environ.update({variable: str(folder)} if variable else {})  # as one that was named: what it needs beside
     commit, date = _run(["git", "-C", str(folder), "log", "-1", "--format=%H %cs"]).split()
-    return Subject(package, title, f"{commit[:10]} of {date}", folder / INSIDE.get(package, ""))
+    root = installed_checkout(distribution, folder) if package == DEEPSPEED else folder / INSIDE.get(package, "")
+    return Subject(package, title, f"{commit[:10]} of {date}", root)
 
 
 def _run(command: list[str]) -> str:
@@ -137,7 +146,8 @@ def seen(subject: Subject, before: Seen) -> Seen:
     print(f"{subject.name}: {subject.version}: {len(applied)} fixes apply", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(2) as pool:
         shown = dict(zip(applied, pool.map(partial(in_words, root=subject.root), applied), strict=True))
-    return {"version": subject.version, "plans": plans, "shown": shown}
+    today = datetime.date.today().isoformat()
+    return {"version": subject.version, "date": today, "plans": plans, "shown": shown}
 
 
 def plan_in_words(result: FixResult, root: Path) -> str:
@@ -199,6 +209,24 @@ def odd(title: str, before: Seen, now: Seen) -> Iterator[str]:
     for fix, words in sorted(now["shown"].items()):
         if words != before.get("shown", {}).get(fix, WORKS):
             yield f"- `{fix}`, {title}: {words}"
+
+
+def section(record: Mapping[str, Seen]) -> str:
+    """Of docs/compatibility.md: a line for each subject, then what does not work there."""
+    lines = [[f"{title} {now['version']}", now["date"], works(now), idle(now)] for title, now in record.items()]
+    missing = [f"- {line.removeprefix('- ')}" for title, now in record.items() for line in report(title, {}, now)[1:]]
+    return "\n".join([generated.table(("what", "date", "works", "other"), lines), *(["", *missing] if missing else [])])
+
+
+def works(now: Seen) -> str:
+    return f"{[*now['shown'].values()].count(WORKS)} fixes"
+
+
+def idle(now: Seen) -> str:
+    outcomes = [outcome_of(words) for words in now["plans"].values()]
+    return "; ".join(
+        f"{WORDS[one]}: {outcomes.count(one)}" for one in WORDS if one in outcomes and WORDS[one] != "matched"
+    )
 
 
 if __name__ == "__main__":

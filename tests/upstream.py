@@ -5,10 +5,8 @@ Trees lie in `.trees/`, or where `CKPT_PATCHES_TREES` says, and are installed wh
 `CKPT_PATCHES_TEST_ALL=1` runs every release of the table in place of the default ones.
 
 `CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a git checkout, without changes, of
-the main branch of an upstream repository. It is one release more, `main`, newer than those of the table, and what tests
-marked `compat` find on it is recorded with its commit in tests/recorded/main.json. For docs/compatibility.md:
-
-    CKPT_PATCHES_TEST_MEGATRON_MAIN=... python -m pytest -m compat -k "main- or -main" && python tests/compatibility.py
+the main branch of an upstream repository. It is one release more, `main`, newer than those of the table. What the
+fixes do on it is recorded by `make upstream` (keeping_up.py).
 
 apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout of it, which is its one release; without it
 the tests that need it are skipped. What they find is recorded with the commit as well.
@@ -328,7 +326,22 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _install(distribution: str, version: str, folder: Path) -> None:
+def installed_checkout(distribution: str, source: Path) -> Path:
+    """A tree with what pip installs from a checkout, made anew: some packages state their version only then.
+
+    Raises:
+        RuntimeError: as `tree`.
+    """
+    folder = trees() / f"{distribution}-{MAIN}-installed"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as temporary:  # a build writes into its folder
+        clone = Path(temporary, source.name)
+        subprocess.run(["git", "clone", "--quiet", "--shared", str(source), str(clone)], check=True)
+        _install(distribution, MAIN, folder, str(clone))
+    return folder
+
+
+def _install(distribution: str, version: str, folder: Path, source: str = "") -> None:
     options = ["--no-deps"]
     if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
         options.append("--no-build-isolation")
@@ -343,7 +356,7 @@ def _install(distribution: str, version: str, folder: Path) -> None:
     if stand_in := STAND_INS.get((distribution, version)):
         inherited = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stand_in)])
-    _pip_install(sys.executable, [*options, f"{distribution}=={version}"], folder, environment)
+    _pip_install(sys.executable, [*options, source or f"{distribution}=={version}"], folder, environment)
 
 
 def _pip_install(python: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
