@@ -335,9 +335,9 @@ def installed_checkout(distribution: str, source: Path) -> Path:
     folder = trees() / f"{distribution}-{MAIN}-installed"
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:  # a build writes into its folder
-        clone = Path(temporary, source.name)
-        subprocess.run(["git", "clone", "--quiet", "--shared", str(source), str(clone)], check=True)
-        _install(distribution, MAIN, folder, str(clone))
+        copy = Path(temporary, source.name)
+        shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+        _install(distribution, MAIN, folder, str(copy))
     return folder
 
 
