@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.demo import prove
+from ckpt_patches.demo import prove, ranks
 from ckpt_patches.demo import run as running
 from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, Outcome, environment, read, run
 from installs import copy_working_tree, failed_tests
@@ -133,19 +134,18 @@ def test_workers_are_ended_that_one_of_several_leaves_behind(tmp_path: Path) -> 
 def test_several_that_take_too_long_together(tmp_path: Path) -> None:
     """What the others have shown is not lost."""
     (tmp_path / "first.py").write_text('print(\'{"bug": false, "found": "it"}\')')
-    slow = leaves_a_worker(
-        tmp_path, then="import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(600)"
-    )
+    slow = leaves_a_worker(tmp_path, then="time.sleep(600)")
     (tmp_path / "last.py").touch()
     paths = [str(tmp_path / "first.py"), str(slow.path), str(tmp_path / "last.py")]
-    text = "import pathlib, sys; from ckpt_patches.demo import prove; prove.TIMEOUT = 5.0\n"
-    text += "prove.main(1, list(map(pathlib.Path, sys.argv[1:])))"
+    text = "import pathlib, sys; from ckpt_patches.demo import prove; prove.main(1, [*map(pathlib.Path, sys.argv[1:])])"
     environ = prove.variables(os.environ, tree=None, mode="off")
-    done = subprocess.run([sys.executable, "-c", text, *paths], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == {
+    process = subprocess.Popen([sys.executable, "-c", text, *paths], env=environ, stdout=subprocess.PIPE, text=True)
+    ranks.wait_for([slow.path.with_suffix(".pid")])
+    process.send_signal(signal.SIGALRM)
+    output, _ = process.communicate(timeout=60)
+    assert json.loads(output.splitlines()[-1]) == {
         "first": {"bug": False, "found": "it"},
         slow.fix: {"bug": None, "found": "no outcome"},
-        "last": {"bug": None, "found": "not begun within 5 s"},
+        "last": {"bug": None, "found": f"not begun within {running.TIMEOUT:.0f} s"},
     }
     assert has_ended(slow)
