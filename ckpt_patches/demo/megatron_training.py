@@ -390,9 +390,10 @@ def optimizer_state(model: Model, optimizer: Optimizer, group: Any = None) -> di
 
 
 def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(values[name].to(p.dtype))
+    for name, p in model.named_parameters():
+        p.data.copy_(
+            values[name].to(p.dtype)
+        )  # by a change of `p` its shards would no longer take gradients in torch 2.15
 
 
 def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, ...] = (), inner: str = "fused") -> None:

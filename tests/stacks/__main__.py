@@ -35,7 +35,7 @@ def main() -> int:
     rows = [BY_NAME[name] for name in asked] or [row for row in ROWS if row.name not in done]
     ran = [_take(row) for row in rows]
     if not os.environ.get("KEEP"):
-        environments.remove_bases()
+        environments.remove_bases(rows)
     return 0 if all(ran) else 1
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,7 @@ def _install(row: Row, environment: Environment) -> None:
 
 def _base(row: Row, python: str) -> Path:
     """An environment with a row's torch and what the tests need, and nothing else."""
-    base = Environment(ENVIRONMENTS / f"base-{row.python}-{row.torch}")
+    base = Environment(_base_folder(row))
     done = base.folder / "installed-torch"
     if not done.exists():
         _run([python, "-m", "venv", "--clear", str(base.folder)])
@@ -134,9 +134,13 @@ def _base(row: Row, python: str) -> Path:
     return base.folder
 
 
-def remove_bases() -> None:
-    for base in ENVIRONMENTS.glob("base-*"):
-        shutil.rmtree(base, ignore_errors=True)
+def _base_folder(row: Row) -> Path:
+    return ENVIRONMENTS / f"base-{row.python}-{row.torch}"
+
+
+def remove_bases(rows: Iterable[Row]) -> None:
+    for row in rows:
+        shutil.rmtree(_base_folder(row), ignore_errors=True)
 
 
 def checkout(commit: str, folder: Path, repository: str = MEGATRON_LM) -> None:
