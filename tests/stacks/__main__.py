@@ -74,6 +74,7 @@ def _checked(row: Row, environment: Environment) -> record.Found:
     variables = {
         **environment.variables(),
         "CKPT_PATCHES_TREES": str(trees),
+        "CKPT_PATCHES_TEST_PATIENCE": "3",  # packages are read from the disk for the first time
         "PYTHONPATH": os.pathsep.join([*path, str(TESTS)]),
         "STACK_PATH": os.pathsep.join(path),
     }
