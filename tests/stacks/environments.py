@@ -18,6 +18,7 @@ from pathlib import Path
 
 from installs import copy_working_tree, find_python
 from stacks.rows import MEGATRON_LM, Row
+from upstream import STAND_INS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A few GB each; a row's is removed after it has run, unless it is kept.
@@ -114,8 +115,9 @@ def _install(row: Row, environment: Environment) -> None:
     elif row.megatron:
         _pip(environment, [f"megatron-core=={row.megatron}", *row.others, torch])
     if row.deepspeed:
-        # A source distribution, whose set-up imports torch.
-        build = {"DS_BUILD_OPS": "0"}
+        # A source distribution, whose set-up imports torch, and asks for its accelerator.
+        stand_in = STAND_INS.get(("deepspeed", row.deepspeed))
+        build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stand_in)} if stand_in else {})}
         asked = ["--no-build-isolation", f"deepspeed=={row.deepspeed}", *row.others, torch]
         _pip(environment, asked, build)
     if row.nvrx:
