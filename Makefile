@@ -9,7 +9,8 @@ SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches a
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest older quick test-all lint check bench stacks writers demo compatibility explore pictures docs clean
+.PHONY: test rest older quick test-all lint check bench stacks writers upstream demo compatibility explore pictures docs
+.PHONY: clean
 
 # Formatting, lint, types, wording, and on the newest releases what holds for each fix and each format.
 test: lint check
@@ -41,6 +42,7 @@ lint: $(VENV)/ready
 	$(PY) -m mypy $(CHECKED)
 	$(PY) -m codespell_lib $(SPELLED)
 	$(PY) tests/wording.py
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 bench: $(VENV)/ready
 	$(PY) -m pytest tests/benchmarks -s
@@ -59,6 +61,10 @@ stacks: $(VENV)/ready
 # `make writers [WRITER=verl]`; a gigabyte each in .writers/, kept for the next run.
 writers: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m writers
+
+# What has changed in the newest release and the main branch of each package since the last record: minutes.
+upstream: $(VENV)/ready
+	PYTHONPATH=tests $(PY) tests/keeping_up.py
 
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready

@@ -148,11 +148,11 @@ MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
 DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm"]
 # Of `ckpt-patches audit` and `repair`; matplotlib for pictures only.
 AUDIT = ["numpy", "matplotlib", "isal"]
-# NumPy 1 for the unpatched megatron-core below 0.16 (np.product), setuptools below 81 for the pkg_resources
-# of megatron-core 0.7 and 0.8. typeguard, beartype and wrapt bring import hooks of their own.
+# NumPy 1, where it can be had, for the unpatched megatron-core below 0.16 (np.product), setuptools below 81 for the
+# pkg_resources of megatron-core 0.7 and 0.8. typeguard, beartype and wrapt bring import hooks of their own.
 TEST = [
     "torch==2.13.0",
-    "numpy<2",
+    "numpy<2; python_version < '3.13'",
     "setuptools>=65,<81",
     "wheel",
     "pytest>=8",
@@ -172,6 +172,7 @@ TEST = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "codespell==2.4.3",
+    "check-jsonschema==0.39.0",  # of .github/workflows
 ]
 
 README = Path("README.md")

@@ -1,53 +1,47 @@
-"""Write docs/compatibility.md from the recorded test results: every cell is a result, never a claim.
+"""Write docs/compatibility.md from records: every cell is a result, never a claim.
 
     python tests/compatibility.py
 
-The results are those of the tests marked `compat`, which tests/conftest.py records in tests/recorded/compatibility.json
-when they run over all releases (`make test-all`), and in tests/recorded/main.json when they run on a checkout of a main
-branch (see tests/upstream.py). Those of stacks are in tests/recorded/stacks.json, by `make stacks`.
+What each fix finds in each release is in ckpt_patches/engine/outcomes.py. What was shown is of the tests marked
+`compat`, which tests/conftest.py records in tests/recorded/compatibility.json when they run over all releases (`make
+test-all`), and in checkouts.json when they run on a checkout in the place of a release (see tests/upstream.py); kept
+are those of the releases that a stack names, and of the newest with the bug. `make stacks` records stacks.json, `make
+upstream` upstream.json.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import generated
+import keeping_up
 from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
+from ckpt_patches.engine.absence import MADE, of_release
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.engine.releases import RECORDED
 from generated import KNOWN
-from recorded_results import ranges, read
+from recorded_results import ranges, read, write
 from stacks import page as stacks_page
-from upstream import MAIN, PLAN, RELEASES, REPOSITORY, runnable
+from stacks.rows import ROWS
+from upstream import PLAN, RELEASES, REPOSITORY, newest_affected, runnable
 
 RECORD = REPOSITORY / "tests" / "recorded" / "compatibility.json"
-MAIN_RECORD = REPOSITORY / "tests" / "recorded" / "main.json"
+CHECKOUTS_RECORD = REPOSITORY / "tests" / "recorded" / "checkouts.json"
 PAGE = REPOSITORY / "docs" / "compatibility.md"
 
 Result = Mapping[str, Any]
-# Delivery: the head of its column, and a cell's words where all of its tests passed.
-COLUMNS = {
-    "none": ("without the fix", "bug shown"),
-    "hook": ("import hook", "fixed"),
-    "in place": ("in place", "fixed"),
-}
-HEADS = {PLAN: "plan", **{delivery: head for delivery, (head, _) in COLUMNS.items()}}
-COMMIT_DIGITS = 10
+# By delivery the words for results where all tests passed.
+COLUMNS = {"none": "bug shown", "hook": "fixed", "in place": "fixed"}
+HEADS = ("fix", "applies to", "bug and fix shown on")
+SHOWN = tuple(COLUMNS.values())
 NOT_RUN = "not run"
 SKIPPED = "skipped"
 NO_BUG = "-"
 NOTHING_TO_DO = {FIXED_UPSTREAM, NOT_PRESENT}
-
-# What the cells of a release can be, by the column of the page that it then stands in.
-GROUPS = {
-    "bug shown, fixed": ("bug shown", "fixed", "fixed"),
-    "fixed upstream": (NO_BUG, FIXED_UPSTREAM, FIXED_UPSTREAM),
-    "not present": (NO_BUG, NOT_PRESENT, NOT_PRESENT),
-}
-OTHER = "other"
 
 
 def cell(results: Iterable[Result], passed: str) -> str:
@@ -64,89 +58,68 @@ def cell(results: Iterable[Result], passed: str) -> str:
     return ", ".join(sorted(words)) or passed
 
 
-def cells(results: list[Result]) -> list[str]:
-    """The cells of one fix and release; for what was planned and not run, what the plan found.
-
-    Where a plan finds nothing to do, there is nothing to run.
-    """
+def cells(results: list[Result]) -> tuple[str, ...]:
+    """By delivery, the words for one fix and release. Where a plan finds nothing to do, there is nothing to run."""
     planned = cell((result for result in results if result["delivery"] == PLAN), "")
     found = [
         cell((result for result in results if result["delivery"] == delivery), passed)
-        for delivery, (_, passed) in COLUMNS.items()
+        for delivery, passed in COLUMNS.items()
     ]
     if planned in NOTHING_TO_DO:
         found = [NO_BUG if found[0] == NOT_RUN else found[0], *(planned if c == NOT_RUN else c for c in found[1:])]
-    return found if planned == NOT_RUN else [f"planned ({planned}), not run" if c == NOT_RUN else c for c in found]
+    return tuple(found)
 
 
-def name(result: Result) -> str:
-    """A release, or which commit of the main branch."""
-    if result["version"] != MAIN:
-        return str(result["version"])
-    return f"{MAIN} {result['commit'][:COMMIT_DIGITS]} of {result['commit_date']}"
-
-
-def row(fix: str, results: list[Result]) -> str:
-    """A fix's line: in each column the releases of its upstream package, and commits of its main branch."""
-    distribution = DISTRIBUTIONS[package_of(fix)]
+def by_release(fix: str, results: Iterable[Result]) -> dict[str, tuple[str, ...]]:
+    """Of each release that can be run, the oldest first, its cells."""
     mine = [result for result in results if result["fix"] == fix]
-    found: dict[tuple[str, ...], list[str]] = {}
-    for release in [*reversed(runnable(distribution)), *commits(distribution, results)]:
-        of_release = cells([result for result in mine if name(result) == release])
-        found.setdefault(tuple(of_release), []).append(release)
-    columns = [named(found.pop(group, []), distribution) for group in GROUPS.values()]
-    others = (f"{named(releases, distribution)}: {in_words(of_one)}" for of_one, releases in found.items())
-    return generated.line([f"[`{fix}`]({fix}.md)", *columns, "; ".join(others)])
+    releases = reversed(runnable(DISTRIBUTIONS[package_of(fix)]))
+    return {version: cells([result for result in mine if result["version"] == version]) for version in releases}
 
 
-def commits(distribution: str, results: Iterable[Result]) -> list[str]:
-    """Of a package's main branch, those on which any fix was tested."""
-    on_main = [r for r in results if r["version"] == MAIN and DISTRIBUTIONS[package_of(r["fix"])] == distribution]
-    return [commit for _, commit in sorted({(result["commit_date"], name(result)) for result in on_main})]
+def row(fix: str, results: Iterable[Result]) -> str:
+    """A fix's line: the releases in which it has found what it edits, and those on which the tests have shown it."""
+    package = package_of(fix)
+    applies = [version for version in RECORDED[package] if MADE in "".join(of_release(fix, package, version))]
+    shown = [version for version, found in by_release(fix, results).items() if found == SHOWN]
+    distribution = DISTRIBUTIONS[package]
+    where = f"{distribution} {ranges(applies, KNOWN[distribution])}"
+    return generated.line([f"[`{fix}`]({fix}.md)", where, ", ".join(shown) or NOT_RUN])
 
 
-def named(releases: Iterable[str], distribution: str) -> str:
-    """Releases as ranges, and commits of the main branch."""
-    chosen = list(releases)
-    on_main = [release for release in chosen if release.startswith(MAIN)]
-    return ", ".join(filter(None, [ranges(chosen, KNOWN[distribution]), *on_main]))
+def exceptions(fix: str, results: list[Result]) -> list[str]:
+    """A line for each other result of what was run, and its reason."""
+    found: dict[str, list[str]] = {}
+    for version, of_one in by_release(fix, results).items():
+        if of_one != SHOWN and {*of_one} - {NOT_RUN, NO_BUG, *NOTHING_TO_DO}:
+            mine = [r for r in results if (r["fix"], r["version"]) == (fix, version) and r["outcome"] != "passed"]
+            why = dict.fromkeys(result["reason"] for result in mine)
+            found.setdefault(": ".join([" / ".join(of_one), *why]), []).append(version)
+    return [f"- `{fix}`, {', '.join(versions)}: {words}" for words, versions in found.items()]
 
 
-def in_words(of_release: tuple[str, ...]) -> str:
-    """The cells of a release, or one word if they are the same."""
-    return " / ".join(of_release if len(set(of_release)) > 1 else of_release[:1])
-
-
-def reasons(distribution: str, results: Sequence[Result]) -> list[str]:
-    """Why releases cannot be run, and why tests were skipped or failed; which commit stands for a release."""
-    notes: dict[str, list[str]] = {}
+def notes(results: Iterable[Result]) -> list[str]:
+    """Why releases cannot be run; which commit stands for a release."""
+    why: dict[tuple[str, str], list[str]] = {}
     for release in RELEASES:
-        if release.distribution == distribution and release.note:
-            notes.setdefault(release.note, []).append(release.version)
-    without = [f"- {named(releases, distribution)}, not run: {note}" for note, releases in notes.items()]
-    told: dict[tuple[str, ...], list[str]] = {}
-    for result in results:
-        if result["outcome"] != "passed" and result["reason"] not in notes:
-            why = (result["fix"], HEADS[result["delivery"]], result["outcome"], result["reason"])
-            told.setdefault(why, []).append(name(result))
-    of_checkouts = {(r["version"], r["commit"], r["commit_date"]) for r in results if "commit" in r}
-    without += [
-        f"- {version}: commit {commit[:COMMIT_DIGITS]} of {date}"
-        for version, commit, date in sorted(of_checkouts)
-        if version != MAIN
-    ]
-    return without + [
-        f"- `{fix}`, {named(dict.fromkeys(releases), distribution)}, {delivery}, {outcome}: {reason}"
-        for (fix, delivery, outcome, reason), releases in sorted(told.items())
+        if release.note:
+            why.setdefault((release.distribution, release.note), []).append(release.version)
+    commits = {
+        (DISTRIBUTIONS[package_of(r["fix"])], r["version"], r["commit"], r["commit_date"])
+        for r in results
+        if "commit" in r
+    }
+    return [
+        *(f"- {name} {ranges(releases, KNOWN[name])}, not run: {note}" for (name, note), releases in why.items()),
+        *(f"- {name} {version}: commit {commit[:10]} of {date}" for name, version, commit, date in sorted(commits)),
     ]
 
 
-def table(package: str, results: list[Result]) -> str:
-    """The rows of all fixes of an upstream package, and what they do not explain."""
-    heads = generated.table(["fix", *GROUPS, OTHER], [])
-    rows = [row(fix, results) for fix in FIXES if package_of(fix) == package]
-    why = reasons(DISTRIBUTIONS[package], [result for result in results if package_of(result["fix"]) == package])
-    return "\n".join([heads, *rows, *(["", *why] if why else [])])
+def table(results: list[Result]) -> str:
+    """The rows of all fixes, and what they do not explain."""
+    rows = [row(fix, results) for fix in FIXES]
+    other = [line for fix in FIXES for line in exceptions(fix, results)]
+    return "\n".join([generated.table(HEADS, []), *rows, "", *notes(results), *other])
 
 
 def runs(results: Iterable[Result]) -> str:
@@ -164,15 +137,32 @@ def blocks(record: Mapping[str, Result]) -> dict[str, str]:
     unknown = sorted({result["fix"] for result in results} - FIXES.keys())
     if unknown:
         raise ValueError(f"{RECORD}: no such fix: {', '.join(unknown)}; the fixes are {', '.join(FIXES)}")
-    packages = dict.fromkeys(map(package_of, FIXES))
-    return {"runs": runs(results), **{DISTRIBUTIONS[package]: table(package, results) for package in packages}}
+    return {"runs": runs(results), "fixes": table(results)}
 
 
 def recorded() -> dict[str, Result]:
-    """What there is on the disk: the results on releases, and on main branches."""
-    return {test: rows[0] for path in (RECORD, MAIN_RECORD) for test, rows in read(path).items()}
+    """What there is on the disk: the results on releases, and on checkouts in their place."""
+    return {test: rows[0] for path in (RECORD, CHECKOUTS_RECORD) for test, rows in read(path).items()}
+
+
+def is_kept(result: Result) -> bool:
+    """Whether it is of planning, or of a release that a stack names, or of the newest one with the bug."""
+    distribution = DISTRIBUTIONS[package_of(result["fix"])]
+    named = {"megatron-core": "megatron", "deepspeed": "deepspeed", "nvidia-resiliency-ext": "nvrx"}.get(distribution)
+    of_rows = {getattr(row, named) for row in ROWS} if named else {}
+    on = (distribution, result["version"])
+    return result["delivery"] == PLAN or result["version"] in of_rows or on == newest_affected(result["fix"])
+
+
+def prune() -> None:
+    """Take what is not kept out of the record."""
+    record = read(RECORD)
+    kept = {test: [one for one in rows if is_kept(one)] for test, rows in record.items()}
+    write(RECORD, {test: rows for test, rows in kept.items() if rows})
 
 
 if __name__ == "__main__":
     generated.require(RECORD)
-    generated.write(PAGE, {**blocks(recorded()), "stacks": stacks_page.section()})
+    prune()
+    looks = keeping_up.section(keeping_up.recorded())
+    generated.write(PAGE, {**blocks(recorded()), "stacks": stacks_page.section(), "upstream": looks})

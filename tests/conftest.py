@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CELLS] = {}
 
 
+def pytest_report_header() -> list[str]:
+    is_numpy_2 = _version("numpy").split(".")[0] == "2"
+    return ["NumPy 2: megatron-core before 0.16 runs with numpy2_product on both sides"] * is_numpy_2
+
+
 # Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
 QUICK = """
     audit_blocks checksum command convert_new_file convert_plan convert_writer durable hook in_place map names plan
@@ -154,7 +159,10 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note the outcome of a test that is marked `compat`. The record property "compat" replaces the cell's words."""
+    """Note the outcome of a test that is marked `compat`; of main branches keeping_up.py does.
+
+    The record property "compat" replaces the cell's words.
+    """
     report = yield
     if by_hand := sys.modules.get("by_hand"):
         if report.failed and by_hand.ran:
@@ -162,10 +170,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         if report.when == "teardown":
             by_hand.ran.clear()
     marker = item.get_closest_marker("compat")
-    if marker and (report.when == "call" or report.outcome != "passed"):
+    if marker and not _on_main(item) and (report.when == "call" or report.outcome != "passed"):
         parameters = _parameters(item)
         cell = {
-            **_commit(marker.kwargs["fix"], on_main=_on_main(item)),
+            **_commit(marker.kwargs["fix"]),
             "fix": marker.kwargs["fix"],
             "version": parameters["version"],
             "delivery": parameters["delivery"],
@@ -184,15 +192,15 @@ def _on_main(item: pytest.Item) -> bool:
     return bool(_parameters(item).get("version") == MAIN)
 
 
-def _commit(fix: str, *, on_main: bool) -> dict[str, str]:
-    """Which commit of upstream's main branch, or of what is on no package index, a fix was tested on."""
-    if not on_main and CHECKOUT not in os.environ:
+def _commit(fix: str) -> dict[str, str]:
+    """Which commit of what is on no package index a fix was tested on."""
+    if CHECKOUT not in os.environ:
         return {}
     from ckpt_patches.engine.fix import package_of
     from ckpt_patches.engine.installed import DISTRIBUTIONS
-    from upstream import checkout, main_branch
+    from upstream import checkout
 
-    found = (main_branch if on_main else checkout)(DISTRIBUTIONS[package_of(fix)])
+    found = checkout(DISTRIBUTIONS[package_of(fix)])
     return {"commit": found.commit, "commit_date": found.date} if found else {}
 
 
@@ -214,13 +222,13 @@ def _version(distribution: str) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add the results of a session over all releases, or on a main branch, to those of earlier ones, by test."""
+    """Add the results of a session over all releases, or on a checkout, to those of earlier ones, by test."""
     import recorded_results
 
     cells = session.config.stash[_CELLS]
-    on_main = {test: rows for test, rows in cells.items() if "commit" in rows[0]}
-    recorded_results.add(RECORDED / "main.json", on_main)
+    on_checkouts = {test: rows for test, rows in cells.items() if "commit" in rows[0]}
+    recorded_results.add(RECORDED / "checkouts.json", on_checkouts)
     if os.environ.get("CKPT_PATCHES_TEST_ALL") == "1":
-        others = {test: rows for test, rows in cells.items() if test not in on_main}
+        others = {test: rows for test, rows in cells.items() if test not in on_checkouts}
         of_releases = {test: rows for test, rows in others.items() if CHECKOUT not in rows[0]["reason"]}
         recorded_results.add(RECORDED / "compatibility.json", of_releases)

@@ -524,7 +524,7 @@ def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(caps
         command_line.main(["to-universal", "--help"])
     said = capsys.readouterr().out
     assert re.findall(r"--[a-z]+_\w+", said) == []
-    assert "--workers N, --num-extract-workers N" in said
+    assert re.search("--workers( N)?, --num-extract-workers N", said)  # since Python 3.13 with N once
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("list",), ("diff",), ("diff", "--split", "patches")])

@@ -1,6 +1,5 @@
 """The compatibility page: a cell is a recorded result, and what was not recorded says so."""
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,12 +8,12 @@ import pytest
 
 import compatibility
 import generated
+import keeping_up
 import recorded_results
 import upstream
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.registry import FIXES, folder
 from recorded_results import EN_DASH
-from upstream import newest
 
 pytest_plugins = ["pytester"]
 PATCHED = ("hook", "in place")
@@ -41,7 +40,7 @@ def page_of(record: dict[str, dict[str, str]]) -> str:
 def columns(page: str, fix: str = "zarr_create_synchronizer") -> dict[str, str]:
     """A fix's row, by the heads of its columns."""
     (row,) = (line for line in page.splitlines() if line.startswith(f"| [`{fix}`]"))
-    return dict(zip([*compatibility.GROUPS, compatibility.OTHER], row[2:-2].split(" | ")[1:], strict=True))
+    return dict(zip(compatibility.HEADS, row[2:-2].split(" | "), strict=True))
 
 
 def test_columns() -> None:
@@ -52,29 +51,42 @@ def test_columns() -> None:
         "d": result("0.12.0", "in place", "failed", reason="E  AssertionError: lost"),
         "e": result("0.16.1", "plan", words="not present"),
         "f": result("0.14.0", "hook", "skipped", reason="needs a GPU"),
-        **{f"g {v}": result(v, "plan", words="not present") for v in ("0.17.0", "0.17.1")},
-        "h": result(newest("megatron-core"), "plan", words="fixed upstream"),
-        **{f"i {v} {how}": result(v, how) for v in ("0.13.0", "0.13.1", "0.15.0") for how in ("none", *PATCHED)},
+        **{f"i {v} {how}": result(v, how) for v in ("0.13.0", "0.13.1") for how in ("none", *PATCHED)},
     }
     page = page_of(record)
     assert columns(page) == {
-        "bug shown, fixed": f"0.13.0{EN_DASH}0.13.1, 0.15.0",
-        "fixed upstream": newest("megatron-core"),
-        "not present": f"0.16.1{EN_DASH}0.17.1",
-        "other": f"0.7.0{EN_DASH}0.11.0, 0.12.1{EN_DASH}0.12.3, 0.15.1{EN_DASH}0.16.0, 0.18.0{EN_DASH}0.19.0: not run; "
-        "0.12.0: bug shown / fixed / **FAILED**; 0.14.0: not run / skipped / not run",
+        "fix": "[`zarr_create_synchronizer`](zarr_create_synchronizer.md)",
+        "applies to": f"megatron-core 0.7.0{EN_DASH}0.14.0",
+        "bug and fix shown on": "0.13.0, 0.13.1",
     }
     lines = page.splitlines()
-    assert "- `zarr_create_synchronizer`, 0.14.0, import hook, skipped: needs a GPU" in lines
-    assert "- `zarr_create_synchronizer`, 0.12.0, in place, failed: E  AssertionError: lost" in lines
+    fix = "`zarr_create_synchronizer`"
+    assert f"- {fix}, 0.12.0: bug shown / fixed / **FAILED**: E  AssertionError: lost" in lines
+    assert f"- {fix}, 0.14.0: not run / skipped / not run: needs a GPU" in lines
+    assert not [line for line in lines if line.startswith(f"- {fix}, 0.16.1")]
     assert "Recorded: Python 3.11.7, torch 2.13.0, 2026-01-02." in lines
 
 
 @pytest.mark.parametrize("fix", FIXES)
 def test_nothing_recorded_claims_nothing(fix: str) -> None:
     found = columns(page_of({}), fix)
-    assert not any(found[group] for group in compatibility.GROUPS)
-    assert re.fullmatch(rf"0\.[^:]*({EN_DASH}0\.[^:]*)?: not run", found["other"])
+    assert found["bug and fix shown on"] == "not run"
+    assert re.search(r" 0\.", found["applies to"])  # planned
+
+
+@pytest.mark.parametrize(
+    ("version", "delivery", "kept"),
+    [("0.12.2", "hook", True), ("0.13.0", "hook", False), ("0.13.0", "plan", True), ("0.14.0", "in place", True)],
+)
+def test_runs_are_kept_of_the_releases_of_stacks_and_of_the_newest_with_the_bug(
+    version: str, delivery: str, kept: bool
+) -> None:
+    assert compatibility.is_kept(result(version, delivery)) is kept
+
+
+def test_the_record_is_of_what_is_kept() -> None:
+    for rows in recorded_results.read(compatibility.RECORD).values():
+        assert all(map(compatibility.is_kept, rows)), "make compatibility"
 
 
 def test_releases_that_cannot_be_run_are_named_with_the_reason() -> None:
@@ -84,42 +96,13 @@ def test_releases_that_cannot_be_run_are_named_with_the_reason() -> None:
             assert [line for line in lines if line.endswith(f", not run: {release.note}")]
 
 
-def on_main(fix: str, delivery: str, commit: str = "a" * 40, **more: str) -> dict[str, str]:
-    dated = {"fix": fix, "commit": commit, "commit_date": "2026-01-01"}
-    return {**result("main", delivery, **more), **dated}
-
-
-def test_a_main_branch_is_a_commit_and_a_date() -> None:
-    record = {
-        "a": on_main("torch_adam_step", "none"),
-        "b": on_main("torch_adam_step", "hook"),
-        "c": on_main("torch_adam_step", "in place", commit="b" * 40),
-        "d": on_main("torch_adam_step", "plan", words="applies"),
-        "e": on_main("numpy2_product", "plan", words="fixed upstream"),
-        "f": on_main("dp_zero_empty_state", "plan", outcome="failed", reason="E  no match"),
-        "g": on_main("hybrid_offload_reload", "hook", outcome="skipped", reason="needs an H100"),
-    }
-    page = page_of(record)
-    ours, other = "main aaaaaaaaaa of 2026-01-01", "main bbbbbbbbbb of 2026-01-01"
-    found = {fix: columns(page, fix)["other"] for fix in FIXES}
-    assert f"; {ours}: bug shown / fixed / planned (applies), not run; " in found["torch_adam_step"]
-    assert f"; {other}: not run / not run / fixed" in found["torch_adam_step"]
-    assert found["numpy2_product"].endswith(f", {other}: not run")
-    assert columns(page, "numpy2_product")["fixed upstream"] == ours
-    assert f"- `dp_zero_empty_state`, {ours}, plan, failed: E  no match" in page.splitlines()
-    assert f"; {ours}: not run / skipped / not run" in found["hybrid_offload_reload"]
-    assert f"- `hybrid_offload_reload`, {ours}, import hook, skipped: needs an H100" in page.splitlines()
-    assert found["zarr_range_write"].endswith(f", {ours}, {other}: not run")  # no claim, and said
-    assert "main" not in found["zero3_fragment_bounds"]  # of another package
-
-
 def test_a_checkout_in_the_place_of_a_release_is_a_commit_and_a_date() -> None:
     commit = {"fix": "remainder_rounding", "commit": "a" * 40, "commit_date": "2026-01-01"}
     record = {delivery: {**result("0.1", delivery), **commit} for delivery in ("none", *PATCHED)}
     page = page_of(record)
-    assert columns(page, "remainder_rounding")["bug shown, fixed"] == "0.1"
-    assert columns(page, "fused_adam_masters")["other"] == "0.1: not run"
-    assert page.splitlines().count("- 0.1: commit aaaaaaaaaa of 2026-01-01") == 1
+    assert columns(page, "remainder_rounding")["bug and fix shown on"] == "0.1"
+    assert columns(page, "fused_adam_masters")["bug and fix shown on"] == "not run"
+    assert page.splitlines().count("- apex 0.1: commit aaaaaaaaaa of 2026-01-01") == 1
 
 
 unless_made = pytest.mark.skipif(upstream.all_releases(), reason="the records are being made")
@@ -140,6 +123,8 @@ def test_the_page_has_nothing_else() -> None:
         shown = generated.block(page, name)
         made = text.splitlines()
         assert shown == [line for line in made if line in shown or not line.startswith("| [`")], "make compatibility"
+    looks = keeping_up.section(keeping_up.recorded())
+    assert generated.block(page, "upstream") == looks.splitlines(), "make compatibility"
 
 
 def claims_of_main(text: str) -> list[str]:
@@ -241,29 +226,12 @@ def test_outcomes_are_recorded_and_merged(project: pytest.Pytester, monkeypatch:
     assert found["tests/test_one.py::test_fix[0.8.0-hook]"]["reason"] == "cannot"
 
 
-def test_outcomes_on_a_main_branch_are_recorded_with_its_commit(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In any run, beside those on releases, which only a run over all of them records."""
-    checkout = project.mkdir("checkout")
-    (checkout / "file").write_text("")
-    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "first"]):
-        subprocess.run([*git, *command], env={**os.environ, "GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z"}, check=True)
-    monkeypatch.setenv("CKPT_PATCHES_TEST_MEGATRON_MAIN", str(checkout))
-    monkeypatch.setenv("PYTHONPATH", str(upstream.REPOSITORY / "tests"))
-    (project.path / "tests" / "test_one.py").write_text(TESTS.replace('"0.7.0"', '"0.7.0", "main"'))
-    project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1)
-    recorded = project.path / "tests" / "recorded"
-    assert [path.name for path in recorded.glob("*.json")] == ["main.json"]
-    found = {test: row for test, (row,) in recorded_results.read(recorded / "main.json").items()}
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    assert {(cell["commit"], cell["commit_date"]) for cell in found.values()} == {(commit, "2026-01-02")}
-    assert {test.partition("::")[2]: cell["outcome"] for test, cell in found.items()} == {
-        "test_fix[main-none]": "passed",
-        "test_fix[main-hook]": "passed",
-        "test_fix[main-in place]": "failed",
-    }
+def test_outcomes_on_a_main_branch_are_not_recorded(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make upstream` records them."""
+    monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
+    (project.path / "tests" / "test_one.py").write_text(TESTS.replace('"0.7.0"', '"main"'))
+    project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1, skipped=3)
+    assert {row["version"] for row in rows_of(project.path / "tests/recorded/compatibility.json")} == {"0.8.0"}
 
 
 def test_outcomes_on_a_checkout_are_recorded_with_its_commit_and_skips_for_want_of_one_are_not(
@@ -287,7 +255,7 @@ def test_outcomes_on_a_checkout_are_recorded_with_its_commit_and_skips_for_want_
     monkeypatch.setenv("CKPT_PATCHES_TEST_APEX", str(checkout))
     project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1, skipped=3)
     commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    assert {(row["commit"], row["version"]) for row in rows_of(recorded / "main.json")} >= {(commit, "0.1")}
+    assert {(row["commit"], row["version"]) for row in rows_of(recorded / "checkouts.json")} >= {(commit, "0.1")}
 
 
 def rows_of(record: Path) -> list[dict[str, str]]:

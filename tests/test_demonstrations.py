@@ -1,10 +1,18 @@
 """How a demonstration is read and run; tests/contract/test_fix_contract.py runs that of each fix."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from ckpt_patches.demo.run import DemonstrationFailed, Outcome, environment, read, run
+from ckpt_patches.demo import prove, ranks
+from ckpt_patches.demo import run as running
+from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, Outcome, environment, read, run
 from installs import copy_working_tree, failed_tests
 
 
@@ -69,3 +77,75 @@ def test_one_that_cannot_run_is_an_error_with_its_output(ends: str, said: str, t
     environ = environment({"PATH": "/usr/bin"}, patched=False)
     with pytest.raises(DemonstrationFailed, match=rf"(?s)some_fix\.py: expected exit status 0.*found {said}"):
         run(read(program(tmp_path, f"'''End otherwise'''\n{ends}\n")), environ)
+
+
+LEAVES_A_WORKER = """'''Leave a worker behind'''
+import os, pathlib, time
+worker = os.fork()
+if worker == 0:
+    time.sleep(600)
+    os._exit(0)
+pathlib.Path(__file__).with_suffix(".pid").write_text(str(worker))
+{then}
+print('{{"bug": false, "found": "it"}}')
+"""
+
+
+def leaves_a_worker(folder: Path, then: str = "") -> Demonstration:
+    return read(program(folder, LEAVES_A_WORKER.format(then=then)))
+
+
+def has_ended(left: Demonstration) -> bool:
+    """Whether its worker has ended, at once or in a moment."""
+    process = Path("/proc", left.path.with_suffix(".pid").read_text(), "stat")
+    deadline = time.monotonic() + 10
+    while process.exists() and process.read_text().split()[2] != "Z":
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.quick
+def test_workers_that_it_leaves_behind_are_ended(tmp_path: Path) -> None:
+    left = leaves_a_worker(tmp_path)
+    assert run(left, environment(os.environ, patched=False)) == Outcome(False, "it")
+    assert has_ended(left)
+
+
+@pytest.mark.quick
+def test_its_workers_are_ended_when_it_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = leaves_a_worker(tmp_path, then="time.sleep(600)")
+    monkeypatch.setattr(running, "TIMEOUT", 1.0)
+    with pytest.raises(DemonstrationFailed, match="took longer than 1 s"):
+        run(left, environment(os.environ, patched=False))
+    assert has_ended(left)
+
+
+@pytest.mark.quick
+def test_workers_are_ended_that_one_of_several_leaves_behind(tmp_path: Path) -> None:
+    left = leaves_a_worker(tmp_path)
+    environ = prove.variables(os.environ, tree=None, mode="off")
+    assert prove.prove([left], environ) == {left.fix: (False, "it")}
+    assert has_ended(left)
+
+
+@pytest.mark.quick
+def test_several_that_take_too_long_together(tmp_path: Path) -> None:
+    """What the others have shown is not lost."""
+    (tmp_path / "first.py").write_text('print(\'{"bug": false, "found": "it"}\')')
+    slow = leaves_a_worker(tmp_path, then="time.sleep(600)")
+    (tmp_path / "last.py").touch()
+    paths = [str(tmp_path / "first.py"), str(slow.path), str(tmp_path / "last.py")]
+    text = "import pathlib, sys; from ckpt_patches.demo import prove; prove.main(1, [*map(pathlib.Path, sys.argv[1:])])"
+    environ = prove.variables(os.environ, tree=None, mode="off")
+    process = subprocess.Popen([sys.executable, "-c", text, *paths], env=environ, stdout=subprocess.PIPE, text=True)
+    ranks.wait_for([slow.path.with_suffix(".pid")])
+    process.send_signal(signal.SIGALRM)
+    output, _ = process.communicate(timeout=60)
+    assert json.loads(output.splitlines()[-1]) == {
+        "first": {"bug": False, "found": "it"},
+        slow.fix: {"bug": None, "found": "no outcome"},
+        "last": {"bug": None, "found": f"not begun within {running.TIMEOUT:.0f} s"},
+    }
+    assert has_ended(slow)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ckpt_patches.demo.ranks import free_port, results
+from ckpt_patches.fingerprint import FingerprintError
 from ckpt_patches.fingerprint import verdict as verdicts
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part
-from ckpt_patches.fingerprint import FingerprintError
 from ckpt_patches.fingerprint.proof import prove, recorded, verdict_of
 from ckpt_patches.fingerprint.record import STEP, from_plain, of_step
 from ckpt_patches.fingerprint.verdict import Difference

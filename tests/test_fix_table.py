@@ -42,7 +42,7 @@ def contradictions(fix: Fix) -> list[str]:
     found = []
     for version in RECORDED[fix.package]:
         word = compatibility.cells([result for result in record if result["version"] == version])[0]
-        shown, absent = word == compatibility.COLUMNS["none"][1], word in WITHOUT_THE_BUG
+        shown, absent = word == compatibility.COLUMNS["none"], word in WITHOUT_THE_BUG
         found += [version] if (shown and not fix.affects(version)) or (absent and fix.affects(version)) else []
     return found
 

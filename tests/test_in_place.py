@@ -286,6 +286,8 @@ def without_rights() -> list[str]:
 def test_a_read_only_tree_is_one_clear_line(tree: Path, tmp_path: Path) -> None:
     for folder in [tmp_path, *tmp_path.parents[:3]]:
         folder.chmod(folder.stat().st_mode | 0o055)
+    if subprocess.run([*without_rights(), sys.executable, "-c", ""], capture_output=True).returncode != 0:
+        pytest.skip("nobody but root may run this Python")
     command = [*without_rights(), sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(tree), PRODUCT]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2

@@ -68,7 +68,7 @@ def test_a_test_without_its_release_is_refused(test: str, tmp_path: Path) -> Non
 
 
 def test_the_records_of_the_repository_are_as_they_are_written(tmp_path: Path) -> None:
-    names = ("compatibility", "main")
+    names = ("compatibility", "checkouts")
     for path in (REPOSITORY / "tests" / "recorded" / f"{name}.json" for name in names):
         write(tmp_path / path.name, read(path))
         assert (tmp_path / path.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8")

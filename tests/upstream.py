@@ -5,10 +5,8 @@ Trees lie in `.trees/`, or where `CKPT_PATCHES_TREES` says, and are installed wh
 `CKPT_PATCHES_TEST_ALL=1` runs every release of the table in place of the default ones.
 
 `CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a git checkout, without changes, of
-the main branch of an upstream repository. It is one release more, `main`, newer than those of the table, and what tests
-marked `compat` find on it is recorded with its commit in tests/recorded/main.json. For docs/compatibility.md:
-
-    CKPT_PATCHES_TEST_MEGATRON_MAIN=... python -m pytest -m compat -k "main- or -main" && python tests/compatibility.py
+the main branch of an upstream repository. It is one release more, `main`, newer than those of the table. What the
+fixes do on it is recorded by `make upstream` (keeping_up.py).
 
 apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout of it, which is its one release; without it
 the tests that need it are skipped. What they find is recorded with the commit as well.
@@ -53,6 +51,7 @@ DELIVERIES = ("hook", "in place")
 TIMEOUT = 900
 # In the place of a delivery: nothing was run, the edits were looked for.
 PLAN = "plan"
+PRODUCT = "numpy2_product"  # the fix without which megatron-core before 0.16 does not run with NumPy 2
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,8 @@ RELEASES: tuple[Release, ...] = (
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
 )
 
-# What a release imports, and torch for the CPU does not bring: a tree of its own, behind that of the release.
+# What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
-NEEDS: dict[tuple[str, str], tuple[str, str]] = {
-    ("megatron-core", version): _TRITON for version in ("0.18.0", "0.18.2", "0.19.0", "0.19.2")
-}
 
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
@@ -300,6 +296,15 @@ def tree(distribution: str, version: str) -> Path:
         if named := checkout(distribution):
             return named.tree
         pytest.skip(f"{distribution} is on no package index, and {variable} names no checkout of it")
+    return released(distribution, version)
+
+
+def released(distribution: str, version: str) -> Path:
+    """The tree of a release of a package index, whether in the table or not.
+
+    Raises:
+        RuntimeError: as `tree`.
+    """
     folder = trees() / f"{distribution}-{version}"
     if not folder.is_dir():
         with _locked(folder):
@@ -321,7 +326,22 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _install(distribution: str, version: str, folder: Path) -> None:
+def installed_checkout(distribution: str, source: Path) -> Path:
+    """A tree with what pip installs from a checkout, made anew: some packages state their version only then.
+
+    Raises:
+        RuntimeError: as `tree`.
+    """
+    folder = trees() / f"{distribution}-{MAIN}-installed"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as temporary:  # a build writes into its folder
+        copy = Path(temporary, source.name)
+        shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+        _install(distribution, MAIN, folder, str(copy))
+    return folder
+
+
+def _install(distribution: str, version: str, folder: Path, source: str = "") -> None:
     options = ["--no-deps"]
     if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
         options.append("--no-build-isolation")
@@ -336,7 +356,7 @@ def _install(distribution: str, version: str, folder: Path) -> None:
     if stand_in := STAND_INS.get((distribution, version)):
         inherited = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stand_in)])
-    _pip_install(sys.executable, [*options, f"{distribution}=={version}"], folder, environment)
+    _pip_install(sys.executable, [*options, source or f"{distribution}=={version}"], folder, environment)
 
 
 def _pip_install(python: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -422,6 +442,8 @@ def run(
     """
     if delivery not in ("none", *DELIVERIES):
         raise ValueError(f"expected delivery to be one of none, {', '.join(DELIVERIES)}, found {delivery!r}")
+    if fixes and lacks_product(tree, path):
+        fixes = [*fixes, PRODUCT]
     root = in_place(tree, fixes) if delivery == "in place" else tree
     file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
     environment = environment_for(root, delivery, path)
@@ -478,6 +500,11 @@ def demonstrate(fix: str, delivery: str, version: str | None = None, *, forked: 
         DemonstrationFailed: it could not run.
     """
     root = tree(DISTRIBUTIONS[fix_files.package_of(fix)], version) if version else tree(*newest_affected(fix))
+    return demonstrate_on(root, fix, delivery, forked=forked)
+
+
+def demonstrate_on(root: Path, fix: str, delivery: str, *, forked: bool = True) -> Outcome:
+    """`demonstrate` on a tree."""
     shown = demonstrating.demonstrations()[fix]
     path = [tree(*release) for release in shown.beside]
     environment = environment_for(in_place(root) if delivery == "in place" else root, delivery, path)
@@ -508,21 +535,38 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     if (apex := checkout("apex")) and root.name == apex.tree.name:
         stand_in = PROGRAMS / "stand_in_apex_kernels"
     folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
+    product_alone = delivery == "none" and lacks_product(root, path)
     return {
         **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},
-        **demonstrating.environment(inherited, patched=delivery == "hook"),
+        **demonstrating.environment(inherited, patched=delivery == "hook" or product_alone),
+        **({"CKPT_PATCHES_SKIP": ",".join(FIXES.keys() - {PRODUCT})} if product_alone else {}),
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
 
 
+def lacks_product(root: Path, path: Sequence[str | Path] = ()) -> bool:
+    """Whether a release uses what NumPy 2 has removed, and NumPy 2 is here: the fix for that is then on both sides.
+
+    Not where a test brings a NumPy of its own, to show that bug.
+    """
+    distribution, _, version = root.name.rpartition("-")
+    is_old = distribution == "megatron-core" and numbers(version) < (0, 16)
+    return is_old and has_numpy_2() and not any(Path(folder).name.startswith("numpy-") for folder in path)
+
+
+def has_numpy_2() -> bool:
+    return numbers(metadata.version("numpy")) >= (2,)
+
+
 def needed(root: Path) -> list[Path]:
     """The trees that must lie behind this one, by its name: an edited copy has that, too."""
     distribution, _, version = root.name.rpartition("-")
     main = main_branch("megatron-core")
-    release = _TRITON if main and root.name == main.tree.name else NEEDS.get((distribution, version))
-    return [tree(*release)] if release else []
+    is_main = main is not None and root.name == main.tree.name
+    needs = is_main or (distribution == "megatron-core" and numbers(version) >= (0, 18))
+    return [tree(*_TRITON)] if needs else []
 
 
 def _tail(text: str, lines: int = 40) -> str:

@@ -229,6 +229,9 @@ class Stream:
     def query(self):
         return True
 
+    def is_capturing(self):
+        return False
+
     def __enter__(self):
         return self
 
@@ -316,6 +319,9 @@ def _patch_cuda():
     c.empty_cache = lambda: None
     c.ipc_collect = lambda: None
     c.is_current_stream_capturing = lambda: False
+    if accelerator := getattr(torch, "accelerator", None):  # torch's optimizers ask it since 2.15
+        accelerator.current_stream = c.current_stream
+        accelerator.current_device_index = _curdev
     for n in (
         "memory_allocated",
         "max_memory_allocated",

@@ -286,12 +286,21 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
 
 
-def sharded_backend(name: str) -> str:
-    """torch_dist, but zarr where that cannot write: up to 0.12 with a current torch, and padded buckets."""
+def release() -> tuple[int, int]:
     from megatron.core import package_info
 
-    release = (int(package_info.MAJOR), int(package_info.MINOR))
-    return "zarr" if release < (0, 13) or name == "fully_sharded_bucket_space" else "torch_dist"
+    return int(package_info.MAJOR), int(package_info.MINOR)
+
+
+def named(name: str) -> str:
+    """A sharding format; up to 0.14 the one that was there in its place."""
+    former = {"dp_reshardable": "fully_sharded_bucket_space", "fully_reshardable": "fully_sharded_model_space"}
+    return former.get(name, name) if release() < (0, 15) else name
+
+
+def sharded_backend(name: str) -> str:
+    """torch_dist, but zarr where that cannot write: up to 0.12 with a current torch, and padded buckets."""
+    return "zarr" if release() < (0, 13) or name == "fully_sharded_bucket_space" else "torch_dist"
 
 
 def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
@@ -312,6 +321,7 @@ def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_load
 
 def save(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
     """A checkpoint in a format: `torch`, or a sharding format of the optimizer's state."""
+    name = named(name)
     if name != "torch":
         write(sharded_state_dict(name, model, optimizer, is_loading=False), folder, sharded_backend(name))
         return
@@ -339,6 +349,7 @@ def make_folder(folder: Path) -> None:
 
 def load(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
     """In Megatron's order: the optimizer's sharded state dict is made, the weights are loaded, then its state."""
+    name = named(name)
     if name != "torch":
         from megatron.core import dist_checkpointing
 
@@ -390,9 +401,10 @@ def optimizer_state(model: Model, optimizer: Optimizer, group: Any = None) -> di
 
 
 def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(values[name].to(p.dtype))
+    for name, p in model.named_parameters():
+        p.data.copy_(
+            values[name].to(p.dtype)
+        )  # by a change of `p` its shards would no longer take gradients in torch 2.15
 
 
 def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, ...] = (), inner: str = "fused") -> None:

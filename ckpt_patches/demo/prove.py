@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_patches.demo import SHORT
-from ckpt_patches.demo.run import TIMEOUT, Demonstration, environment, outcome_in
+from ckpt_patches.demo.run import TIMEOUT, Demonstration, end_group, environment, outcome_in
 
 # What a demonstration imports of ours, and with it torch and the upstream package; else it gets torch alone.
 PRELOADED = {
@@ -45,7 +45,7 @@ def _prove_group(group: Sequence[Demonstration], environ: Mapping[str, str]) -> 
     jobs = len(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "ckpt_patches.demo.prove", str(jobs), *(str(each.path) for each in group)]
     try:
-        done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT)
+        done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT + 60)
         found = json.loads(done.stdout.strip().splitlines()[-1])
         return {each.fix: (found[each.fix]["bug"], str(found[each.fix]["found"])) for each in group}
     except subprocess.TimeoutExpired:
@@ -74,16 +74,39 @@ def variables(environ: Mapping[str, str], *, tree: str | None, mode: str) -> dic
 
 
 def main(jobs: int, paths: Sequence[Path]) -> None:
-    _preload(paths)
+    signal.signal(signal.SIGALRM, _time_is_up)
+    signal.alarm(int(TIMEOUT))
     with tempfile.TemporaryDirectory(prefix="ckpt-patches-prove-") as folder:
-        waiting, running = list(paths), dict[int, Path]()
+        with contextlib.suppress(TimeoutError):
+            _preload(paths)
+            _run_all(jobs, list(paths), Path(folder))
+            signal.alarm(0)
+        print("\n" + json.dumps({path.stem: _found(Path(folder, path.stem)) for path in paths}))
+
+
+def _time_is_up(*_: object) -> None:
+    raise TimeoutError
+
+
+def _run_all(jobs: int, waiting: list[Path], folder: Path) -> None:
+    """Run each program; the processes that one leaves behind are ended with it.
+
+    Raises:
+        TimeoutError: they took longer than TIMEOUT together; those that still ran are ended.
+    """
+    running: set[int] = set()
+    try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                path = waiting.pop(0)
-                running[_fork(path, Path(folder))] = path
-            ended, _ = os.wait()
-            running.pop(ended, None)
-        print("\n" + json.dumps({path.stem: _found(Path(folder, path.stem)) for path in paths}))
+                running.add(_fork(waiting.pop(0), folder))
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            assert ended is not None  # without WNOHANG
+            end_group(ended.si_pid)
+            os.waitpid(ended.si_pid, 0)
+            running.discard(ended.si_pid)
+    finally:
+        for child in running:
+            end_group(child)
 
 
 def _preload(paths: Iterable[Path]) -> None:
@@ -103,6 +126,7 @@ def _fork(path: Path, folder: Path) -> int:
         return child
     with _exiting():
         os.setsid()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for number, name in ((1, f"{path.stem}"), (2, f"{path.stem}.error")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
         signal.alarm(int(TIMEOUT) // 2)
@@ -127,6 +151,8 @@ def _exiting() -> Iterator[None]:
 
 
 def _found(output: Path) -> dict[str, object]:
+    if not output.exists():
+        return {"bug": None, "found": f"not begun within {TIMEOUT:.0f} s"}
     outcome = outcome_in(output.read_text(errors="replace"))
     if outcome is not None:
         return {"bug": outcome.bug, "found": outcome.found}

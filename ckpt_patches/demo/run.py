@@ -5,9 +5,14 @@ run.run(run.demonstrations()["rank_order"], run.environment(os.environ, patched=
 """
 
 import ast
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +93,36 @@ def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
         DemonstrationFailed: it ended with an error, printed no outcome, or took longer than TIMEOUT.
     """
     command = [sys.executable, str(demonstration.path)]
-    try:
-        done = subprocess.run(command, env=dict(environ), text=True, capture_output=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired as error:
-        raise DemonstrationFailed(f"{demonstration.path}: took longer than {TIMEOUT:.0f} s") from error
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        started = subprocess.Popen(command, env=dict(environ), stdout=output, stderr=errors, start_new_session=True)
+        try:
+            in_time = _ends_within(started.pid, TIMEOUT)
+        finally:
+            end_group(started.pid)
+            started.wait()
+        if not in_time:
+            raise DemonstrationFailed(f"{demonstration.path}: took longer than {TIMEOUT:.0f} s")
+        output.seek(0)
+        errors.seek(0)
+        done = subprocess.CompletedProcess(command, started.returncode, output.read(), errors.read())
     return outcome_of(demonstration, done)
+
+
+def _ends_within(child: int, seconds: float) -> bool:
+    """Whether a child ends in time. Its process id stays its own until somebody waits for it."""
+    deadline = time.monotonic() + seconds
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def end_group(leader: int) -> None:
+    """End a child that nobody has waited for yet, and the workers in its process group that it has left behind."""
+    os.kill(leader, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def outcome_of(demonstration: Demonstration, done: "subprocess.CompletedProcess[str]") -> Outcome:

@@ -35,6 +35,11 @@ def version_in(root: str | Path, package: str) -> str:
     return found or _recorded_version(Path(root), DISTRIBUTIONS[package]) or "?"
 
 
+def is_released(root: str | Path, package: str) -> bool:
+    """Whether pip has installed the package into a tree; a checkout may be any commit."""
+    return bool(_recorded_version(Path(root), DISTRIBUTIONS[package]))
+
+
 def version_of(distribution: str, root: str | Path) -> str | None:
     """The release that a program gets with this tree first on its path; '?' where nothing says it, None without it."""
     for package in (package for package, name in DISTRIBUTIONS.items() if name == distribution):

@@ -13,7 +13,7 @@ from types import CodeType
 
 from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, unrecorded
 from ckpt_patches.engine.fix import Edit, Fix, load
-from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, version_in
+from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, is_released, version_in
 from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, PLUGINS, SWITCHED, TARGETS, root_of
 from ckpt_patches.engine.requirements import unmet
@@ -295,7 +295,11 @@ def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
 def _check_absence(fix: Fix, tree: _Tree, found: Sequence[str]) -> None:
     """Raises NoMatch where code is absent that the tested releases have with which this tree is to be compared."""
     absent = unrecorded(fix.name, tree.package, tree.version, found)
-    if absent is None:
+    # A commit of the main branch calls itself the release that it is on the way to.
+    commit = f"{tree.version}+"
+    if absent is None or (
+        not is_released(tree.root, tree.package) and unrecorded(fix.name, tree.package, commit, found) is None
+    ):
         return
     number, release = absent
     edit = fix.edits[number]

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
         def __init__(self, *arguments: Any) -> None:
             """Upstream's."""
 
+        @classmethod
+        def empty_from_unique_key(cls, unique_key: str) -> "ShardedObject":
+            """Upstream's."""
+
     dist_checkpointing: Any = None
     get_args: Any = None
     mpu: Any = None
@@ -187,12 +191,11 @@ def rng_state_to_load(
     is_by_dp_rank = len(rng_state.global_shape) == 3
     if not is_by_dp_rank and saved[:2] == (1, run[2]):
         return rng_state, False
+    reader = dist_checkpointing.strategies.torch._get_filesystem_reader(checkpoint_name)
     shapes = {
-        saved_object.global_shape
-        for saved_object in dist_checkpointing.serialization.load_sharded_metadata(
-            checkpoint_name
-        ).values()
-        if isinstance(saved_object, ShardedObject) and saved_object.key == rng_state.key
+        ShardedObject.empty_from_unique_key(key).global_shape
+        for key in reader.read_metadata().state_dict_metadata
+        if key.startswith(f"{rng_state.key}/shard_")
     }
     if not shapes or (rng_state.global_shape in shapes and (saved == run or not is_by_dp_rank)):
         return rng_state, False

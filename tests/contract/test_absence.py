@@ -91,6 +91,21 @@ def test_a_commit_on_the_way_to_a_release_is_like_the_one_before_or_like_it() ->
     assert unrecorded("fully_reshardable_shift", CORE, "0.14.0", "-") is None
 
 
+def test_a_checkout_on_the_way_to_a_release_is_not_that_release(tmp_path: Path) -> None:
+    """It calls itself 0.19.0 since 0.18 has a branch of its own; what pip has installed as 0.19.0 is that."""
+    fix = "dp_zero_empty_state"
+    copy = edits.copy_of(tree("megatron-core", "0.18.2"), fix, tmp_path)
+    package_info = copy / "megatron" / "core" / "package_info.py"
+    text = package_info.read_text().replace("MINOR = 18", "MINOR = 19").replace("PATCH = 2", "PATCH = 0")
+    package_info.write_text(text)
+    (released,) = copy.glob("*.dist-info")
+    released.rename(copy / released.name.replace("0.18.2", "0.19.0"))
+    assert version_in(copy, CORE) == "0.19.0"
+    assert planned(copy, fix)[0].outcome is Outcome.NO_MATCH
+    (copy / released.name.replace("0.18.2", "0.19.0")).rmdir()
+    assert planned(copy, fix)[0].outcome is Outcome.APPLIES
+
+
 # What is missed
 
 

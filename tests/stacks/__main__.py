@@ -35,7 +35,7 @@ def main() -> int:
     rows = [BY_NAME[name] for name in asked] or [row for row in ROWS if row.name not in done]
     ran = [_take(row) for row in rows]
     if not os.environ.get("KEEP"):
-        environments.remove_bases()
+        environments.remove_bases(rows)
     return 0 if all(ran) else 1
 
 
@@ -74,6 +74,7 @@ def _checked(row: Row, environment: Environment) -> record.Found:
     variables = {
         **environment.variables(),
         "CKPT_PATCHES_TREES": str(trees),
+        "CKPT_PATCHES_TEST_PATIENCE": "3",  # packages are read from the disk for the first time
         "PYTHONPATH": os.pathsep.join([*path, str(TESTS)]),
         "STACK_PATH": os.pathsep.join(path),
     }

@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import WHOLE
 from ckpt_patches.cli.status import ACTIVE, AVAILABLE, FIXED_UPSTREAM, NO_MATCH, NOT_PRESENT, FixStatus, collect
 from ckpt_patches.demo.prove import prove, variables
 from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, demonstrations, run
@@ -32,6 +31,7 @@ from upstream import STAND_INS, numbers
 # What becomes of a fix; all else is a failure, in words.
 WORKS, REFUSED = "works", "refused"
 WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, REFUSED)
+FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
 AT_ONCE = 8  # demonstrations of one process
 CASES, SECONDS = 8, 180.0  # of the explorer's sample of a package: at most so many, begun within this time
 LENGTH = 200  # characters of an error
@@ -50,6 +50,7 @@ def main(row: Row, folder: Path) -> None:
 
     keep("fixes", fixes(row))
     keep("tools", {what: one for package, version in here.items() for what, one in judged(package, version)})
+    keep("flattened", _result(partial(flattened, its_flattened(row))))
     keep("explorer", {package: sample(package, version) for package, version in here.items()})
     found["minutes"] = round((time.monotonic() - begun) / 60, 1)
     (folder / "found.json").write_text(json.dumps(found))
@@ -152,8 +153,6 @@ def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
     """What the tools make of checkpoints that are saved here: "works", or what does not."""
     for what, case in cases(package, version).items():
         yield f"{package}: {what}", _result(partial(outcome, complete(case), Stack(package, version)))
-    if package == "megatron" and (0, 12) <= numbers(version) < (0, 16):
-        yield f"{package}: migrate", _result(lambda: migrated(version))
 
 
 def cases(package: str, version: str) -> Mapping[str, Case]:
@@ -171,9 +170,15 @@ def cases(package: str, version: str) -> Mapping[str, Case]:
     }
 
 
-def migrated(version: str) -> Any:
-    """Save in a format that later releases do not read, and migrate it."""
-    stack = Stack("megatron", version)
+def its_flattened(row: Row) -> str:
+    """The release that saves torch_dist in flattened ranges here: the row's own, or the last that does."""
+    version = row.megatron_release
+    return version if version and (0, 12) <= numbers(version) < (0, 16) else FLATTENED
+
+
+def flattened(version: str) -> str:
+    """Save in a format that later releases refuse; what the tools that read and migrate it have against that."""
+    stack = Stack("megatron", version, fingerprint=True)
     run = {"format": "fully_sharded_model_space"}
     with tempfile.TemporaryDirectory(prefix="stacks-") as folder:
         file, saves = Path(folder, "case.json"), Path(folder, "saves")
@@ -181,10 +186,9 @@ def migrated(version: str) -> Any:
         trained = stack.run("train", file, saves)
         if "error" in trained:
             return f"save: {trained['error']}"
-        if error := tools.migrated(saves / "first"):
-            return error
-        verdict = tools.verdict(saves / "first")
-        return "" if verdict == WHOLE else f"audit of the migrated checkpoint: {verdict}"
+        new = saves / "first"
+        checks = (tools.not_whole, tools.unlike_its_record)
+        return next(filter(None, (check(new) for check in (*checks, tools.migrated, *checks))), "")
 
 
 def _result(check: Callable[[], Any]) -> str:

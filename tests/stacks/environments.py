@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from installs import copy_working_tree, find_python
 from stacks.rows import MEGATRON_LM, Row
+from upstream import STAND_INS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A few GB each; a row's is removed after it has run, unless it is kept.
@@ -114,8 +115,9 @@ def _install(row: Row, environment: Environment) -> None:
     elif row.megatron:
         _pip(environment, [f"megatron-core=={row.megatron}", *row.others, torch])
     if row.deepspeed:
-        # A source distribution, whose set-up imports torch.
-        build = {"DS_BUILD_OPS": "0"}
+        # A source distribution, whose set-up imports torch, and asks for its accelerator.
+        stand_in = STAND_INS.get(("deepspeed", row.deepspeed))
+        build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stand_in)} if stand_in else {})}
         asked = ["--no-build-isolation", f"deepspeed=={row.deepspeed}", *row.others, torch]
         _pip(environment, asked, build)
     if row.nvrx:
@@ -125,7 +127,7 @@ def _install(row: Row, environment: Environment) -> None:
 
 def _base(row: Row, python: str) -> Path:
     """An environment with a row's torch and what the tests need, and nothing else."""
-    base = Environment(ENVIRONMENTS / f"base-{row.python}-{row.torch}")
+    base = Environment(_base_folder(row))
     done = base.folder / "installed-torch"
     if not done.exists():
         _run([python, "-m", "venv", "--clear", str(base.folder)])
@@ -134,20 +136,24 @@ def _base(row: Row, python: str) -> Path:
     return base.folder
 
 
-def remove_bases() -> None:
-    for base in ENVIRONMENTS.glob("base-*"):
-        shutil.rmtree(base, ignore_errors=True)
+def _base_folder(row: Row) -> Path:
+    return ENVIRONMENTS / f"base-{row.python}-{row.torch}"
 
 
-def checkout(commit: str, folder: Path) -> None:
-    """The files of a commit of Megatron-LM.
+def remove_bases(rows: Iterable[Row]) -> None:
+    for row in rows:
+        shutil.rmtree(_base_folder(row), ignore_errors=True)
+
+
+def checkout(commit: str, folder: Path, repository: str = MEGATRON_LM) -> None:
+    """The files of a commit of an upstream repository; of HEAD, of the newest of its main branch.
 
     Raises:
         NotInstalled: git could not fetch it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     _run(["git", "init", "--quiet", str(folder)])
-    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", MEGATRON_LM, commit])
+    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", repository, commit])
     _run(["git", "-C", str(folder), "checkout", "--quiet", "FETCH_HEAD"])
 
 

@@ -9,13 +9,23 @@ HEADS = ("stack", "installed, date", "works", "other")
 NOT_RUN = "not run"
 NOTHING_TO_DO = ("fixed upstream", "not present")
 WORKS = "works"
+KINDS = ("right", "loud", "SILENT")
+FLATTENED = "megatron: migrate"
 
 
 def section() -> str:
     found = record.read()
     rows = [cells(row, found.get(row.name, {})) for row in ROWS]
-    notes = [f"- {row.title}: {row.note}." for row in ROWS if row.note]
-    return "\n".join([generated.table(HEADS, rows), "", *notes, *exceptions(found)])
+    return "\n".join([generated.table(HEADS, rows), "", *notes(), *exceptions(found)])
+
+
+def notes() -> list[str]:
+    """Where rows are not what the consumers pin: the rows of each difference."""
+    rows: dict[str, list[str]] = {}
+    for row in ROWS:
+        for note in filter(None, row.note.split("; ")):
+            rows.setdefault(note, []).append(row.title)
+    return [f"- {', '.join(titles)}: {note}." for note, titles in rows.items()]
 
 
 def cells(row: Row, found: Found) -> list[str]:
@@ -25,27 +35,31 @@ def cells(row: Row, found: Found) -> list[str]:
     fixes: dict[str, str] = found["fixes"]
     count = {word: len(names.split()) for word, names in fixes.items()}
     failed = sum(number for word, number in count.items() if word not in (WORKS, *NOTHING_TO_DO))
-    tools = [name for name, result in found["tools"].items() if result == WORKS]
+    of_tools = {**found["tools"], **({FLATTENED: found["flattened"]} if "flattened" in found else {})}
+    tools = [name for name, result in of_tools.items() if result == WORKS]
     idle = [f"{word}: {count[word]}" for word in NOTHING_TO_DO if word in count]
-    broken = [f"{name}: {result}" for name, result in found["tools"].items() if result != WORKS]
-    explored = [f"explorer: {drawn['right']} right, {drawn['loud']} loud" for drawn in found["explorer"].values()]
-    silent = [f"explorer: {drawn['SILENT']} silent" for drawn in found["explorer"].values() if drawn["SILENT"]]
-    works = [f"{count.get(WORKS, 0)} fixes", *(name.partition(": ")[2] for name in tools), *explored]
+    broken = [f"{name}: {result}" for name, result in of_tools.items() if result != WORKS]
+    drawn = {kind: sum(of_package[kind] for of_package in found["explorer"].values()) for kind in KINDS}
+    explored = f"explorer: {drawn['right']} right, {drawn['loud']} loud"
+    silent = [f"explorer: {drawn['SILENT']} silent"] if drawn["SILENT"] else []
+    works = [f"{count.get(WORKS, 0)} fixes", *dict.fromkeys(name.partition(": ")[2] for name in tools), explored]
     other = [*idle, *([f"see below: {failed}"] if failed else []), *broken, *silent]
-    return [row.title, f"{installed(found)}; {found['date']}", "; ".join(works), "; ".join(other)]
+    return [row.title, f"{installed(row, found)}; {found['date']}", "; ".join(works), "; ".join(other)]
 
 
-def installed(found: Found) -> str:
+def installed(row: Row, found: Found) -> str:
     names = {"numpy": "NumPy", "deepspeed": "DeepSpeed", "nvidia-resiliency-ext": "NVRx"}
-    return ", ".join(f"{names.get(name, name)} {version}" for name, version in found["on"].items())
+    on = {names.get(name, name): version for name, version in found["on"].items()}
+    commits = {"megatron-core": row.commit}
+    return ", ".join(commits.get(name) or f"{name} {version}" for name, version in on.items())
 
 
 def exceptions(found: dict[str, Found]) -> list[str]:
-    """What is not as the fix states it: the fix, what came of it, and the rows."""
+    """What is not as fixes state it: what came of it, the fixes, and the rows."""
     rows: dict[tuple[str, str], list[str]] = {}
     for row in ROWS:
         for word, names in found.get(row.name, {}).get("fixes", {}).items():
             if word not in (WORKS, *NOTHING_TO_DO):
-                for name in names.split():
-                    rows.setdefault((name, word), []).append(row.title)
-    return [f"- `{name}`, {', '.join(titles)}: {word}" for (name, word), titles in sorted(rows.items())]
+                rows.setdefault((names, word), []).append(row.title)
+    quoted = {names: ", ".join(f"`{name}`" for name in names.split()) for names, _ in rows}
+    return [f"- {quoted[names]}, {', '.join(titles)}: {word}" for (names, word), titles in sorted(rows.items())]

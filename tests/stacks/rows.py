@@ -23,11 +23,15 @@ class Row:
     deepspeed: str = ""  # a release
     nvrx: str = ""  # a release of nvidia-resiliency-ext
     others: tuple[str, ...] = ()  # requirements; without one for NumPy pip chooses its release
-    note: str = ""  # where the row is not what the consumer pins
+    note: str = ""  # where the row is not what the consumer pins; two are joined by "; "
 
     @property
     def is_commit(self) -> bool:
         return bool(re.fullmatch(r"[0-9a-f]{40}", self.megatron))
+
+    @property
+    def commit(self) -> str:
+        return f"Megatron-LM {self.megatron[:10]}" if self.is_commit else ""
 
     @property
     def megatron_release(self) -> str:
@@ -37,7 +41,7 @@ class Row:
     @property
     def contents(self) -> str:
         """What it is, in a line."""
-        megatron = f"Megatron-LM {self.megatron[:10]}" if self.is_commit else f"megatron-core {self.megatron}"
+        megatron = self.commit or f"megatron-core {self.megatron}"
         deepspeed, nvrx = f"DeepSpeed {self.deepspeed}", f"NVRx {self.nvrx}"
         parts = {megatron: self.megatron, deepspeed: self.deepspeed, nvrx: self.nvrx}
         there = [part for part, version in parts.items() if version]
@@ -99,7 +103,7 @@ ROWS = (
         megatron="3cbe5c68a40c5820c11fc60fea1143dc6983706e",
         formats_of="0.16.0",
         others=("numpy<2",),
-        note="Megatron-LM is a fork's commit there; here that of the Megatron-Bridge commit that it pins",
+        note="Megatron-LM is that of the Megatron-Bridge commit that it pins, in place of a fork's",
     ),
     Row(
         "nemo_rl_0.7",
@@ -112,7 +116,7 @@ ROWS = (
         others=("numpy>=2.1",),
         note="the Megatron-Bridge commit that it pins could not be had: Megatron-LM is that of Megatron-Bridge 0.5.1",
     ),
-    Row("verl_0.4", "verl 0.4", python="3.12", torch="2.6.0", megatron="0.12.2"),
+    Row("verl_0.4", "verl 0.4", python="3.12", torch="2.6.0", megatron="0.12.2", others=("numpy<2",)),
     Row("verl_0.8", "verl 0.8", python="3.12", torch="2.11.0", megatron="0.16.1"),
     Row("verl_0.9", "verl 0.9", python="3.12", torch="2.11.0", megatron="0.18.0"),
     Row(
@@ -139,7 +143,7 @@ ROWS = (
         torch="2.4.1",
         deepspeed="0.12.0",
         others=("numpy<2", "setuptools<81"),
-        note="it allows DeepSpeed 0.10.0; 0.12.0 is the oldest that is claimed here",
+        note="it allows DeepSpeed 0.10.0, and 0.12.0 is the oldest that is claimed here",
     ),
     Row("newest", "everything newest", python="3.13", torch="2.15.0", megatron="0.19.2", deepspeed="0.19.8"),
     Row(

@@ -45,10 +45,11 @@ def run_of(monkeypatch, dp_rank, dp_size, ep, random_init=False, ckpt_format="to
 
 
 def checkpoint_with(monkeypatch, objects):
+    metadata = SimpleNamespace(state_dict_metadata=[one.unique_key for one in objects])
     monkeypatch.setattr(
-        checkpointing.dist_checkpointing.serialization,
-        "load_sharded_metadata",
-        lambda folder: {one.unique_key: one for one in objects},
+        checkpointing.dist_checkpointing.strategies.torch,
+        "_get_filesystem_reader",
+        lambda folder: SimpleNamespace(read_metadata=lambda: metadata),
     )
 
 
