@@ -1,4 +1,4 @@
-"""Write the tables of fixes in README.md and docs/symptoms.md: `python tests/fix_tables.py`."""
+"""Write the tables of fixes in docs/symptoms.md: `python tests/fix_tables.py`."""
 
 import re
 from collections.abc import Callable
@@ -7,33 +7,24 @@ from pathlib import Path
 import generated
 from ckpt_patches.cli import symptoms
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.fix_table import HEADS, groups, row
-from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.engine.fix_table import row
 from upstream import REPOSITORY
 
 BLOCK = "fixes"
 
 
-def silent_bugs() -> str:
-    """What users see of the silent ones, and the fix: for README.md, whose length is bounded."""
-    ((title, rows), *others) = groups(map(load, FIXES))
-    linked = [(*cells, f"[`{name}`](docs/{name}.md)") for *cells, name in rows]
-    more = "; ".join(other for other, _ in others)
-    return f"**{title}**\n\n{generated.table(HEADS, linked)}\n\n**{more}**: [all symptoms](docs/symptoms.md)"
-
-
 def by_symptom() -> str:
-    """Every error text, then every visible effect, each with its fixes: for docs/symptoms.md."""
+    """Every error text, then every visible effect, each with its fixes."""
     by_error: dict[str, list[str]] = {}
     for symptom in symptoms.known():
         for error in _longest(symptom.errors):
             by_error.setdefault(error, []).append(symptom.fix)
     errors = [(_code(error), ", ".join(map(_linked, by_error[error]))) for error in sorted(by_error, key=_letters)]
     effects = [load(one.fix) for one in symptoms.known() if not one.errors or load(one.fix).silent]
-    rows = [(fix.symptom, row(fix)[1], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom))]
+    rows = [(*row(fix)[:3], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom))]
     return (
         f"## Error texts\n\n{generated.table(('Error', 'Fix'), errors)}\n\n"
-        f"## Visible effects\n\n{generated.table(('Effect', 'Releases', 'Fix'), rows)}"
+        f"## Visible effects\n\n{generated.table(('Effect', 'Releases', 'Stacks', 'Fix'), rows)}"
     )
 
 
@@ -58,7 +49,6 @@ def _linked(name: str) -> str:
 
 
 PAGES: dict[Path, Callable[[], str]] = {
-    REPOSITORY / "README.md": silent_bugs,
     REPOSITORY / "docs" / "symptoms.md": by_symptom,
 }
 
