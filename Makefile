@@ -60,7 +60,7 @@ stacks: $(VENV)/ready
 # Trainers without a fix here, each in an environment of its own: their own code saves, and the audit reads it.
 # `make writers [WRITER=verl]`; a gigabyte each in .writers/, kept for the next run.
 writers: $(VENV)/ready
-	PYTHONPATH=tests $(PY) -m writers
+	PYTHONPATH=tests $(PY) -m writers && $(PY) tests/writers/page.py
 
 # What has changed in the newest release and the main branch of each package since the last record: minutes.
 upstream: $(VENV)/ready

@@ -4,12 +4,10 @@ import pytest
 
 import generated
 from ckpt_patches.audit.audit import DAMAGED, WHOLE
-from upstream import REPOSITORY
 from writers import page, record
 from writers.rows import WRITERS
 
 pytestmark = pytest.mark.quick
-PAGE = REPOSITORY / "docs" / "fsdp.md"
 
 
 def test_all_writers_are_recorded() -> None:
@@ -32,5 +30,4 @@ def test_saves_are_sound_and_their_damage_is_found(name: str) -> None:
 
 
 def test_the_page_is_that_of_the_record() -> None:
-    block = generated.block(PAGE.read_text(), "writers") if PAGE.exists() else []
-    assert block in ([], page.section().splitlines())
+    assert generated.block(page.PAGE.read_text(), page.BLOCK) == page.section().splitlines(), "tests/writers/page.py"

@@ -1,23 +1,34 @@
-"""The table of writers, from their record: a line for each save."""
+"""The table of writers in docs/fsdp.md, from their record, a line each: `python tests/writers/page.py` writes it."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import generated
+from upstream import REPOSITORY
 from writers import record
 
-HEADS = ("written by", "format", "as saved", "with a NaN; without a file")
+PAGE, BLOCK = REPOSITORY / "docs" / "fsdp.md", "writers"
+HEADS = ("written by", "saves", "as saved", "with a NaN; without a file")
 
 
 def section() -> str:
-    return generated.table(
-        HEADS, [cells(name, found, case) for name, found in record.read().items() for case in found["cases"]]
-    )
+    return generated.table(HEADS, [cells(name, found) for name, found in record.read().items()])
 
 
-def cells(name: str, found: record.Found, case: str) -> list[str]:
-    own = found["cases"][case]
-    title = f"{name} {found['on'][name]}, {case}"
+def cells(name: str, found: record.Found) -> list[str]:
+    by_format: dict[str, list[str]] = {}
+    for case, own in found["cases"].items():
+        by_format.setdefault(own["format"], []).append(case)
+    every = found["cases"].values()
+    verdicts = [{own[change].partition(":")[0] for own in every} for change in record.CHANGES]
     return [
-        title,
-        own["format"],
-        own["as saved"],
-        "; ".join(own[change].partition(":")[0] for change in record.CHANGES),
+        f"{name} {found['on'][name]}",
+        "; ".join(f"{', '.join(cases)}: {called}" for called, cases in by_format.items()),
+        ", ".join(sorted({own["as saved"] for own in every})),
+        "; ".join(", ".join(sorted(words)) for words in verdicts),
     ]
+
+
+if __name__ == "__main__":
+    generated.write(PAGE, {BLOCK: section()})
