@@ -405,13 +405,14 @@ def section(package: str, suite: Mapping[str, Any]) -> Iterator[str]:
     if own := [f"`{row['fix']}`" for row in suite.get("own", []) if fails_without(row)]:
         yield f"Own tests that fail without their fix and pass with it alone: {', '.join(own)}."
     lost = [
-        f"- `{test}`: {AGAIN} more runs without: {', '.join(runs['without'])}; with: {', '.join(runs['with'])}"
+        f"`{test}`: {AGAIN} more runs without ({', '.join(runs['without'])}) and with them ({', '.join(runs['with'])})"
         for row in rows
         for test, runs in row["again"].items()
     ]
-    yield "Tests that passed without the fixes and not with them:" + ("\n\n" + "\n".join(lost) if lost else " none.")
+    yield f"Tests that passed without the fixes and not with them: {'; '.join(lost) or 'none'}."
     changed = [f"`{test}`" for row in rows for test in row["differ"] if test not in row["again"]]
-    yield f"Other tests with another outcome: {', '.join(changed) or 'none'}."
+    if changed:
+        yield f"Other tests with another outcome: {', '.join(changed)}."
 
 
 def _file(row: Mapping[str, Any]) -> str:
