@@ -16,6 +16,10 @@ class WorkerDefect(RuntimeError):
     """A worker process met an error that is a defect of this project; its traceback is in the message."""
 
 
+class FingerprintError(RuntimeError):
+    """The state after a load is not what was saved."""
+
+
 def unknown(what: str, name: str, known: Iterable[str], where: str) -> str:
     """One line for a name that does not exist: the nearest one that does, and the command that has them all."""
     return f"no {what} {name}" + (nearest(name, known) or f"; {where} has all names")

@@ -9,6 +9,8 @@ It has to exit with 0. The commands find
     CHECKPOINTS  a folder with a checkpoint of a real DeepSpeed run
     OLD          a Megatron checkpoint of the form that releases before 0.16 saved
     DAMAGED      a zarr checkpoint of a real run that lost slices, and OLDER, a complete one of the same run
+    FSDP         a folder with a checkpoint of torch.distributed.checkpoint, RESHARDED the same on another mesh, and
+                 FSDP_DAMAGED one of which a rank has lost a slice
     COMMIT       the commit of REPO
 """
 
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+import dcp_checkpoints
 import installs
 import old_checkpoints
 import zero_checkpoints
@@ -82,6 +85,7 @@ def world(tmp_path: Path) -> dict[str, str]:
     checkpoint = zero_checkpoints.trained(newest("deepspeed"), "stage1")["stage1"]
     shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
     runs = written(ZARR)
+    shutil.copytree(dcp_checkpoints.saved() / "fsdp", tmp_path / "fsdp" / "step-3")
     damaged = next(path for path in runs.raced if audit(path).verdict == DAMAGED)
     old = old_checkpoints.flattened(tmp_path / "old", {"weight": (8, 6)})[0].write(old_checkpoints.settings())
     environment = tmp_path / "venv"
@@ -108,6 +112,9 @@ def world(tmp_path: Path) -> dict[str, str]:
         "OLD": str(old),
         "DAMAGED": str(damaged),
         "OLDER": str(runs.whole[-1]),
+        "FSDP": str(tmp_path / "fsdp"),
+        "RESHARDED": str(dcp_checkpoints.saved() / "hsdp"),
+        "FSDP_DAMAGED": str(dcp_checkpoints.saved() / "lost_moment"),
         "COMMIT": git(source, "rev-parse", "HEAD"),
         "NO_COLOR": "1",
     }
@@ -129,7 +136,7 @@ def test_the_commands_of_a_page(page: Path, world: dict[str, str], tmp_path: Pat
         )
         printed = done.stdout + done.stderr
         assert done.returncode == 0, f"{command.text}\n{printed}"
-        printed = printed.replace(world["CHECKPOINTS"], "/checkpoints/run1")
+        printed = printed.replace(world["CHECKPOINTS"], "/checkpoints/run1").replace(world["FSDP"], "/checkpoints/fsdp")
         assert not command.output or matches(command.output, printed), (
             f"{command.text}\nshown:\n{command.output}\nprinted:\n{printed}"
         )

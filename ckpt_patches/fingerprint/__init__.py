@@ -14,12 +14,12 @@ The fixes have no part in it: nothing is recorded or proven unless a script call
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpt_patches.errors import FingerprintError
+
 if TYPE_CHECKING:
     from torch import nn, optim
 
-
-class FingerprintError(RuntimeError):
-    """The state after a load is not what was saved."""
+__all__ = ["FingerprintError", "of_training", "prove"]
 
 
 def of_training(model: "nn.Module", optimizer: "optim.Optimizer | Sequence[optim.Optimizer]", group: Any = None) -> str:

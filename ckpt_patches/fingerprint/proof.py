@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from ckpt_patches.fingerprint import FingerprintError
+from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.live_state import Live, Part, Sums, blocks_of, sums
