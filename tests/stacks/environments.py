@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # A few GB each; a row's is removed after it has run, unless it is kept.
 ENVIRONMENTS = REPOSITORY / ".stacks"
 # What the programs of the tests import, and what builds DeepSpeed's source distribution.
-FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops")
+FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six")
 # Wheels of nvidia-resiliency-ext ask for a newer glibc than many systems have; no checkpoint needs what is compiled.
 NVRX = "nvidia-resiliency-ext"
 NVRX_OPTIONS = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
@@ -96,8 +96,8 @@ def remove(environment: Environment) -> None:
 
 
 def _needs_zarr(row: Row) -> bool:
-    """Before 0.16 megatron-core has zarr checkpoints."""
-    return bool(row.megatron) and tuple(map(int, row.megatron_release.split("."))) < (0, 16)
+    """Before 0.16 megatron-core has zarr checkpoints, and so have commits on the way to 0.16.0."""
+    return bool(row.megatron) and tuple(map(int, row.megatron_release.split("."))) <= (0, 16, 0)
 
 
 def _install(row: Row, environment: Environment) -> None:
