@@ -81,7 +81,11 @@ def make(row: Row) -> Environment:
     environment = Environment(ENVIRONMENTS / f"{row.name}-{digest}")
     done = environment.folder / "installed"
     if not done.exists():
-        _install(row, environment)
+        try:
+            _install(row, environment)
+        except NotInstalled:
+            remove(environment)
+            raise
         done.touch()
     wheel = _wheel(environment)
     extra = "[megatron]" if _needs_zarr(row) else ""
