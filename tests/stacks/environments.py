@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = REPOSITORY / ".stacks"
 # What the programs of the tests import, and what builds DeepSpeed's source distribution.
 FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six")
+SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # what DeepSpeed's set-up imports, beside torch
 # Wheels of nvidia-resiliency-ext ask for a newer glibc than many systems have; no checkpoint needs what is compiled.
 NVRX = "nvidia-resiliency-ext"
 NVRX_OPTIONS = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
@@ -123,6 +124,7 @@ def _install(row: Row, environment: Environment) -> None:
         stand_in = STAND_INS.get(("deepspeed", row.deepspeed))
         build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stand_in)} if stand_in else {})}
         asked = ["--no-build-isolation", f"deepspeed=={row.deepspeed}", *row.others, torch]
+        _pip(environment, [*SET_UP, *numpy, *row.others, torch])
         _pip(environment, asked, build)
     if row.nvrx:
         target = ("--no-deps", "--target", str(environment.site_packages))
