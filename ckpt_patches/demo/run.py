@@ -83,7 +83,9 @@ def environment(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
     accelerator = "cuda" if environ.get(gpu.SWITCH) == "1" else "cpu"
     hook = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
     kept |= hook if patched else {"CKPT_PATCHES": "off"}
-    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator}
+    # megatron-core 0.15 compiles for a GPU at its import, if torch is built for one; torch then asks the GPU for this.
+    architecture = {"TORCH_CUDA_ARCH_LIST": "9.0"} if accelerator == "cpu" else {}
+    return {**architecture, **kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator}
 
 
 def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:

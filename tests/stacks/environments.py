@@ -24,7 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # A few GB each; a row's is removed after it has run, unless it is kept.
 ENVIRONMENTS = REPOSITORY / ".stacks"
 # What the programs of the tests import, and what builds DeepSpeed's source distribution.
-FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops")
+FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six")
+SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # what DeepSpeed's set-up imports, beside torch
 # Wheels of nvidia-resiliency-ext ask for a newer glibc than many systems have; no checkpoint needs what is compiled.
 NVRX = "nvidia-resiliency-ext"
 NVRX_OPTIONS = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
@@ -81,7 +82,11 @@ def make(row: Row) -> Environment:
     environment = Environment(ENVIRONMENTS / f"{row.name}-{digest}")
     done = environment.folder / "installed"
     if not done.exists():
-        _install(row, environment)
+        try:
+            _install(row, environment)
+        except NotInstalled:
+            remove(environment)
+            raise
         done.touch()
     wheel = _wheel(environment)
     extra = "[megatron]" if _needs_zarr(row) else ""
@@ -96,8 +101,8 @@ def remove(environment: Environment) -> None:
 
 
 def _needs_zarr(row: Row) -> bool:
-    """Before 0.16 megatron-core has zarr checkpoints."""
-    return bool(row.megatron) and tuple(map(int, row.megatron_release.split("."))) < (0, 16)
+    """Before 0.16 megatron-core has zarr checkpoints, and so have commits on the way to 0.16.0."""
+    return bool(row.megatron) and tuple(map(int, row.megatron_release.split("."))) <= (0, 16, 0)
 
 
 def _install(row: Row, environment: Environment) -> None:
@@ -119,6 +124,7 @@ def _install(row: Row, environment: Environment) -> None:
         stand_in = STAND_INS.get(("deepspeed", row.deepspeed))
         build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stand_in)} if stand_in else {})}
         asked = ["--no-build-isolation", f"deepspeed=={row.deepspeed}", *row.others, torch]
+        _pip(environment, [*SET_UP, *numpy, *row.others, torch])
         _pip(environment, asked, build)
     if row.nvrx:
         target = ("--no-deps", "--target", str(environment.site_packages))

@@ -1,4 +1,4 @@
-"""resume with a rate of the embedding's own, and with another rate"""
+"""resume with another rate, and with an embedding's own"""
 
 from pathlib import Path
 from typing import Any
