@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_patches.audit import damages
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.audit.readers.fsdp_ranks_reader import FORMAT, WEIGHTS_ALONE
 from ckpt_patches.cli import main
 from ckpt_patches.formats import torch_file
@@ -137,6 +137,18 @@ def test_a_lost_slice_of_a_moment_is_found(copy: Callable[[str], Path], name: st
     place = max((p for p in in_torch_file(path / OPTIMIZER) if key in p.name.split(".")), key=lambda p: p.numel)
     put(place, bytes(place.nbytes // 2))
     assert names(audit(path)) == {"lost_moment"}
+
+
+@EACH
+def test_a_lost_moment_is_taken_from_an_older_checkpoint(
+    copy: Callable[[str], Path], name: str, tmp_path: Path
+) -> None:
+    path, older = copy(name), saved_by_ranks(2) / name
+    place = max((p for p in in_torch_file(path / OPTIMIZER) if "exp_avg" in p.name.split(".")), key=lambda p: p.numel)
+    put(place, bytes(place.nbytes // 2))
+    assert main(["repair", str(path), "--output", str(tmp_path / "new"), "--from", str(older)]) == 0
+    assert audit(tmp_path / "new").verdict == REPAIRED
+    assert place._replace(path=tmp_path / "new" / OPTIMIZER).data() == place._replace(path=older / OPTIMIZER).data()
 
 
 # Keys
