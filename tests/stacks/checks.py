@@ -32,6 +32,7 @@ from upstream import STAND_INS, numbers
 WORKS, REFUSED = "works", "refused"
 WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, REFUSED)
 FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
+TESTS = Path(__file__).resolve().parents[1]
 AT_ONCE = 8  # demonstrations of one process
 CASES, SECONDS = 8, 180.0  # of the explorer's sample of a package: at most so many, begun within this time
 LENGTH = 200  # characters of an error
@@ -140,7 +141,7 @@ def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
 
 def _short(text: str) -> str:
     """Without the paths of this machine."""
-    folders = (os.environ.get("STACK_PATH", ""), str(Path(sys.prefix)), tempfile.gettempdir())
+    folders = (os.environ.get("STACK_PATH", ""), sys.prefix, tempfile.gettempdir(), str(TESTS))
     for folder in filter(None, folders):
         text = text.replace(folder, "...")
     return " ".join(text.split())[:LENGTH]

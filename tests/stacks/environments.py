@@ -30,7 +30,7 @@ SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # what DeepSpeed's set-up 
 NVRX = "nvidia-resiliency-ext"
 NVRX_OPTIONS = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
 NVRX_PLATFORMS = ("--platform=manylinux_2_31_x86_64", "--platform=manylinux_2_28_x86_64")
-LINES = 15  # of what a command printed
+LINES = 30  # of what a command printed
 
 
 class NotInstalled(RuntimeError):
@@ -182,5 +182,7 @@ def _pip(environment: Environment, arguments: Sequence[str], more: Mapping[str, 
 def _run(command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
     done = subprocess.run(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
-        said = [line for line in done.stdout.splitlines() if not line.startswith("WARNING")][-LINES:]
-        raise NotInstalled(f"{' '.join(command[:5])} ...: exit status {done.returncode}: " + " | ".join(said))
+        lines = [line.strip() for line in done.stdout.splitlines() if not line.startswith("WARNING")]
+        print("\n".join(lines[-LINES:]), file=sys.stderr)
+        why = next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "no word")
+        raise NotInstalled(f"{Path(command[0]).name} {' '.join(command[1:4])}: {why}")
