@@ -7,6 +7,7 @@ from typing import Any
 from ckpt_patches.runtime.durable import replace_durably
 
 PATH = Path(__file__).resolve().parents[1] / "recorded" / "stacks.json"
+REPOSITORY = PATH.parents[2]
 Found = dict[str, Any]
 
 
@@ -18,7 +19,7 @@ def read() -> dict[str, Found]:
 def add(row: str, found: Found) -> None:
     """Put what was found in a row in the place of what an earlier run has found."""
     rows = {**read(), row: {**found, **({"fixes": _grouped(found["fixes"])} if "fixes" in found else {})}}
-    text = json.dumps(dict(sorted(rows.items())), indent=1)
+    text = json.dumps(dict(sorted(rows.items())), indent=1).replace(f"{REPOSITORY}/", "")  # no path of this machine
     replace_durably(PATH, f"{text}\n".encode())
 
 
