@@ -1,4 +1,4 @@
-"""The section of docs/compatibility.md about stacks, from their record: a line for each row, then its exceptions."""
+"""The section of docs/compatibility.md about stacks, from their record: a line for each row."""
 
 import generated
 from stacks import record
@@ -11,12 +11,13 @@ NOTHING_TO_DO = ("fixed upstream", "not present")
 WORKS = "works"
 KINDS = ("right", "loud", "SILENT")
 FLATTENED = "megatron: migrate"
+LIMITS = "limits.md#stacks"  # what became of exceptions
 
 
 def section() -> str:
     found = record.read()
     rows = [cells(row, found.get(row.name, {})) for row in ROWS]
-    return "\n".join([generated.table(HEADS, rows), "", *notes(), *exceptions(found)])
+    return "\n".join([generated.table(HEADS, rows), "", *notes()])
 
 
 def notes() -> list[str]:
@@ -34,7 +35,7 @@ def cells(row: Row, found: Found) -> list[str]:
         return [row.title, row.contents, "", f"{NOT_RUN}{': ' if found else ''}{found.get(NOT_RUN, '')}"]
     fixes: dict[str, str] = found["fixes"]
     count = {word: len(names.split()) for word, names in fixes.items()}
-    failed = sum(number for word, number in count.items() if word not in (WORKS, *NOTHING_TO_DO))
+    failed = ", ".join(f"`{name}`" for name in exceptions(found))
     of_tools = {**found["tools"], **({FLATTENED: found["flattened"]} if "flattened" in found else {})}
     tools = [name for name, result in of_tools.items() if result == WORKS]
     idle = [f"{word}: {count[word]}" for word in NOTHING_TO_DO if word in count]
@@ -43,7 +44,7 @@ def cells(row: Row, found: Found) -> list[str]:
     explored = f"explorer: {drawn['right']} right, {drawn['loud']} loud"
     silent = [f"explorer: {drawn['SILENT']} silent"] if drawn["SILENT"] else []
     works = [f"{count.get(WORKS, 0)} fixes", *dict.fromkeys(name.partition(": ")[2] for name in tools), explored]
-    other = [*idle, *([f"see below: {failed}"] if failed else []), *broken, *silent]
+    other = [*idle, *([f"[exceptions]({LIMITS}): {failed}"] if failed else []), *broken, *silent]
     return [row.title, f"{installed(row, found)}; {found['date']}", "; ".join(works), "; ".join(other)]
 
 
@@ -54,12 +55,9 @@ def installed(row: Row, found: Found) -> str:
     return ", ".join(commits.get(name) or f"{name} {version}" for name, version in on.items())
 
 
-def exceptions(found: dict[str, Found]) -> list[str]:
-    """What is not as fixes state it: what came of it, the fixes, and the rows."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for row in ROWS:
-        for word, names in found.get(row.name, {}).get("fixes", {}).items():
-            if word not in (WORKS, *NOTHING_TO_DO):
-                rows.setdefault((names, word), []).append(row.title)
-    quoted = {names: ", ".join(f"`{name}`" for name in names.split()) for names, _ in rows}
-    return [f"- {quoted[names]}, {', '.join(titles)}: {word}" for (names, word), titles in sorted(rows.items())]
+def exceptions(found: Found) -> list[str]:
+    """The fixes that a row shows otherwise than as they state it."""
+    words: dict[str, str] = found.get("fixes", {})
+    return sorted(
+        name for word, names in words.items() if word not in (WORKS, *NOTHING_TO_DO) for name in names.split()
+    )
