@@ -87,6 +87,7 @@ def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     from ckpt_patches.fingerprint import dcp_files, offline
 
     index = dcp_files.read(path)
+    _say_what_has_none(path, dcp_files.left_out(index))
     found, plain = list(dcp_files.fingerprints(path, index)), dcp_files.recorded(path, index)
     return found, None if plain is None else offline.check(plain, found)
 

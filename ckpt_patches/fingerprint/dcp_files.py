@@ -61,6 +61,15 @@ def fingerprints(path: Path, index: torch_dist.Index) -> Iterator[Fingerprint]:
                 yield Fingerprint(*named[name], *megatron_files.of_torch_dist(files, path, tensor))
 
 
+def left_out(index: torch_dist.Index) -> dict[str, str]:
+    """The names of tensors that have none, and why not; steps are settings."""
+    optimizers = dcp.optimizers(index.tensors, index.objects)
+    steps = {states.get("step") for own in optimizers for states in own.states.values()}
+    rest = {name: tensor.dtype for name, tensor in sorted(index.tensors.items()) if name not in steps}
+    expected = ", ".join(FLOATS)
+    return {name: f"elements of {dtype}, expected {expected}" for name, dtype in rest.items() if dtype not in FLOATS}
+
+
 def names(index: torch_dist.Index) -> Names:
     """Parameter and state of each tensor of floats; "model" is the state of a tensor without any."""
     found: Names = {}
