@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import megatron_files
 from ckpt_patches.fingerprint.record import KEY, from_text
 from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprint
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.runtime.shown import shown
 
 Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter, and its state
 
@@ -28,10 +26,7 @@ def read(path: Path) -> torch_dist.Index:
         UserError: an index is missing, damaged or of a kind that is not read, or an entry is in no file.
     """
     index = dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
-    wrong = [f"{shown(name)} is in the index, and in no file" for name in index.absent[:1]]
-    wrong += [f"{shown(one)} and {shown(other)} are at the same bytes" for one, other in index.same_places()]
-    if wrong:
-        raise UserError(f"{path} is not whole: {wrong[0]} (ckpt-patches audit)")
+    megatron_files.check_entries(path, index)
     return index
 
 

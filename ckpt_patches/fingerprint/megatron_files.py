@@ -46,7 +46,11 @@ def check_complete(path: Path) -> None:
     """
     if not (path / torch_dist.INDEX).exists():
         return
-    index = torch_dist.read_index(path)
+    check_entries(path, torch_dist.read_index(path))
+
+
+def check_entries(path: Path, index: torch_dist.Index) -> None:
+    """The same of the index of a folder, or of several that are one checkpoint; raises as `check_complete`."""
     absent = [name for name in index.absent if name != torch_dist.COMMON_OBJECT]
     wrong = [f"{shown(name)} is in the index, and in no file" for name in absent[:1]]
     wrong += [f"{shown(one)} and {shown(other)} are at the same bytes" for one, other in index.same_places()]

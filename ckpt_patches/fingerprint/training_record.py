@@ -6,6 +6,7 @@ and what the parts come to is summed; only what cannot be told apart so is sent 
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,9 +49,13 @@ class OfRank(NamedTuple):
 
 def recorded(own: Live, group: Any = None) -> str:
     """The record of all ranks' parts as JSON, the same on all of the group, which all call it."""
-    parts = {_place(part): _state(part) for part in own.parts()}
-    mains = {_place(part): part.main for part in own.parts()}
-    held = _held(parts, own)
+    parts: dict[Place, State] = {}
+    mains: dict[Place, bool] = {}
+    sizes: dict[Key, int] = {}
+    for part in own.parts():  # each can be a copy: one at a time
+        place = _place(part)
+        parts[place], mains[place], sizes[place[:2]] = _state(part), part.main, math.prod(part.box.shape)
+    held = _held(parts, sizes)
     rank = 0 if alone(group) else distributed.get_rank(group)
     lists, first_of_all = _lists(held, rank, group)
     every = list(dict.fromkeys(one for listed in lists for one in listed))
@@ -83,14 +88,12 @@ def _state(part: Part) -> State:
     return one.as_state()
 
 
-def _held(parts: Mapping[Place, State], own: Live) -> list[Held]:
+def _held(parts: Mapping[Place, State], sizes: Mapping[Key, int]) -> list[Held]:
     """The states of which this rank has elements, in order."""
     numels: dict[Key, int] = defaultdict(int)
     for place, state in parts.items():
         numels[place[:2]] += state.numel
-    wholes = {(part.parameter, part.state): part.box.shape for part in own.parts()}
     dtypes = {place[:2]: state.dtype for place, state in parts.items()}
-    sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in wholes.items()}
     return sorted(Held(*key, sizes[key], dtypes[key], numel == sizes[key]) for key, numel in numels.items())
 
 

@@ -40,7 +40,7 @@ class Optimizer:
     masters: Sequence[Any] = ()  # in the order of the parameters; empty where the file has none
     weights: Sequence[Any] = ()  # of the model, in any order
     checksums: Mapping[int, int] = field(default_factory=dict)  # CRC-32 by offset, of tensors that are not all zeros
-    taken: int = 0  # steps, as the trainer has counted them
+    taken: int | None = None  # steps, as the trainer has counted them; None where nothing tells
 
     @property
     def parameters(self) -> list[tuple[int, Any]]:
@@ -166,6 +166,6 @@ def _steps(optimizer: Optimizer) -> Iterator[Problem]:
         found = ", ".join(f"{step:g}" for step in steps[:5])
         yield Problem(UNUSUAL, optimizer.where, f"parameters are at different steps: {found}")
     # One more where DeepSpeed takes a step with zero gradients at the start, to allocate the states.
-    elif steps and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
+    elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
         detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
         yield Problem(UNUSUAL, optimizer.where, detail)

@@ -23,6 +23,7 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.audit.readers.torch_dist_reader import Chunked, find_elements, shards_of, wrong_entries
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.record import KEY, from_text
+from ckpt_patches.fingerprint.states import MASTERS_OF_TORCH
 from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
 from ckpt_patches.formats.dcp import Optimizer
 from ckpt_patches.formats.ranged import RangedFiles
@@ -31,9 +32,7 @@ from ckpt_patches.formats.torch_file import BadFileError, NotReadError, StorageH
 from ckpt_patches.runtime.shown import shown
 
 FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
-# A main parameter that the optimizer keeps beside the weight has one of the first three names.
-ROLES = {"master_param": MASTER, "master_weight": MASTER, "fp32_param": MASTER}
-ROLES.update(exp_avg=EXP_AVG, exp_avg_sq=EXP_AVG_SQ)
+ROLES = {**dict.fromkeys(MASTERS_OF_TORCH, MASTER), "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in the name of a save's folder
 OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")
 # Steps that fp16 skips: some at the start, then one in a hundred at most. They are no steps of the optimizer.
@@ -156,10 +155,9 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         for name, state in own.states.items()
         if state.get("step") in contents.steps
     }
-    taken = max(filter(settings.is_step, steps.values()), default=0)
     where = f"{own.prefix}{dcp.STATE}".rstrip(".")
     if groups:
-        optimizer = optimizer_inventory.Optimizer(where, groups, states, steps, taken=int(taken))
+        optimizer = optimizer_inventory.Optimizer(where, groups, states, steps)
         found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"

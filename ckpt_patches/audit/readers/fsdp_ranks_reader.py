@@ -260,11 +260,8 @@ def _of_optimizer(
         if key not in file.value:
             return [Finding(damages.MISSING_STATE, file.path.name, label, detail=f"no {key}")]
     groups = [{**group, "params": _without(group.get("params"), elsewhere)} for group in _groups(file)]
-    taken = max(filter(settings.is_step, steps.values()), default=0)
     checksums = zero_facts.telling_checksums(file)
-    optimizer = optimizer_inventory.Optimizer(
-        file.path.name, groups, states, steps, checksums=checksums, taken=int(taken)
-    )
+    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
     return tensor_streams.findings(optimizer_inventory.problems(optimizer), label)
 
 

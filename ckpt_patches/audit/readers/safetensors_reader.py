@@ -20,7 +20,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
 )
 from ckpt_patches.audit.readers.dcp_reader import read_others, set_step
-from ckpt_patches.formats import optimizer_inventory, safetensors, settings, zero_facts
+from ckpt_patches.formats import optimizer_inventory, safetensors, zero_facts
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
@@ -162,11 +162,8 @@ def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tenso
 def _of_optimizer(
     file: TorchFile, groups: list[dict[str, Any]], states: Mapping[Any, dict[Any, Any]], steps: Mapping[Any, Any]
 ) -> list[Finding]:
-    taken = max(filter(settings.is_step, steps.values()), default=0)
     checksums = zero_facts.telling_checksums(file)
-    optimizer = optimizer_inventory.Optimizer(
-        file.path.name, groups, states, steps, checksums=checksums, taken=int(taken)
-    )
+    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
     return tensor_streams.findings(optimizer_inventory.problems(optimizer))
 
 
