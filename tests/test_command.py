@@ -175,13 +175,13 @@ def test_status_finds_a_package_that_has_no_init_file() -> None:
     [
         ("0.16.1", "", "megatron-core 0.16.1: 2 of 2 fixes active"),
         (
-            "0.19.2",
+            newest("megatron-core"),
             "",
-            "nvrx by default, which is not installed, so by async_strategy_fallback megatron-core 0.19.2: 3 of 3 fixes "
-            "active",
+            "nvrx by default, which is not installed, so by async_strategy_fallback megatron-core "
+            f"{newest('megatron-core')}: 3 of 3 fixes active",
         ),
         (
-            "0.19.2",
+            newest("megatron-core"),
             "async_strategy_fallback",
             "nvrx by default, which is not installed: the first one fails (async_strategy_fallback is not active)",
         ),

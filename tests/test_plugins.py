@@ -14,7 +14,7 @@ from packaging.version import Version
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.engine.requirements import _holds, parse
 from small_tree import IS_PATCHED, MODULE, make, python
-from upstream import REPOSITORY, needed, tree
+from upstream import REPOSITORY, needed, newest, tree
 
 pytestmark = pytest.mark.long
 
@@ -103,7 +103,7 @@ def test_one_that_is_off_by_default_is_used_where_it_is_enabled(tmp_path: Path) 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("version", ["0.12.3", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.12.3", newest("megatron-core")])
 def test_a_module_of_a_release_is_edited_though_our_fixes_leave_it_alone(tmp_path: Path, version: str) -> None:
     """By the file of the release alone: nothing of torch is imported."""
     module = "megatron.core.package_info"
@@ -340,7 +340,10 @@ def test_a_broken_plugin_is_an_error_of_status_and_a_warning_of_the_others(tmp_p
     ("version", "expected"),
     [
         ("0.12.3", {"skyrl_fp32_params": "active", "skyrl_loaded_step": "not present", "torch_save_format": "active"}),
-        ("0.19.2", {"skyrl_fp32_params": "active", "skyrl_loaded_step": "active", "torch_save_format": "not needed"}),
+        (
+            newest("megatron-core"),
+            {"skyrl_fp32_params": "active", "skyrl_loaded_step": "active", "torch_save_format": "not needed"},
+        ),
     ],
 )
 def test_the_example_works(tmp_path: Path, version: str, expected: dict[str, str]) -> None:
