@@ -90,7 +90,7 @@ def migrated(tag: Path) -> str:
     """Put the migrated checkpoint in a checkpoint's place; the error, or nothing."""
     old = tag.rename(tag.with_name(f"{tag.name}_old"))
     try:
-        migrate(old, tag, Options(workers=1), warn=lambda line: None)
+        migrate(old, tag, Options(workers=1, trust_checkpoint=True), warn=lambda line: None)
     except UserError as error:
         return str(error)
     return ""

@@ -185,7 +185,7 @@ def step(model: Any, optimizer: Any, number: int) -> float:
         data_iterator=None,
         model=[model],
         num_microbatches=1,
-        seq_length=LENGTH,
+        seq_length=LENGTH * parallel_state.get_context_parallel_world_size(),  # each rank has all tokens
         micro_batch_size=len(tokens),
         forward_only=False,
     )

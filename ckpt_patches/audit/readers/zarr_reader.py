@@ -48,7 +48,8 @@ def read(path: Path) -> Checkpoint:
     numels = [_read_object(file, found, objects) for file in sorted(path.glob("*/shard_*.pt"))]
     check_bucket_sizes(found, objects)
     if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
-        weights = [math.prod(array.shape) for name, array in known.items() if parameter_and_role(name)[1] == WEIGHT]
+        of_weights = [array for name, array in known.items() if parameter_and_role(name)[1] == WEIGHT]
+        weights = [math.prod(array.chunks) for array in of_weights for _ in array.labels()]  # each layer has its own
         check_weights(found, "the model's weights", sum(numels), weights)
     _check_objects(found)
     dtypes = {name: known[name].dtype if name in known else "" for name in names}
