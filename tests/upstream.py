@@ -92,6 +92,8 @@ RELEASES: tuple[Release, ...] = (
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
 )
 
+COMPILED = ("numpy", "triton")  # packages that crash a Python other than the one that installed them
+
 # What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
 
@@ -305,12 +307,19 @@ def released(distribution: str, version: str) -> Path:
     Raises:
         RuntimeError: as `tree`.
     """
-    folder = trees() / f"{distribution}-{version}"
+    folder = trees() / tree_name(distribution, version)
     if not folder.is_dir():
         with _locked(folder):
             if not folder.is_dir():
                 _install(distribution, version, folder)
     return folder
+
+
+def tree_name(distribution: str, version: str, python: str = "") -> str:
+    """The name of a release's folder. For compiled packages it contains the Python version, by default the running one."""
+    name = f"{distribution}-{version}"
+    python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"{name}-py{python}" if distribution in COMPILED else name
 
 
 def trees() -> Path:
