@@ -316,7 +316,7 @@ def released(distribution: str, version: str) -> Path:
 
 
 def tree_name(distribution: str, version: str, python: str = "") -> str:
-    """The name of a release's folder. For compiled packages it contains the Python version, by default the running one."""
+    """The name of a release's folder; with the Python version (by default, of this Python) for compiled packages."""
     name = f"{distribution}-{version}"
     python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"{name}-py{python}" if distribution in COMPILED else name
