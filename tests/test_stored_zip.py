@@ -153,6 +153,8 @@ def test_an_archive_within_a_file_and_its_new_checksum(folder: Path, begin: int)
             os.pwrite(file.fileno(), b"changed", stored.offset)
             with pytest.raises(BadArchiveError, match="checksum"):
                 Archive(file.fileno(), size, begin).read(b"torch/data/0")
+            with pytest.raises(BadArchiveError, match="expected 1000000 bytes"):
+                stored_zip.update_checksum(file.fileno(), (begin, size), stored._replace(nbytes=10**6))
             stored_zip.update_checksum(file.fileno(), (begin, size), stored)
             assert Archive(file.fileno(), size, begin).read(b"torch/data/0")[:7] == b"changed"
         (folder / "inner.pt").write_bytes(path.read_bytes()[begin : begin + size])

@@ -152,12 +152,17 @@ def update_checksum(descriptor: int, span: tuple[int, int], record: Stored) -> N
     """Write into an archive, a part of a file that is open for writing, the checksum of what a record holds now.
 
     `span` is the archive's first byte and its length.
+
+    Raises:
+        BadArchiveError: the file ends before the record does.
     """
     archive = Archive(descriptor, span[1], span[0])
     (name,) = (name for name in archive.entries if archive.position(name) == record.offset)
     checksum, at, end = 0, record.offset, record.offset + record.nbytes
     while at < end:
         data = os.pread(descriptor, min(READ_AT_ONCE, end - at), at)
+        if not data:
+            raise BadArchiveError(f"expected {record.nbytes} bytes of {name!r}, found {at - record.offset}")
         checksum, at = crc32(data, checksum), at + len(data)
     for place in archive.checksum_places(name):
         os.pwrite(descriptor, struct.pack("<L", checksum), place)
