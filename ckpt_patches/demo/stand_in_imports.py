@@ -1,4 +1,4 @@
-"""What `megatron.training` imports and saves and loads do not use, where it is absent."""
+"""Stubs for missing modules that `megatron.training` imports, but that saves and loads do not use."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ MODULES = ("yaml",)
 
 
 class StandIn(types.ModuleType):
-    """A module with any name in it, of a class that can be derived from, made and called."""
+    """A module that has every attribute; each is a callable instance of a new class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -19,7 +19,7 @@ class StandIn(types.ModuleType):
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Take anything."""
+    """Accept any arguments."""
 
 
 def install() -> None:

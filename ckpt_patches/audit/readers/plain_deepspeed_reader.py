@@ -47,7 +47,7 @@ def is_plain(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, "deepspeed without zero")
     folder = zero.look(path)
     steps: list[Any] = []
@@ -75,7 +75,7 @@ def read(path: Path) -> Checkpoint:
             tensor_streams.read(path / name, found)
     found.step = last_step(steps)
     if found.step and all(taken_steps(model.value) == found.step - 1 for model in models):
-        found.step -= 1  # the first one was taken with zero gradients, to allocate the states
+        found.step -= 1  # the first step used zero gradients, to allocate the states
     return found
 
 
@@ -147,7 +147,7 @@ def _has_states(group: dict[str, Any]) -> bool:
 
 
 def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Problem]:
-    """What FP16_Optimizer and FP16_UnfusedOptimizer save beside the inner optimizer's state, and want at a load."""
+    """Missing entries that FP16_Optimizer and FP16_UnfusedOptimizer save with the inner state and need at a load."""
     wrapper = value.get("optimizer")
     if not isinstance(wrapper, dict) or INNER not in wrapper:
         return
@@ -172,21 +172,21 @@ def _optimizer(
 
 
 def stage_of(config: Any) -> int:
-    """ZeRO's stage by the configuration that is saved with the model."""
+    """The ZeRO stage in the configuration that is saved with the model."""
     own = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = own.get("stage", 0) if isinstance(own, dict) else int(own is True)
     return stage if isinstance(stage, int) and 0 <= stage <= 3 else 0
 
 
 def _optimizers(value: Any) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """The state dicts of torch's form in what is saved of an optimizer, and the main parameters beside each."""
+    """The torch-style state dicts in a saved optimizer, each with the main parameters stored next to it."""
     if not isinstance(value, dict):
         return
     if isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list):
         yield value, []
         return
     held: list[Any] = next((value[key] for key in MASTERS if isinstance(value.get(key), list)), [])
-    masters = [one for item in held for one in (item if isinstance(item, list) else [item])]  # the latter's by group
+    masters = [one for item in held for one in (item if isinstance(item, list) else [item])]  # can be nested by group
     for inner in value.values():
         yield from ((optimizer, own or masters) for optimizer, own in _optimizers(inner))
 
@@ -194,7 +194,7 @@ def _optimizers(value: Any) -> Iterator[tuple[dict[str, Any], list[Any]]]:
 def _shard(
     found: Checkpoint, path: Path, label: str, number: Any, state: Mapping[str, Any], masters: list[Any]
 ) -> Iterator[Shard]:
-    """The arrays of one parameter, or of a group of flattened ones, that have the same number of elements."""
+    """The arrays of one parameter, or of a flattened group, if all have the same number of elements."""
     name = f"optimizer.{number!s:.50}"
     tensors = {role: state.get(key) for role, key in MOMENTS.items()}
     if type(number) is int and 0 <= number < len(masters):
