@@ -1,4 +1,4 @@
-"""Write the index of torch.distributed.checkpoint, plain, which every release of Megatron reads.
+"""Write an index of torch.distributed.checkpoint in the basic form that every release of Megatron reads.
 
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -11,11 +11,11 @@ from ckpt_patches.formats.torch_file import Size, stand_in
 from ckpt_patches.formats.torch_writer import pickled
 
 METADATA, STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-ARCHIVE = "archive"  # how torch names the records of what has no file's name of its own
+ARCHIVE = "archive"  # torch's folder of records for data that is not saved to a named file
 
 
 def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
-    """What `.metadata` holds. Of the tensors every chunk has its place."""
+    """The bytes of `.metadata`. Every chunk of the tensors must have a place."""
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     for tensor in tensors:
