@@ -197,7 +197,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "a rank with another placement": (
         3,
         layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[3, 2]), SECOND),
-        "says something else of the experts",
+        "contradict each other about the experts",
     ),
     "tensor-parallel ranks": (3, with_a_tensor_parallel_rank, "AutoEP's experts on 2 tensor-parallel ranks"),
     "a rank in another format": (

@@ -269,7 +269,7 @@ def test_what_is_absent_or_foreign_is_refused_before_a_byte_is_written(
     change, expected = NOT_WHOLE[case]
     old, _ = checkpoint(tmp_path / "old", change)
     line = refused(capsys, old, tmp_path, *options, status=1)
-    assert f"{old} is not whole, and nothing was written: {expected}" in line
+    assert f"{old} is damaged or incomplete, and nothing was written: {expected}" in line
     assert command_line.main(["fingerprint", str(old)]) == (0 if case == "a square" else 2)
     migrate(old, tmp_path / "new", "--damaged-as-is")
 

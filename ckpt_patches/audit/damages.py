@@ -43,8 +43,8 @@ LOST_MOMENT = _kind(
 MOMENT_GAP = _kind(
     "moment_gap",
     SUSPICION,
-    "both moments are zero over a run that is not whole rows, or that is too long to be rows without gradient; or the "
-    "first moment alone is zero where it can have decayed to zero",
+    "both moments are zero over a range that is not complete rows, or that is too long to be rows without gradient; or "
+    "the first moment alone is zero where it can have decayed to zero",
     FROM_OLDER,
 )
 NO_MOMENTS = _kind(

@@ -114,7 +114,7 @@ def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]"
     if all(one.plain is None for one in ranks):
         raise UserError(
             f"{path}: expected a record of the run in the `torch` format (CKPT_PATCHES_FINGERPRINT=1), found none, and "
-            "the files themselves do not say where parameters begin in the buffers"
+            "the files themselves do not state where parameters begin in the buffers"
         )
     found = [own._replace(parameter=f"{one.label}{own.parameter}") for one in ranks for own in one.found]
     return found, offline.together([one.checked() for one in ranks])

@@ -326,7 +326,7 @@ def _with_copies(name: str, key: str, content: Content, copies: Sequence[tuple[t
             found = "averaged" if content.how != "place" else f"{content.dtype} and {kind.dtype}"
             raise UserError(
                 f"{name}: expected pipeline stages {stages[0]} and {stages[1]} to hold the same {shown(key)}, found "
-                f"{found}; no pattern of {rules.PIPELINE_REPLICATED} says that it is the same in both"
+                f"{found}; no pattern of {rules.PIPELINE_REPLICATED} declares it equal"
             )
         content = with_copy(content, slices, stages)
     return content

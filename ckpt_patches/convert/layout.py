@@ -165,7 +165,7 @@ def _even(name: str, sizes: Sequence[int], slices: int) -> list[list[int]]:
     if any(size < 0 or size % slices for size in sizes):
         raise UserError(
             f"{name}: sub-parameters of {list(sizes)} elements cannot have been cut evenly for {slices} "
-            "tensor-parallel ranks, and the checkpoint does not say how they were"
+            "tensor-parallel ranks, and the checkpoint does not record how they were"
         )
     return [[size // slices] * slices for size in sizes]
 

@@ -58,9 +58,7 @@ class Rules:
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
-            raise UserError(
-                f"the checkpoint says of {', '.join(sorted(info[UNSUPPORTED]))} that it cannot be converted"
-            )
+            raise UserError(f"the checkpoint states that {', '.join(sorted(info[UNSUPPORTED]))} cannot be converted")
         maps = (info.get(AFFINE) or {}) if traits.affine_maps else {}
         if maps.get("version", AFFINE_VERSION) > AFFINE_VERSION:
             raise UserError(f"the checkpoint has affine maps of version {maps['version']}; {UPSTREAM}")

@@ -166,7 +166,7 @@ def _differs(name: str, content: Content, index: int) -> str:
             "found others; a universal checkpoint has one of it: resume with as many stages as were saved"
         )
     return (
-        f"{name}: the checkpoint says that tensor-parallel rank {index} holds the same as others of this "
+        f"{name}: the checkpoint states that tensor-parallel rank {index} holds the same as others of this "
         "parameter, and it does not"
     )
 

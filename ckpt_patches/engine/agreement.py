@@ -76,7 +76,7 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int
         found = f"{sum(there)} of {len(ranks)} ranks have it, rank {ranks[there.index(False)]} has not"
     checked.discard((fix, tuple(ranks)))
     raise RuntimeError(
-        f"{fix.partition('.')[0]}: {found}. With and without this fix ranks wait for each other for ever: expected it "
+        f"{fix.partition('.')[0]}: {found}. Ranks with and without this fix wait for each other forever: expected it "
         "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES, "
         "CKPT_PATCHES_ENABLE and CKPT_PATCHES_SKIP"
     )

@@ -39,7 +39,7 @@ class AsyncCaller:
         found = f"it ended with exit code {code}" if code else "that of a rank ended"
         raise RuntimeError(
             f"expected the process that writes checkpoints to finish its save, found {found}:"
-            " this checkpoint is not whole; look for what killed it"
+            " this checkpoint is incomplete; look for what killed it"
         )
 
 
@@ -95,7 +95,7 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
             "import threading": source.imports("threading"),
             "scheduling": source.has("self._join_or_worker_ends(...)", within=schedule),
             "closing": source.has("self._join_or_worker_ends(...)", within=close),
-            "a persistent worker's end is seen": source.has("worker_ended = ...", within=done),
+            "a persistent worker's end is detected": source.has("worker_ended = ...", within=done),
             "and counts": source.has("self._worker_ended(no_dist)", within=done),
             "a forked worker's end is waited for": source.has("self.process.join()", within=forked),
             "and counts, too": source.has("self._worker_ended(no_dist)", within=forked),

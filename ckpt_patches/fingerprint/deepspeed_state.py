@@ -17,7 +17,7 @@ from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, state_named
 from ckpt_patches.fingerprint.verdict import Key
 
-NOT_WHOLE = "of tensor parallelism DeepSpeed does not say which part of a parameter a rank has"
+NOT_WHOLE = "with tensor parallelism DeepSpeed does not record which part of a parameter a rank has"
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
 # An expert by its local number on its rank; a converted checkpoint has all experts, by their global numbers.
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")

@@ -55,7 +55,7 @@ def check_entries(path: Path, index: torch_dist.Index) -> None:
     wrong = [f"{shown(name)} is in the index, and in no file" for name in absent[:1]]
     wrong += [f"{shown(one)} and {shown(other)} are at the same bytes" for one, other in index.same_places()]
     if wrong:
-        raise UserError(f"{path} is not whole: {wrong[0]} (ckpt-patches audit)")
+        raise UserError(f"{path} is damaged or incomplete: {wrong[0]} (ckpt-patches audit)")
 
 
 def left_out(stored: Stored) -> dict[str, str]:

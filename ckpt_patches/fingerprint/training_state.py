@@ -135,7 +135,7 @@ def _why_not(tensor: Any) -> str:
             return "a sum that ranks have not added up"
         expected = [len(own) for own in _indices(tensor)] if tensor.device_mesh.get_coordinate() else None
         if expected is not None and expected != list(local(tensor).shape):
-            return f"a local part of {list(local(tensor).shape)}, where the placements say {expected}"
+            return f"a local part of {list(local(tensor).shape)}, where the placements state {expected}"
     return ""
 
 

@@ -508,7 +508,7 @@ class _Unpickler(pickle.Unpickler):
             return stand_in(module, name)
         raise UnlistedClassError(
             f"{self.archive.path} holds {full}, which is not on the list of classes that checkpoints are known to "
-            f"hold; look at where it comes from, and if you trust the checkpoint, say {TRUST}"
+            f"hold; look at where it comes from, and if you trust the checkpoint, use {TRUST}"
         )
 
     def persistent_load(self, pid: Any) -> StorageHeader:

@@ -125,7 +125,8 @@ def _check_inventory(reader: "_Reader", stage: int) -> None:
     if wrong:
         kind, where, detail = wrong[0]
         more = f", and {len(wrong) - 1} more (ckpt-patches audit)" if len(wrong) > 1 else ""
-        raise UserError(f"{folder.path} is not whole: {kind}: {': '.join(filter(None, (where, detail)))}{more}")
+        found = ": ".join(filter(None, (kind, where, detail)))
+        raise UserError(f"{folder.path} is damaged or incomplete: {found}{more}")
 
 
 class _Reader:
@@ -357,7 +358,7 @@ def _autoep(
 def _check_experts_shapes(path: Path, model: Mapping[str, Any]) -> None:
     if "param_shapes" not in model:
         raise UserError(
-            f"{path} does not say which shapes the parameters have (param_shapes): before 0.19.3 DeepSpeed saved no "
+            f"{path} does not record which shapes the parameters have (param_shapes): before 0.19.3 DeepSpeed saved no "
             "checkpoint of experts that can be converted; resume on the same ranks with a later one, and convert what "
             "it saves"
         )
@@ -427,7 +428,7 @@ def _info(path: Path, model: dict[str, Any], may_lack: bool) -> dict[str, Any]:
         return {}
     if not isinstance(info, dict):
         raise UserError(
-            f"{path} has no {INFO}, which the training program has to put there; say --inject-missing-state if no "
+            f"{path} has no {INFO}, which the training program has to put there; use --inject-missing-state if no "
             "parameter is parallel in its tensors"
         )
     return info
@@ -501,7 +502,7 @@ def _autoep_3(
     known = experts.parameters(path, layers[0], ranks)
     for (other, value), of_rank in zip(models, layers, strict=True):
         if experts.parameters(other, of_rank, ranks) != known:
-            raise UserError(f"{other} says something else of the experts than {path}")
+            raise UserError(f"{other} and {path} contradict each other about the experts")
         frozen = sorted(known.keys() & (value.get("frozen_param_shapes") or {}).keys())
         if frozen:
             raise UserError(f"{other}: the experts {', '.join(frozen)} are frozen, and in no file of ZeRO's")

@@ -143,7 +143,7 @@ def joined_layers(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> list[dict
         for layer in layers_of(path, model) or ():
             prefix = required(layer, "expert_key_prefix", path)
             if found.setdefault(prefix, layer) != layer:
-                raise UserError(f"{path} says something else of the experts {prefix} than the files of other ranks")
+                raise UserError(f"{path} and the files of other ranks contradict each other about the experts {prefix}")
     return list(found.values())
 
 

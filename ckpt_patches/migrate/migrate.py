@@ -102,8 +102,8 @@ def _check_inventory(found: Checkpoint) -> None:
     if damage:
         more = f", and {len(damage) - 1} more (ckpt-patches audit)" if len(damage) > 1 else ""
         raise DamagedError(
-            f"{found.path} is not whole, and nothing was written: {_line(damage[0])}{more}; take an older one, or "
-            "migrate it as it is with --damaged-as-is"
+            f"{found.path} is damaged or incomplete, and nothing was written: {_line(damage[0])}{more}; take an older "
+            "one, or migrate it as it is with --damaged-as-is"
         )
 
 

@@ -265,7 +265,7 @@ def _unpadded(source: Source) -> dict[keys.Bucket, int]:
                     name = "(" + ", ".join(f"{part.__module__}.{part.__name__}" for part in dtype) + ")"
                     found |= {keys.Bucket(group, number, name, n): int(size) for n, size in enumerate(buckets)}
         except (TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{own.key} does not say how long the buckets are: {error}") from None
+            raise UserError(f"{own.key} does not record how long the buckets are: {error}") from None
     return found
 
 

@@ -316,7 +316,7 @@ def check_config(found: Checkpoint) -> None:
     """Check the metadata that name the format."""
     named = _named_backend(found.path)
     if named is None:
-        detail = "the file that says the format is missing or cannot be read; told by the files beside it"
+        detail = "the file that states the format is missing or cannot be read; identified by the files beside it"
         found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
     elif named not in BACKENDS:
         detail = (

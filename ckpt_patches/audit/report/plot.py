@@ -47,7 +47,7 @@ def draw(reports: list[Report], to: Path) -> int:
 def rest(checkpoints: int, panels: list[Panel]) -> str:
     """Describe the checkpoints that are not in the picture."""
     whole, more = checkpoints - len(panels), len(panels) - MOST_PANELS
-    parts = [f"{more:,} more that are not whole"] * (more > 0)
+    parts = [f"{more:,} more that are not complete"] * (more > 0)
     parts += [f"{whole:,} complete checkpoint{'s' * (whole > 1)}"] * (whole > 0)
     return f"and {' and '.join(parts)}" if parts else ""
 
