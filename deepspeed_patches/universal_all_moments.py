@@ -46,7 +46,7 @@ class ZeROOptimizer:
     optimizer: "torch.optim.Optimizer"
 
     def _link_states_to_load(self, lp_groups: "list[list[torch.Tensor]]") -> None:
-        """Link every parameter to its optimizer states, which a step of zero gradients makes where there are none.
+        """Link every parameter to its optimizer states. A step with zero gradients creates missing ones.
 
         Nothing else is left of that step: the partition is put back, and whoever loads the states sets what it counted.
         """

@@ -104,7 +104,7 @@ def _stem(word: str) -> str:
 
 
 def search(text: str) -> list[Match]:
-    """The fixes with an error text in `text`, best first; if there are none, those that contain most of its words."""
+    """The fixes with an error text in `text`, best first. Without one, those that contain most of its words."""
     weight = weights()
     matches = [match for symptom in known() if (match := _match(symptom, text, weight))]
     only_errors = any(match.is_error for match in matches)

@@ -102,7 +102,7 @@ def insert_agreement(
         source: the module.
         fix: its name, optionally followed by a dot and the version of the ranks' protocol.
         by_upstream: whether upstream already has the fix's changes.
-        announce: a statement that every rank runs long before it saves; None if there is none.
+        announce: a statement that every rank runs long before it saves, or None.
         check: the functions in which the fix changes the collectives.
         ranks: an expression, valid in them, for the list of ranks that call these collectives; "None" for all.
         patience: seconds that a rank without an earlier announcement may come after the first one.

@@ -31,7 +31,7 @@ def read(path: Path) -> torch_dist.Index:
 
 
 def recorded(path: Path, index: torch_dist.Index) -> Any:
-    """The record of the run that saved; None if there is none.
+    """The record of the run that saved, or None.
 
     Raises:
         BadFileError, NotReadError: the record's entry cannot be read.

@@ -58,7 +58,7 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
 
     Args:
         live: this rank's part of the state, after the load.
-        plain: the record in the checkpoint; None if there is none.
+        plain: the record in the checkpoint, or None.
         group: the ranks whose parts are merged; None for all.
 
     Raises:

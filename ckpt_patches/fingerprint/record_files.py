@@ -9,7 +9,7 @@ from ckpt_patches.formats.zero import MODEL
 
 
 def of_megatron(path: Path) -> Any:
-    """The record in the common state of a distributed checkpoint; None if there is none.
+    """The record in the common state of a distributed checkpoint, or None.
 
     Raises:
         BadFileError, NotReadError: the common state cannot be read.

@@ -1,4 +1,4 @@
-"""Check after each load of a whole run that its position in the data and its RNG states are what was saved.
+"""Check after each load of a run that its data position and RNG states are those of the save.
 
 Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_megatron`.
 """

@@ -170,9 +170,9 @@ def _raise_failures(failures: "list[Exception]") -> None:
 
 
 def _remove_lock_directories(checkpoint_dir: "Path") -> None:
-    """Nobody holds a lock any more, and a listing would meet their directories.
+    """Remove the lock directories: no rank holds a lock any more, and listings would show them.
 
-    What fails here is said and no more: the checkpoint is whole.
+    A failure here is only logged: the checkpoint is complete.
     """
     if torch.distributed.get_rank() != 0:
         return

@@ -23,7 +23,7 @@ class Step:
     """Something to do."""
 
     what: str
-    command: str = ""  # for a shell; empty if there is none
+    command: str = ""  # for a shell; empty without a command
 
 
 @dataclass(frozen=True)

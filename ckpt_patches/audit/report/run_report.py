@@ -24,7 +24,7 @@ class RunReport:
     """The report on a run's folder."""
 
     path: Path
-    newest: Report | None  # complete checkpoint; None if there is none
+    newest: Report | None  # complete checkpoint, or None
     named: tuple[Named, ...]
 
     def as_text(self) -> str:
