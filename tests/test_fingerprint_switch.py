@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_patches.fingerprint_megatron import layer_wise_optimizer
 
 from ckpt_patches.cli import command_line
+from ckpt_patches.engine.source import Source
 from upstream import checkpoint_formats, newest, run, tree
 
 pytestmark = pytest.mark.long
@@ -13,10 +15,10 @@ pytestmark = pytest.mark.long
 NEWEST = newest("megatron-core")
 
 
-def resumed(folder: Path, what: str, formats: str, **env: str) -> tuple[list[str], str]:
+def resumed(folder: Path, what: str, formats: str, version: str = NEWEST, **env: str) -> tuple[list[str], str]:
     """The rows of a save or a resume of a plain optimizer, and the log."""
     arguments = ("--formats", formats, "--only", what, "--resume-ranks", "2")
-    on: dict[str, Any] = {"tree": tree("megatron-core", NEWEST), "delivery": "hook"}
+    on: dict[str, Any] = {"tree": tree("megatron-core", version), "delivery": "hook"}
     done = run("exact_resume", folder, *arguments, env=env, **on)
     return done.stdout.splitlines(), done.stderr
 
@@ -49,6 +51,26 @@ def test_a_checkpoint_without_a_record_is_said_to_prove_nothing(tmp_path: Path) 
     assert [row for row in rows if '"bit-equal"' not in row] == []
     assert log.count("fingerprint: nothing is proven of this resume") == len(formats)
     assert "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT" in log
+
+
+def test_the_oldest_release_proves_it_of_sharded_checkpoints(tmp_path: Path) -> None:
+    """Of the `torch` format it has no names of parameters, and says so."""
+    formats = checkpoint_formats("0.7.0")
+    for what in ("save", "resume"):
+        rows, log = resumed(tmp_path, what, ",".join(formats), "0.7.0", CKPT_PATCHES_FINGERPRINT="1")
+    assert len([row for row in rows if '"bit-equal"' in row]) == len(formats) == 3
+    assert log.count("resume proven: 4 parameters, 12 states, settings") == 2
+    assert log.count("fingerprint: nothing is proven of this resume") == 1
+
+
+def test_a_layer_wise_optimizer_that_loads_as_any_chain_does_is_recorded() -> None:
+    """As in commits on the way to 0.16.0."""
+    file = "megatron/core/optimizer/layer_wise_optimizer.py"
+    release = Source((tree("megatron-core", "0.16.0") / file).read_bytes(), file)
+    release.remove(release.function("LayerWiseDistributedOptimizer.load_state_dict"))
+    commit = Source(release.edited(), file)
+    layer_wise_optimizer(commit)
+    assert commit.edited().count(b"@run_megatron.") == 1
 
 
 def test_a_resume_goes_on_with_warn(tmp_path: Path) -> None:

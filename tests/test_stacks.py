@@ -1,13 +1,18 @@
 """The rows of `make stacks`: each names what can be installed, and is recorded, or not run with a reason."""
 
 import re
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import generated
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, NVRX
 from ckpt_patches.engine.releases import RECORDED, newest
-from stacks import page, record
+from stacks import environments, page, record
+from stacks.environments import Environment, NotInstalled
 from stacks.rows import BY_NAME, ROWS, Row
 from upstream import REPOSITORY
 
@@ -57,6 +62,16 @@ def test_each_exception_is_a_known_limit() -> None:
     limits = (REPOSITORY / "docs" / "limits.md").read_text()
     named = {name for found in record.read().values() for name in page.exceptions(found)}
     assert [name for name in sorted(named) if f"`{name}`" not in limits] == []
+
+
+def test_an_environment_has_what_its_row_names() -> None:
+    here, numpy = Environment(Path(sys.prefix)), metadata.version("numpy")
+    row = replace(BY_NAME["bridge_main"], torch=metadata.version("torch"), others=(f"numpy=={numpy}",))
+    environments.check(row, here)
+    with pytest.raises(NotInstalled, match=f"expected numpy!={numpy} in the environment, found {numpy}"):
+        environments.check(replace(row, others=(f"numpy!={numpy}",)), here)
+    with pytest.raises(NotInstalled, match=r"expected megatron-core==0\.7\.0 in the environment, found none"):
+        environments.check(replace(row, megatron="0.7.0", formats_of=""), here)
 
 
 FOUND = {

@@ -310,6 +310,9 @@ def _patch_cuda():
     c.set_stream = lambda *a, **k: None
     c.Stream = Stream
     c.Event = Event
+    if bases := getattr(torch, "_streambase", None):  # torch._dynamo of torch 2.4 asks for these, which are ABCs there
+        for base, ours in ((bases._StreamBase, Stream), (bases._EventBase, Event)):
+            getattr(base, "register", lambda ours: None)(ours)
     c.ExternalStream = Stream
     c.stream = lambda s: contextlib.nullcontext()
     c.StreamContext = lambda s: contextlib.nullcontext()

@@ -259,7 +259,10 @@ def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, A
     index, order = leaf.model_param_group_index_map[param]
     group = leaf.optimizer.param_groups[index]
     if not hasattr(leaf.optimizer, "sub_optimizers"):
-        return group, leaf._get_main_param_and_optimizer_states(param)
+        if hasattr(leaf, "_get_main_param_and_optimizer_states"):  # since 0.11
+            return group, leaf._get_main_param_and_optimizer_states(param)
+        main = group["params"][order]
+        return group, {"param": main, **leaf.optimizer.state.get(main, {})}
     inner = leaf.optimizer.param_to_inner_param[group["params"][order]]
     own, states = stepping.get(id(inner), ({}, {}))
     # A step begins by copying these settings to the inner optimizer, as a scheduler may have changed them; not `step`.

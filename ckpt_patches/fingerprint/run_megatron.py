@@ -147,7 +147,7 @@ def recorded_apart(method: Method) -> Method:
 
     @functools.wraps(method)
     def with_record(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_outermost() or self.is_stub_optimizer:
+        if not _is_outermost() or getattr(self, "is_stub_optimizer", False):
             return method(self, *args, **kwargs)
         record = proof.recorded(_live_of_rank(self), self.data_parallel_group)
         state = _inside(method, self, *args, **kwargs)
@@ -168,7 +168,7 @@ def proven_apart(method: Method) -> Method:
             record = state_dict[KEY]
             state_dict = {key: value for key, value in state_dict.items() if key != KEY}
         result = _inside(method, self, state_dict, *args, **kwargs)
-        if _is_outermost() and not self.is_stub_optimizer:
+        if _is_outermost() and not getattr(self, "is_stub_optimizer", False):
             group = self.data_parallel_group
             proof.prove(_live_of_rank(self), proof.from_first(record, group), group)
         return result

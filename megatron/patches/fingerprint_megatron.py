@@ -35,10 +35,14 @@ def distributed_optimizer(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.layer_wise_optimizer", optional=True, ours_alone=True)
 def layer_wise_optimizer(source: Source) -> None:
-    """A chain with its own methods around those of `ChainedOptimizer`. Since 0.16."""
+    """A chain with its own methods around those of `ChainedOptimizer`. Since 0.16.
+
+    Commits on the way to 0.16.0 load as any chain does.
+    """
     begin(source)
     decorate(source, "LayerWiseDistributedOptimizer.sharded_state_dict", "noted")
-    decorate(source, "LayerWiseDistributedOptimizer.load_state_dict", "proven")
+    if source.has_function("LayerWiseDistributedOptimizer.load_state_dict"):
+        decorate(source, "LayerWiseDistributedOptimizer.load_state_dict", "proven")
 
 
 @fix.edit("megatron.core.optimizer_param_scheduler", optional=True, ours_alone=True)

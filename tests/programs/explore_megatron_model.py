@@ -1,6 +1,9 @@
 """The models, optimizers and schedulers of the explorer's trainings with megatron-core."""
 
+import importlib
 import random
+import sys
+import types
 from typing import Any
 
 from ckpt_patches.demo import megatron_training as mt  # isort: skip  the stand-in for a GPU has to be there first
@@ -13,6 +16,11 @@ Options = dict[str, Any]
 VOCABULARY, SEEN, LENGTH, HIDDEN, LAYERS, EXPERTS = 64, 40, 8, 16, 2, 4
 SEQUENCES = 12  # of a step: for 1 to 4 and 6 data-parallel ranks
 RATE, DECAY = 1e-2, 0.1
+# Of the layers of Transformer Engine, what 0.7 imports.
+NOT_USED = (
+    "SplitAlongDim", "TEDelayedScaling", "TEDotProductAttention", "TELayerNormColumnParallelLinear",
+    "TERowParallelLinear", "get_cpu_offload_context", "te_checkpoint",
+)  # fmt: skip
 
 
 def initialize(layout: Options) -> None:
@@ -90,6 +98,7 @@ def scheduler(optimizer: Any, options: Options) -> Any:
 
 def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
     """Two layers of a GPT, of which this rank has a part."""
+    stand_in_for_kernels()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -119,6 +128,33 @@ def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
         if options["zero_initialized"] and "linear_proj" in name:
             torch.nn.init.zeros_(parameter)
     return model
+
+
+class Norm:
+    """For Apex's kernel."""
+
+    @staticmethod
+    def forward(*_: Any) -> None:
+        """0.7 looks at its arguments."""
+
+    @staticmethod
+    def apply(data: Any, weight: Any, bias: Any, size: Any, eps: float) -> Any:
+        return torch.nn.functional.layer_norm(data, size, weight, bias, eps)
+
+
+def stand_in_for_kernels() -> None:
+    """0.7 imports layers of Transformer Engine for any GPT, and uses one, its last norm; the others are of Apex."""
+    layers = "megatron.core.transformer.custom_layers.transformer_engine"
+    try:
+        importlib.import_module(layers)
+    except ModuleNotFoundError as error:
+        if error.name != "transformer_engine":  # the module is another one since 0.10
+            return
+        from megatron.core.fusions import fused_layer_norm
+
+        vars(fused_layer_norm).update(FusedLayerNormAffineFunction=Norm, HAVE_FUSED_LAYER_NORM=True)
+        sys.modules[layers] = types.ModuleType(layers)
+        vars(sys.modules[layers]).update(dict.fromkeys(NOT_USED), TENorm=fused_layer_norm.FusedLayerNorm)
 
 
 def transformer_config(options: Options, dtype: torch.dtype) -> Any:

@@ -110,7 +110,7 @@ def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
     try:
         found = run(demonstration, variables(_on_path(row), tree=None, mode=mode))
     except DemonstrationFailed as error:
-        return None, str(error).strip().splitlines()[-1]
+        return None, cause(error)
     return found.bug, found.found
 
 
@@ -139,6 +139,11 @@ def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
     return f"no bug without the fix: {_short(without[1])}"
 
 
+def cause(error: Exception) -> str:
+    """The last line of an error: of a program that has failed, its own error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
 def _short(text: str) -> str:
     """Without the paths of this machine."""
     folders = (os.environ.get("STACK_PATH", ""), sys.prefix, tempfile.gettempdir(), str(TESTS))
@@ -159,7 +164,7 @@ def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
 def cases(package: str, version: str) -> Mapping[str, Case]:
     if package == "megatron":
         chosen = "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]
-        run = {"format": chosen if numbers(version) >= (0, 8) else "dp_zero_gather_scatter"}
+        run = {"format": chosen if numbers(version) >= (0, 9) else "torch"}  # torch_dist does not save with torch 2.4
         proven = {"ranks": 2, "fingerprint": numbers(version) >= (0, 12)}
         return {"audit, repair, fingerprint": {"package": package, "ranks": 2, "run": run, "load": proven}}
     plain = {"package": package, "ranks": 2, "nodes": 1, "load": {"ranks": 2, "nodes": 1, "fingerprint": True}}
@@ -196,7 +201,7 @@ def _result(check: Callable[[], Any]) -> str:
     try:
         found = check()
     except Exception as error:  # of a program that has failed
-        return _short(f"failed: {error}")
+        return _short(f"failed: {cause(error)}")
     if isinstance(found, str):
         return _short(found) or WORKS
     return WORKS if found.kind == RIGHT else _short(f"{found.kind}: {found.signature or ''} {found.detail}")
@@ -217,7 +222,7 @@ def sample(package: str, version: str) -> dict[str, Any]:
         try:
             found = outcome(case, stack)
         except Exception as error:  # of a program that says nothing
-            return NOT_TRAINED, _short(f"{type(error).__name__}: {error}")
+            return NOT_TRAINED, _short(cause(error))
         return found.kind, _short(f"{found.signature or ''} {found.detail}")
 
     with ThreadPoolExecutor(2) as pool:

@@ -14,7 +14,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from installs import copy_working_tree, find_python
 from stacks.rows import MEGATRON_LM, Row
@@ -24,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # A few GB each; a row's is removed after it has run, unless it is kept.
 ENVIRONMENTS = REPOSITORY / ".stacks"
 # What the programs of the tests import, and what builds DeepSpeed's source distribution.
-FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six")
+FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six", "regex")
 SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # what DeepSpeed's set-up imports, beside torch
 # Wheels of nvidia-resiliency-ext ask for a newer glibc than many systems have; no checkpoint needs what is compiled.
 NVRX = "nvidia-resiliency-ext"
@@ -53,6 +57,11 @@ class Environment:
         return self.folder / "Megatron-LM"
 
     @property
+    def constraints(self) -> Path:
+        """What each later step of pip must leave as it is: the row's torch, and its other requirements."""
+        return self.folder / "constraints.txt"
+
+    @property
     def site_packages(self) -> Path:
         (found,) = self.folder.glob("lib/python*/site-packages")
         return found
@@ -76,7 +85,7 @@ def make(row: Row) -> Environment:
     """Make a row's environment, or take the one that was kept; this project is installed anew, as a wheel.
 
     Raises:
-        NotInstalled: the row's Python is not here, or pip or git has failed.
+        NotInstalled: the row's Python is not here, pip or git has failed, or what is installed is not the row.
     """
     digest = hashlib.sha256(f"{row}{FOR_TESTS}".encode()).hexdigest()[:8]
     environment = Environment(ENVIRONMENTS / f"{row.name}-{digest}")
@@ -93,7 +102,18 @@ def make(row: Row) -> Environment:
     _pip(environment, ["--force-reinstall", "--no-deps", str(wheel)])
     if extra:
         _pip(environment, [f"{wheel}{extra}"])
+    check(row, environment)
     return environment
+
+
+def check(row: Row, environment: Environment) -> None:
+    """Raises NotInstalled unless each requirement of a row is met in its environment."""
+    there = metadata.distributions(path=[str(environment.site_packages)])
+    versions = {canonicalize_name(one.name): one.version for one in there}
+    for requirement in map(Requirement, row.requirements):
+        found = versions.get(canonicalize_name(requirement.name), "none")
+        if found == "none" or not requirement.specifier.contains(found, prereleases=True):
+            raise NotInstalled(f"expected {requirement} in the environment, found {found}")
 
 
 def remove(environment: Environment) -> None:
@@ -113,19 +133,19 @@ def _install(row: Row, environment: Environment) -> None:
     # Of several rows the torch is installed once: gigabytes, and minutes. pip replaces files, it changes none.
     shutil.copytree(_base(row, python), environment.folder, symlinks=True, copy_function=os.link)
     torch = f"torch=={row.torch}"
+    environment.constraints.write_text("\n".join([torch, *row.others]))
     numpy = [] if any(one.startswith("numpy") for one in row.others) else ["numpy"]
     _pip(environment, [torch, *numpy, *row.others])
     if row.is_commit:
         checkout(row.megatron, environment.checkout)
     elif row.megatron:
-        _pip(environment, [f"megatron-core=={row.megatron}", *row.others, torch])
+        _pip(environment, [f"megatron-core=={row.megatron}"])
     if row.deepspeed:
         # A source distribution, whose set-up imports torch, and asks for its accelerator.
         stand_in = STAND_INS.get(("deepspeed", row.deepspeed))
         build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stand_in)} if stand_in else {})}
-        asked = ["--no-build-isolation", f"deepspeed=={row.deepspeed}", *row.others, torch]
-        _pip(environment, [*SET_UP, *numpy, *row.others, torch])
-        _pip(environment, asked, build)
+        _pip(environment, SET_UP)
+        _pip(environment, ["--no-build-isolation", f"deepspeed=={row.deepspeed}"], build)
     if row.nvrx:
         target = ("--no-deps", "--target", str(environment.site_packages))
         _pip(environment, [*target, *NVRX_OPTIONS, *NVRX_PLATFORMS, f"{NVRX}=={row.nvrx}"])
@@ -175,7 +195,8 @@ def _wheel(environment: Environment) -> Path:
 
 
 def _pip(environment: Environment, arguments: Sequence[str], more: Mapping[str, str] | None = None) -> None:
-    command = [str(environment.python), "-m", "pip", "install", "--quiet", "--no-compile", *arguments]
+    kept = ["--constraint", str(environment.constraints)] if environment.constraints.exists() else []
+    command = [str(environment.python), "-m", "pip", "install", "--quiet", "--no-compile", *kept, *arguments]
     _run(command, {**environment.variables(), **(more or {})})
 
 

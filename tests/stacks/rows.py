@@ -39,6 +39,17 @@ class Row:
         return self.formats_of or self.megatron
 
     @property
+    def requirements(self) -> tuple[str, ...]:
+        """What pip installs, in its words; a commit is none."""
+        pins = {
+            "torch": self.torch,
+            "megatron-core": "" if self.is_commit else self.megatron,
+            "deepspeed": self.deepspeed,
+            "nvidia-resiliency-ext": self.nvrx,
+        }
+        return (*(f"{name}=={version}" for name, version in pins.items() if version), *self.others)
+
+    @property
     def contents(self) -> str:
         """What it is, in a line."""
         megatron = self.commit or f"megatron-core {self.megatron}"
