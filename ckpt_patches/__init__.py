@@ -75,7 +75,7 @@ class Switches:
             self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
             self.errors.append(self.unknown_mode)
             self.mode = meant
-        self.told_to_skip = self._names(environ, "CKPT_PATCHES_SKIP", "skips")
+        self.skip_requested = self._names(environ, "CKPT_PATCHES_SKIP", "skips")
         self.enabled = self._names(environ, "CKPT_PATCHES_ENABLE", "enables")
         self.overlays: tuple[str, ...] = ()  # edits of upstream that are not fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
@@ -88,7 +88,7 @@ class Switches:
         """The fixes to leave out: those in CKPT_PATCHES_SKIP, and those that are off by default and not enabled."""
         from ckpt_patches.engine.registry import OFF_BY_DEFAULT
 
-        return self.told_to_skip.union(OFF_BY_DEFAULT.keys() - self.enabled)
+        return self.skip_requested.union(OFF_BY_DEFAULT.keys() - self.enabled)
 
     def _names(self, environ: "os._Environ[str] | dict[str, str]", variable: str, verb: str) -> frozenset[str]:
         """The fixes that a variable names."""
@@ -128,7 +128,7 @@ class PatchFinder:
 
     def __init__(self, switches: Switches) -> None:
         self.switches = switches
-        self.uneasy = False  # a target may have been loaded without our loader
+        self.may_be_bypassed = False  # a target may have been loaded without our loader
         self.gone = False  # this package was replaced since the process started, and a warning was printed
 
     def find_spec(
@@ -147,7 +147,7 @@ class PatchFinder:
                 found: ModuleSpec | None = load_hook().patched_spec(self, fullname, path, target)
                 return found
         in_front = sys.meta_path and sys.meta_path[0] is self
-        if (in_front and not self.uneasy) or not any_loaded() or _is_needed_here(fullname):
+        if (in_front and not self.may_be_bypassed) or not any_loaded() or _is_needed_here(fullname):
             return None
         looked: ModuleSpec | None = load_hook().checked_spec(self, fullname, path, target)
         return looked

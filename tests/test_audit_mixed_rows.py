@@ -93,7 +93,7 @@ def test_the_command_is_to_migrate(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "mixed"
     saved(path, 1, 2, MIXED)
     report = audit(path)
-    advice = recommend.advise(report, [report])
+    advice = recommend.recommend_for(report, [report])
     command = f"ckpt-patches migrate {path} --output {path}-migrated"
     assert [step.command for step in advice.steps] == [command]
     (kind,) = {found.kind for found in report.findings}

@@ -149,7 +149,7 @@ def test_plain_values_come_out_as_they_are(path: Path) -> None:
     assert isinstance(found, OrderedDict)
 
 
-def test_classes_come_out_as_stand_ins(path: Path) -> None:
+def test_classes_come_out_as_stubs(path: Path) -> None:
     found = saved({"args": argparse.Namespace(tp=2), "size": torch.Size([2, 3]), "dtype": torch.bfloat16}, path)
     assert torch_file.instance(found["args"], "Namespace")
     assert found["args"].fields == {"tp": 2}

@@ -121,8 +121,8 @@ def test_no_release_stands_twice_in_the_table() -> None:
     names = [(release.distribution, release.version) for release in upstream.RELEASES]
     assert len(names) == len(set(names))
     assert not [release for release in upstream.RELEASES if release.default and release.note]
-    assert all(folder.is_dir() for folder in upstream.STAND_INS.values())
-    assert upstream.STAND_INS.keys() <= set(names)
+    assert all(folder.is_dir() for folder in upstream.STUBS.values())
+    assert upstream.STUBS.keys() <= set(names)
 
 
 FAKE_PIP = """

@@ -3,9 +3,9 @@
 import copy
 from pathlib import Path
 
-from ckpt_patches.demo import show, stand_in_apex
+from ckpt_patches.demo import show, stub_apex
 
-stand_in_apex.install()
+stub_apex.install()
 import torch  # noqa: E402  after the stub is installed
 from apex.optimizers import FusedAdam  # noqa: E402
 

@@ -5,10 +5,10 @@ The resumed model's weights are main parameters rounded by torch, as in a load f
 
 from pathlib import Path
 
-from ckpt_patches.demo import show, stand_in_apex
+from ckpt_patches.demo import show, stub_apex
 from ckpt_patches.demo.ranks import free_port, results
 
-stand_in_apex.install()
+stub_apex.install()
 import torch  # noqa: E402  after the stub is installed
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam  # noqa: E402
 

@@ -436,11 +436,11 @@ def _diff(options: argparse.Namespace) -> int:
     for plan in plans:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
     sys.stdout.flush()
-    _tell_missing_dependencies(plans)
+    _print_missing_dependencies(plans)
     return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
 
 
-def _tell_missing_dependencies(plans: Sequence[TreePlan]) -> None:
+def _print_missing_dependencies(plans: Sequence[TreePlan]) -> None:
     """Report on stderr each dependency of the diff's fixes that applies here but is not in the diff."""
     from ckpt_patches.engine.fix import load
 
@@ -521,7 +521,7 @@ def _apply(options: argparse.Namespace) -> int:
     from ckpt_patches.inplace import rewrite
 
     switches = Switches(os.environ)
-    skip = switches.told_to_skip if options.fixes else switches.skip
+    skip = switches.skip_requested if options.fixes else switches.skip
     results: list[FixResult] = []
     for selection in select(options.fixes, options.tree):
         before = rewrite.read_state(selection.root, selection.package).fixes
@@ -530,7 +530,7 @@ def _apply(options: argparse.Namespace) -> int:
         results += [_as_before(r, before) for r in plan.results if r.name in names]
         for name in (name for name in selection.names if name in skip):
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
-            why = "CKPT_PATCHES_SKIP" if name in switches.told_to_skip else f"off by default: {OFF_BY_DEFAULT[name]}"
+            why = "CKPT_PATCHES_SKIP" if name in switches.skip_requested else f"off by default: {OFF_BY_DEFAULT[name]}"
             print(f"{name}: {left} ({why})", file=sys.stderr)
     return _tell(results)
 

@@ -87,7 +87,7 @@ def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     from ckpt_patches.fingerprint import dcp_files, offline
 
     index = dcp_files.read(path)
-    _say_what_has_none(path, dcp_files.left_out(index))
+    _print_left_out(path, dcp_files.left_out(index))
     found, plain = list(dcp_files.fingerprints(path, index)), dcp_files.recorded(path, index)
     return found, None if plain is None else offline.check(plain, found)
 
@@ -101,7 +101,7 @@ def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     found = list(megatron_files.fingerprints(path, stored))
     in_buckets = list(offline.of_buckets(plain, partial(buckets.in_distributed, path, stored)))
     left_out = megatron_files.left_out(stored)
-    _say_what_has_none(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
+    _print_left_out(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
     found += in_buckets
     return found, None if plain is None else offline.check(plain, found)
 
@@ -120,7 +120,7 @@ def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]"
     return found, offline.together([one.checked() for one in ranks])
 
 
-def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
+def _print_left_out(path: Path, left_out: dict[str, str]) -> None:
     for why, count in Counter(left_out.values()).items():
         example = next(name for name, its in left_out.items() if its == why)
         tensors = f"{count} tensors have" if count > 1 else "1 tensor has"

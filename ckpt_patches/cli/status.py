@@ -124,7 +124,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
         fixes = [_inactive(fix, switches) for fix in fixes]
-    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.told_to_skip]
+    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip_requested]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
         if root
@@ -227,7 +227,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
-    off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.told_to_skip else None
+    off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.skip_requested else None
     state, reason = NOT_PRESENT, "this release does not have the code"
     if result.outcome is Outcome.ALREADY_THERE:
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
@@ -241,7 +241,7 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
         state, reason = result.outcome.value, result.reason
     elif result.outcome is Outcome.APPLIES:
         state, reason = ACTIVE, ""
-        if result.name in switches.told_to_skip:
+        if result.name in switches.skip_requested:
             state, reason = SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}"
         elif off:
             state, reason = AVAILABLE, f"{off}; CKPT_PATCHES_ENABLE={result.name} switches it on"

@@ -10,7 +10,7 @@ from ckpt_patches.convert.output_files import Content, Output, Slice, TorchOutpu
 from ckpt_patches.convert.rules import Rule, Rules
 from ckpt_patches.convert.traits import Traits
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import Global, Instance, stand_in
+from ckpt_patches.formats.torch_file import Global, Instance, stub
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
 from ckpt_patches.formats.zero_checkpoint import Checkpoint
@@ -86,7 +86,7 @@ def _without_padding(name: str, placed: Layout, rule: Rule) -> Layout:
 
 def _sub_param_shape(sub: rules.SubParams, shape: Sequence[Any]) -> Instance:
     """Upstream's own record of sub-parameters, which is pickled by its class."""
-    kind: Global = stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+    kind: Global = stub("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
     record: Instance = kind.__new__(kind)  # type: ignore[call-overload]
     record.state = {"patterns": sub.patterns, "shape": shape, "partition_dim": sub.partition_dim}
     return record

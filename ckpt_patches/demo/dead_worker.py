@@ -32,9 +32,9 @@ def told(rank: int, calls: Any, request: type) -> str:
     return ""
 
 
-def summary(told_by_rank: list[str]) -> str:
+def summary(errors_by_rank: list[str]) -> str:
     """The number of ranks without an error, in words, or "" if every rank got one."""
-    silent = told_by_rank.count("")
+    silent = errors_by_rank.count("")
     if not silent:
         return ""
     return f"a worker was killed, and {silent} of {RANKS} ranks raised no error in {POLLS} steps"

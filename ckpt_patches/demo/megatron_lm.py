@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import stand_in_imports
+from ckpt_patches.demo import stub_imports
 
 SEED = 123
 
@@ -16,7 +16,7 @@ def import_training() -> Any:
     """`megatron.training.checkpointing`, even if modules that its package imports are missing."""
     mt.import_packages()
     mt.without_transformer_engine()
-    stand_in_imports.install()
+    stub_imports.install()
     from megatron.training import checkpointing
 
     return checkpointing

@@ -96,9 +96,9 @@ def _start(
 def use_inner_optimizer(name: str) -> None:
     """`fused`: Apex's Adam, or the stub of Transformer Engine's; `torch`: the release's default."""
     if name == "fused" and importlib.util.find_spec("apex") is None:
-        from ckpt_patches.demo import stand_in_fused_adam
+        from ckpt_patches.demo import stub_fused_adam
 
-        stand_in_fused_adam.patch_megatron()
+        stub_fused_adam.patch_megatron()
 
 
 def without_transformer_engine() -> None:
@@ -198,12 +198,12 @@ def build(
 @contextlib.contextmanager
 def fused_adam_of_transformer_engine() -> Iterator[None]:
     """The precision-aware optimizer imports Transformer Engine's FusedAdam, whose installation needs a GPU."""
-    from ckpt_patches.demo import stand_in_fused_adam
+    from ckpt_patches.demo import stub_fused_adam
 
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     for name in names:
         sys.modules[name] = types.ModuleType(name)
-    vars(sys.modules[names[-1]])["FusedAdam"] = stand_in_fused_adam.FusedAdam
+    vars(sys.modules[names[-1]])["FusedAdam"] = stub_fused_adam.FusedAdam
     try:
         yield
     finally:

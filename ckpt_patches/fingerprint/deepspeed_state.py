@@ -17,7 +17,7 @@ from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, state_named
 from ckpt_patches.fingerprint.verdict import Key
 
-NOT_WHOLE = "with tensor parallelism DeepSpeed does not record which part of a parameter a rank has"
+PART_UNKNOWN = "with tensor parallelism DeepSpeed does not record which part of a parameter a rank has"
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
 # An expert by its local number on its rank; a converted checkpoint has all experts, by their global numbers.
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
@@ -138,7 +138,7 @@ def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
         mpu, "get_slice_parallel_world_size", None
     )
     if size is not None and size() > 1:
-        yield "the optimizer's state", NOT_WHOLE
+        yield "the optimizer's state", PART_UNKNOWN
     elif engine.optimizer is None:
         yield "the optimizer's state", "the engine has no optimizer"
     elif not any(hasattr(engine.optimizer, name) for name in (*KINDS, "param_groups")):

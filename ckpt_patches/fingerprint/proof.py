@@ -90,13 +90,13 @@ def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
     if is_error and os.environ.get(SWITCH) != "warn":
         raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
     if lines and is_rank_zero(os.environ):
-        _say(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
+        _log(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
 
 
-def say_nothing_is_proven(why: str) -> None:
+def log_nothing_proven(why: str) -> None:
     """Log on the first rank that there is nothing to compare the state with."""
     if is_rank_zero(os.environ):
-        _say(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
+        _log(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
 
 
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
@@ -272,7 +272,7 @@ def _global_rank_of_first(group: Any) -> int:
     return 0 if group is None else distributed.get_global_rank(group, 0)
 
 
-def _say(level: int, message: str) -> None:
+def _log(level: int, message: str) -> None:
     """Log a message, or print it to stderr if logging is not configured."""
     if logger.hasHandlers() and not logger.disabled:
         logger.log(level, message)

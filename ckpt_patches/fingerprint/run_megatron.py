@@ -106,7 +106,7 @@ def proven(method: Method) -> Method:
             live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
             proof.prove(live, given.record, given.group)
         elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
-            proof.say_nothing_is_proven("this state dict is not one that dist_checkpointing.load has returned")
+            proof.log_nothing_proven("this state dict is not one that dist_checkpointing.load has returned")
         return result
 
     return with_proof

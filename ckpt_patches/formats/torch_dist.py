@@ -125,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _found_class(module: str, name: str) -> Any:
-    return _KEPT.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+    return _KEPT.get(f"{module}.{name}") or torch_file.stub(module, name)
 
 
 def _load(data: bytes) -> Any:

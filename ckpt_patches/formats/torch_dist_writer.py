@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_patches.formats.torch_dist import Place, Tensor
-from ckpt_patches.formats.torch_file import Size, stand_in
+from ckpt_patches.formats.torch_file import Size, stub
 from ckpt_patches.formats.torch_writer import pickled
 
 METADATA, STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -31,11 +31,11 @@ def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
 
 
 def _tensor(tensor: Tensor) -> Any:
-    properties = stand_in(METADATA, "TensorProperties")
+    properties = stub(METADATA, "TensorProperties")
     made = properties.__new__(properties)
-    layout = stand_in("torch.serialization", "_get_layout")("torch.strided")
-    memory_format = stand_in(METADATA, "_MEM_FORMAT_ENCODING")(0)
-    made.state = stand_in("torch", tensor.dtype), layout, False, memory_format, False
+    layout = stub("torch.serialization", "_get_layout")("torch.strided")
+    memory_format = stub(METADATA, "_MEM_FORMAT_ENCODING")(0)
+    made.state = stub("torch", tensor.dtype), layout, False, memory_format, False
     chunks = [
         _object("ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
         for offsets, sizes in tensor.chunks.items()
@@ -44,14 +44,14 @@ def _tensor(tensor: Tensor) -> Any:
 
 
 def _place(place: Place) -> Any:
-    kind = stand_in(STORAGE, "_StorageInfo")
+    kind = stub(STORAGE, "_StorageInfo")
     made = kind.__new__(kind)
     made.state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
     return made
 
 
 def _object(name: str, **fields: Any) -> Any:
-    kind = stand_in(METADATA, name)
+    kind = stub(METADATA, name)
     made = kind.__new__(kind)
     made.state = fields or None
     return made

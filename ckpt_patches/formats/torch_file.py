@@ -445,8 +445,8 @@ def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
 def _attribute(owner: Any, name: str) -> Any:
     """getattr of a class, for a method that creates an object, as in pickles of Transformer Engine's tensors"""
     if isinstance(owner, Global):
-        return stand_in(owner.__module__, f"{owner.__name__}.{name}")
-    return stand_in("builtins", "getattr")(owner, name)
+        return stub(owner.__module__, f"{owner.__name__}.{name}")
+    return stub("builtins", "getattr")(owner, name)
 
 
 def _checked(tensor: TensorHeader) -> TensorHeader:
@@ -477,15 +477,15 @@ _FUNCTIONS: dict[str, Any] = {
     **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (set, frozenset)},
 }
 ATTRIBUTE, _ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr"), _Function(_attribute)
-_STAND_INS: dict[str, Any] = {}
+_STUBS: dict[str, Any] = {}
 
 
-def stand_in(module: str, name: str) -> Any:
+def stub(module: str, name: str) -> Any:
     """The stub for a class or function of this name. The same name always has the same stub."""
     full = f"{module}.{name}"
-    if full not in _STAND_INS:
-        _STAND_INS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
-    return _STAND_INS[full]
+    if full not in _STUBS:
+        _STUBS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
+    return _STUBS[full]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -505,7 +505,7 @@ class _Unpickler(pickle.Unpickler):
         if full in ATTRIBUTE and self.trust:
             return _ATTRIBUTE
         if full in LISTED or self.trust:
-            return stand_in(module, name)
+            return stub(module, name)
         raise UnlistedClassError(
             f"{self.archive.path} holds {full}, which is not on the list of classes that checkpoints are known to "
             f"hold; look at where it comes from, and if you trust the checkpoint, use {TRUST}"

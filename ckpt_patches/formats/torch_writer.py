@@ -21,7 +21,7 @@ from ckpt_patches.formats.torch_file import (
     Size,
     StorageHeader,
     TensorHeader,
-    stand_in,
+    stub,
 )
 
 PROTOCOL = 2  # torch's
@@ -104,7 +104,7 @@ class _Pickler(pickle._Pickler):  # in Python: the C version refuses names that 
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, StorageHeader):
-            return ("storage", stand_in("torch", STORAGE_OF[value.dtype]), value.key, "cpu", value.numel)
+            return ("storage", stub("torch", STORAGE_OF[value.dtype]), value.key, "cpu", value.numel)
         return None
 
     def reducer_override(self, value: Any) -> Any:
@@ -113,7 +113,7 @@ class _Pickler(pickle._Pickler):  # in Python: the C version refuses names that 
         if isinstance(value, Instance):
             return _reduced(value)
         if isinstance(value, Size):
-            return stand_in("torch", "Size"), (tuple(value),)
+            return stub("torch", "Size"), (tuple(value),)
         if isinstance(value, Ordered):
             return OrderedDict, (), getattr(value, "attributes", None), None, iter(value.items())
         return NotImplemented
@@ -138,8 +138,8 @@ def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
             OrderedDict(),
         )
         if tensor.dtype == tensor.storage.dtype:
-            return stand_in("torch._utils", "_rebuild_tensor_v2"), view
-        return stand_in("torch._utils", "_rebuild_tensor_v3"), (*view, stand_in("torch", tensor.dtype))
+            return stub("torch._utils", "_rebuild_tensor_v2"), view
+        return stub("torch._utils", "_rebuild_tensor_v3"), (*view, stub("torch", tensor.dtype))
     function, rest, *inner = tensor.wrapping
     if function == QUANTIZED:
         return _global(function), (tensor.storage, tensor.start, tensor.shape, tensor.stride, *rest)
@@ -152,7 +152,7 @@ def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _global(name: str) -> Any:
-    return stand_in(*name.rsplit(".", 1))
+    return stub(*name.rsplit(".", 1))
 
 
 def _reduced(instance: Instance) -> tuple[Any, ...]:

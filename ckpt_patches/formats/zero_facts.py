@@ -42,7 +42,7 @@ def _looked_at(value: Mapping[str, Any]) -> dict[str, Any]:
 def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> RankFacts:
     """The facts in a rank's file that was read with checksums."""
     base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
-    crcs = telling_checksums(file)
+    crcs = distinctive_checksums(file)
     groups, checksums = [], []
     for number, partition in enumerate(state.partitions):
         own = base["state"].get(number) or {}
@@ -80,7 +80,7 @@ def of_model(file: TorchFile) -> ModelFacts:
     return ModelFacts(file.path.name, file.value, file.root)
 
 
-def telling_checksums(file: TorchFile) -> dict[int, int]:
+def distinctive_checksums(file: TorchFile) -> dict[int, int]:
     """CRC-32 by offset, for storages that are not all zeros. Two are equal if one is a copy of the other."""
     return {s.offset: s.checksum for s in file.storages if s.checksum != checksum.of_zeros(s.nbytes)}
 

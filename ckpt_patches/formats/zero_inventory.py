@@ -23,7 +23,7 @@ CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")
 NAMED = re.compile(r"global_step(\d{1,15})")
-LEAST_TELLING = 16  # elements
+LEAST_DISTINCTIVE = 16  # elements
 MOST_KEYS = 5  # to report per file
 MOST_RANKS = 1 << 20  # of one kind; a larger number in a file is ignored
 
@@ -215,7 +215,7 @@ def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
             if len(set(crcs)) < len(crcs):
                 detail = f"group {number}: two of its moments are the same, bit for bit: one is a copy"
                 yield Problem(FOREIGN, facts.name, detail)
-        if not _is_telling(facts):
+        if not _is_distinctive(facts):
             continue
         other = first.setdefault((mp, facts.checksums), facts.name)
         if other != facts.name:
@@ -225,10 +225,10 @@ def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
             yield Problem(FOREIGN if is_copy else UNUSUAL, facts.name, detail)
 
 
-def _is_telling(facts: RankFacts) -> bool:
+def _is_distinctive(facts: RankFacts) -> bool:
     """Whether a rank's moments cannot equal another rank's by chance: there are enough, and some are not zero."""
     groups = zip(facts.groups, facts.checksums, strict=False)
-    return sum(group.needed for group, crcs in groups if crcs) >= LEAST_TELLING
+    return sum(group.needed for group, crcs in groups if crcs) >= LEAST_DISTINCTIVE
 
 
 def _keys(ranks: Mapping[Rank, RankFacts], stage: int) -> Iterator[Problem]:
@@ -269,7 +269,7 @@ def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, i
     every = [group for facts in ranks.values() for group in facts.groups]
     # An unknown optimizer can have states per block, such as quantization scales.
     of_elements = {
-        name for group in every for name, numel in group.sizes.items() if numel >= group.needed >= LEAST_TELLING
+        name for group in every for name, numel in group.sizes.items() if numel >= group.needed >= LEAST_DISTINCTIVE
     }
     of_elements |= {"fp32", "exp_avg", "exp_avg_sq"}
     steps = max((taken_steps(model.value) for model in models.values()), default=0)

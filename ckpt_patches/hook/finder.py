@@ -52,7 +52,7 @@ def checked_spec(
     loaded.
     """
     if not running.not_examined():
-        finder.uneasy = False
+        finder.may_be_bypassed = False
         return None
     spec = _spec_behind(finder, fullname, path, target)
     loader = spec.loader if spec is not None else None
@@ -66,7 +66,7 @@ def _put(spec: ModuleSpec, loader: "PatchedLoader | CheckedLoader", finder: "Pat
     try:
         spec.loader = loader  # type: ignore[assignment]
     except Exception:  # another hook's own kind of spec: its module is checked later
-        finder.uneasy = True
+        finder.may_be_bypassed = True
 
 
 def _spec_behind(

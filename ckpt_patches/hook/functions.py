@@ -77,8 +77,8 @@ def record(module: ModuleType, name: str, fixes: "Mapping[str, Sequence[str]]") 
         name: its name in sys.modules.
         fixes: by function, the fixes that edit it.
     """
-    if tell_replaced not in running.looks:
-        running.looks.append(tell_replaced)
+    if log_replaced not in running.looks:
+        running.looks.append(log_replaced)
     _loaded[name] = _Loaded(module, module.__spec__, fixes)
     _ours[name] = {function: _found(module, function) for function in fixes}
 
@@ -96,7 +96,7 @@ def guard(module: ModuleType, name: str, switches: "Switches") -> None:
 def _looking_first(entrance: FunctionType, switches: "Switches") -> FunctionType:
     @functools.wraps(entrance)
     def look_first(*args: Any, **kwargs: Any) -> Any:
-        tell_replaced(switches)
+        log_replaced(switches)
         return entrance(*args, **kwargs)
 
     look_first.__dict__["_ckpt_patches_looks"] = True
@@ -119,7 +119,7 @@ def changes() -> list[Change]:
     return found
 
 
-def tell_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
+def log_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
     """Warn about fixes that do not run because their functions were replaced.
 
     Raises:

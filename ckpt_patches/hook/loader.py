@@ -36,7 +36,7 @@ class PatchedLoader(running.RunsEditedCode):
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         """Hand a module without an edit back to its loader: errors and bytecode are then as without our hook."""
-        if spec.loader is self and self._plan(tell_edited=False) is None and not self._is_looked_at():
+        if spec.loader is self and self._plan(log_edited=False) is None and not self._is_looked_at():
             self._hand_back(spec)
         return None
 
@@ -80,12 +80,12 @@ class PatchedLoader(running.RunsEditedCode):
     def get_data(self, path: "Any") -> bytes:
         return self.file.patched if self.file is not None and path == self.path else super().get_data(path)
 
-    def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
+    def _plan(self, *, log_edited: bool = True) -> "FilePlan | None":
         """This module's edits, if any. Logs the plan, for a module with edits only if `tell_edited`."""
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
         self.in_place = in_place.functions(plan.root, plan.package, self.name) if plan is not None else {}
-        if plan is not None and (file is None or tell_edited):
+        if plan is not None and (file is None or log_edited):
             from ckpt_patches.hook import log_lines
 
             log_lines.tell(plan, self.switches)

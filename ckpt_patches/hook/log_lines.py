@@ -43,7 +43,7 @@ def warn_or_raise(messages: Sequence[str], switches: "Switches", *, at_exit: boo
         raise StrictModeError(messages[0])
 
 
-def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
+def log_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
     """Warn that a module is loaded without any of its fixes; in strict mode raise StrictModeError."""
     names = fixes_for(TARGETS[module], switches.skip, switches.overlays)
     fixes = [name for name in names if module in EVERYTHING[name]]
@@ -77,7 +77,7 @@ def _announce(plan: TreePlan) -> None:
     _logged.update((name, f"{name} {fixes}"))
     if active or is_first:  # do not log a further part of the package that needs no fix
         none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
-        _say(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active or none}")
+        _log(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active or none}")
 
 
 def warn(message: str, at_exit: bool, *, error: bool = False) -> None:
@@ -88,7 +88,7 @@ def warn(message: str, at_exit: bool, *, error: bool = False) -> None:
     if at_exit:
         _print(logging.ERROR if error else logging.WARNING, message)
     else:
-        _say(logging.WARNING, message)
+        _log(logging.WARNING, message)
 
 
 def _is_worker() -> bool:
@@ -111,7 +111,7 @@ def _is_set_up() -> bool:
     return logger.hasHandlers() and not logger.disabled
 
 
-def _say(level: int, message: str) -> None:
+def _log(level: int, message: str) -> None:
     """Log a message; print it to stderr if logging is not set up yet, as usual during imports."""
     if not _is_set_up():
         _print(level, message)

@@ -84,7 +84,7 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
     except Exception as error:  # never stop a program that would have run without us
         from ckpt_patches.hook import log_lines
 
-        log_lines.tell_unpatched(module, path, error, switches)
+        log_lines.log_unpatched(module, path, error, switches)
         return None
 
 
@@ -153,7 +153,7 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
         read_plugins(switches, at_exit=at_exit)
         modules = [module for module in list(TARGETS) if _is_loaded(module)] if again else not_examined()
         if switches.mode == "strict" or is_rank_zero(os.environ):
-            _say_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
+            _log_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
             for look in looks:
                 look(switches, at_exit=at_exit)
         _examined.update((module, _spec_of(module)) for module in modules)
@@ -174,7 +174,7 @@ def _trees_of_packages() -> "dict[tuple[str, str], None]":
     return {(root, name): None for name, root in roots.items() if root is not None}
 
 
-def _say_what_does_not_run(
+def _log_what_does_not_run(
     modules: list[str], trees: "dict[tuple[str, str], None]", switches: "Switches", at_exit: bool
 ) -> None:
     from ckpt_patches.hook import log_lines
@@ -184,7 +184,7 @@ def _say_what_does_not_run(
         try:
             trees[_root(module, path), root_of(module)] = None
         except Unpatchable as error:
-            log_lines.tell_unpatched(module, path, error, switches, at_exit=at_exit)
+            log_lines.log_unpatched(module, path, error, switches, at_exit=at_exit)
     for root, planned in trees:
         log_lines.tell(_current_plan(root, planned, switches), switches, at_exit=at_exit)
 

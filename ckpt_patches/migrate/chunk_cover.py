@@ -48,7 +48,7 @@ def parts(array: Array, *, join: bool = False) -> list[Part]:
     return [Part(at, chunk.shape, _extents([chunk])) for at, chunk in array.chunks.items()]
 
 
-def with_whole(array: Array, model: Array | None) -> Array:
+def with_full_shape(array: Array, model: Array | None) -> Array:
     """A flattened array with its parameter's shape, if the index does not store the original one, as up to 0.8."""
     if array.whole is not None or model is None or len(array.shape) != len(model.shape) + 1:
         return array

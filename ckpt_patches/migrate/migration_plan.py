@@ -214,7 +214,7 @@ def _parts(source: Source, array: Array, kind: str, unpadded: dict[keys.Bucket, 
     if model is None:
         return chunk_cover.parts(array)
     return chunk_cover.parts(
-        chunk_cover.with_whole(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True
+        chunk_cover.with_full_shape(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True
     )
 
 

@@ -64,10 +64,10 @@ def import_bridge() -> None:
     checkpointing = importlib.import_module("megatron.bridge.training.checkpointing")
     for name in ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"):
         setattr(checkpointing, name, lambda *args: None)
-    stand_in_yaml()
+    stub_yaml()
 
 
-def stand_in_yaml() -> None:
+def stub_yaml() -> None:
     """JSON, which is YAML as well."""
     yaml: Any = sys.modules["yaml"]
     yaml.safe_dump = lambda data, file, **kwargs: json.dump(data, file, default=str)

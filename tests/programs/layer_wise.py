@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import gpt_resume
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import stand_in_fused_adam
+from ckpt_patches.demo import stub_fused_adam
 from program_arguments import parsed
 
 STEPS = 3
@@ -66,7 +66,7 @@ def layer_wise(config: Any, models: list[Any]) -> Any:
     by_decay = [p for p in others if p.dim() > 1], [p for p in others if p.dim() == 1]
     optimizers = [
         torch.optim.SGD([group(own, 1.0) for own in by_expert(matrices)], lr=1e-2, momentum=0.9),
-        stand_in_fused_adam.FusedAdam(
+        stub_fused_adam.FusedAdam(
             [group(own, decay) for own, decay in zip(by_decay, (1.0, 0.0), strict=True) if own], lr=1e-2
         ),
     ]

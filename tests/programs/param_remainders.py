@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.stand_in_fused_adam import joined
+from ckpt_patches.demo.stub_fused_adam import joined
 from live_states import print_differences
 from program_arguments import parsed
 

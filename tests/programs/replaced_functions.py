@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import ckpt_patches
-from ckpt_patches.demo import stand_in_imports
+from ckpt_patches.demo import stub_imports
 from ckpt_patches.engine.installed import locate
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.errors import StrictModeError
@@ -53,7 +53,7 @@ def is_loud(*words: str) -> bool:
 
 
 def main(package: str) -> None:
-    stand_in_imports.install()  # of megatron.training
+    stub_imports.install()  # of megatron.training
     switches = ckpt_patches.Switches(os.environ)
     root = str(locate(package))
     state = rewrite.read_state(root, package)

@@ -357,11 +357,11 @@ def _without_step(found: Checkpoint, with_moments: list[Shard]) -> Iterator[Find
         yield Finding(damages.UNUSUAL, "param_groups", detail=detail)
 
 
-def _kind_of_empty(shard: Shard, whole_parameter: bool, all_parameters: bool) -> damages.FindingKind:
+def _kind_of_empty(shard: Shard, full_parameter: bool, all_parameters: bool) -> damages.FindingKind:
     """The finding kind of a shard without moments. If other shards have moments, it can be vocabulary padding."""
     if all_parameters:
         return damages.NO_MOMENTS
-    if whole_parameter:
+    if full_parameter:
         return damages.PARAMETER_WITHOUT_MOMENTS
     return damages.NO_GRADIENT if is_vocabulary(shard) else damages.MOMENT_GAP
 

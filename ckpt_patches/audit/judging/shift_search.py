@@ -24,7 +24,7 @@ CERTAIN, DISTINCT = 16, 8  # a match of CERTAIN elements, DISTINCT of them diffe
 FARTHEST = 1 << 22  # elements: the largest shift searched for
 HEADS = 1 << 25  # elements of all parameters' first parts, kept in memory
 LEAST_HEAD = 4096
-MOST_WAYS = 256  # layouts of one shard; with more, nothing is certain
+MOST_CANDIDATES = 256  # layouts of one shard; with more, nothing is certain
 MOST_PLACES = 4096  # tried for one shard
 SMALL, KEPT = 1 << 16, 256  # elements of an array that is cached, and the number of cached arrays
 MOST_STEPS = 4096  # parameters tried as the next one, for one shard
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     length: int
 
 
-Way: TypeAlias = tuple[Run, ...]  # the layout of a saved shard; elements in no run are padding
+Candidate: TypeAlias = tuple[Run, ...]  # the layout of a saved shard; elements in no run are padding
 
 
 class TooMany(Exception):
@@ -174,16 +174,16 @@ class Reader:
         starts = np.cumsum([0, *(len(part) for part in parts)])
         return starts, np.concatenate(parts)
 
-    def ways(self, piece: Piece) -> list[Way]:
+    def candidates(self, piece: Piece) -> list[Candidate]:
         """All layouts that fit what is known of the buffer; empty if there are too many."""
         self.steps = 0
         try:
-            found = list(itertools.islice(self._ways(piece), MOST_WAYS + 1))
+            found = list(itertools.islice(self._candidates_of(piece), MOST_CANDIDATES + 1))
         except TooMany:
             return []
-        return found if len(found) <= MOST_WAYS else []
+        return found if len(found) <= MOST_CANDIDATES else []
 
-    def _ways(self, piece: Piece) -> Iterator[Way]:
+    def _candidates_of(self, piece: Piece) -> Iterator[Candidate]:
         for by in self._own_places(piece):
             own = Run(0, piece.number, by, piece.numel - by)
             yield from self._behind(piece, (own,))
@@ -196,7 +196,7 @@ class Reader:
             return [self.certain[piece.number]]
         return [by for by in own_places(piece) if piece.holds(0, piece, by, piece.numel - by)]
 
-    def _elsewhere(self, saved: Piece) -> Iterator[Way]:
+    def _elsewhere(self, saved: Piece) -> Iterator[Candidate]:
         """Layouts without elements of the shard's own parameter, which is not longer than the shift."""
         padding = saved.leading_padding()
         if padding:
@@ -224,7 +224,7 @@ class Reader:
                 if self._fits(saved, run):
                     yield self.pieces[run.piece], run.offset
 
-    def _behind(self, saved: Piece, way: Way) -> Iterator[Way]:
+    def _behind(self, saved: Piece, way: Candidate) -> Iterator[Candidate]:
         """The full layouts that continue this one, which ends at the end of a parameter."""
         at, before = way[-1].begin + way[-1].length, self.pieces[way[-1].piece]
         if at == saved.numel or saved.is_padding(at, saved.numel):
@@ -235,7 +235,7 @@ class Reader:
             if at + gap < saved.numel and saved.is_padding(at, at + gap):
                 yield from self._from(saved, at + gap, way)
 
-    def _from(self, saved: Piece, at: int, way: Way) -> Iterator[Way]:
+    def _from(self, saved: Piece, at: int, way: Candidate) -> Iterator[Candidate]:
         """The full layouts that continue this one with a parameter that begins at `at`."""
         if len(way) > LONGEST:
             raise TooMany

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.judging.shift_search import SIZES, Piece, Reader, Run, Way, certain_shift, forget
+from ckpt_patches.audit.judging.shift_search import SIZES, Candidate, Piece, Reader, Run, certain_shift, forget
 from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
 
 TYPE = "fully_reshardable"
@@ -74,16 +74,16 @@ def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding]
         for role in (MASTER, *MOMENTS)
         if by != 0
     }
-    untold = [_untold(shard) for shard in found.shards if _has_states(shard) and not _is_complete(shard)]
+    undetermined = [_undetermined(shard) for shard in found.shards if _has_states(shard) and not _is_complete(shard)]
     kept = [f for f in findings if f.kind not in EXPLAINED or (f.array, f.shard) not in concerned]
-    return [*_findings(shift), *untold, *kept], shift
+    return [*_findings(shift), *undetermined, *kept], shift
 
 
 def _has_states(shard: Shard) -> bool:
     return MASTER in shard.streams and MASTERS in shard.streams[MASTER].array and shard.numel > 0
 
 
-def _untold(shard: Shard) -> Finding:
+def _undetermined(shard: Shard) -> Finding:
     """The finding for a shard that cannot be compared, in a checkpoint where others are shifted."""
     what = {role: shard.streams[role].dtype if role in shard.streams else "none" for role in (WEIGHT, MASTER, *MOMENTS)}
     types = ", ".join(f"{role} {dtype}" for role, dtype in what.items())
@@ -117,26 +117,26 @@ def find(shards: list[Shard]) -> Shift | None:
     if not any(certain.values()):
         return None
     reader = Reader(pieces, certain)
-    ways = consistent([reader.ways(piece) for piece in pieces], pieces)
-    if not any(by and ways[number] for number, by in certain.items()):
+    candidates = consistent([reader.candidates(piece) for piece in pieces], pieces)
+    if not any(by and candidates[number] for number, by in certain.items()):
         return None  # what follows its own elements belongs to no other parameter
-    read = [_common(own) or _own(piece, certain) for piece, own in zip(pieces, ways, strict=True)]
-    moves, lost = _told(pieces, read)
-    return Shift(tuple(shards), shifts(ways, pieces, certain), moves, lost)
+    read = [_common(own) or _own(piece, certain) for piece, own in zip(pieces, candidates, strict=True)]
+    moves, lost = _decided(pieces, read)
+    return Shift(tuple(shards), shifts(candidates, pieces, certain), moves, lost)
 
 
 class _Known:
     """The neighbors of parameters, from the shards that have one possible layout."""
 
-    def __init__(self, ways: list[list[Way]], pieces: list[Piece]) -> None:
+    def __init__(self, candidates: list[list[Candidate]], pieces: list[Piece]) -> None:
         self.pieces = pieces
         self.before: dict[int, set[str]] = {}
         self.behind: dict[int, set[str]] = {}
-        for left, right, _ in _sure_neighbours(ways, pieces):
+        for left, right, _ in _sure_neighbours(candidates, pieces):
             self.before.setdefault(right, set()).add(_name(pieces[left]))
             self.behind.setdefault(left, set()).add(_name(pieces[right]))
 
-    def agrees(self, way: Way) -> bool:
+    def agrees(self, way: Candidate) -> bool:
         for left, right, _ in _neighbours(way, self.pieces):
             names = _name(self.pieces[left]), _name(self.pieces[right])
             if names[0] not in self.before.get(right, names) or names[1] not in self.behind.get(left, names):
@@ -144,25 +144,25 @@ class _Known:
         return True
 
 
-def consistent(ways: list[list[Way]], pieces: list[Piece]) -> list[list[Way]]:
+def consistent(candidates: list[list[Candidate]], pieces: list[Piece]) -> list[list[Candidate]]:
     """The layouts of each shard, without those in which a parameter has other neighbors than in a certain layout.
 
     Neighbors are compared by name: a parameter that all tensor-parallel ranks have lies in all their buffers, in the
     same order, between other shards of the same neighbors.
     """
     while True:
-        known = _Known(ways, pieces)
-        kept = [[way for way in own if known.agrees(way)] for own in ways]
-        if kept == ways:
-            return ways
-        ways = kept
+        known = _Known(candidates, pieces)
+        kept = [[way for way in own if known.agrees(way)] for own in candidates]
+        if kept == candidates:
+            return candidates
+        candidates = kept
 
 
 def _name(piece: Piece) -> str:
     return piece.shard.parameter
 
 
-def _neighbours(way: Way, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
+def _neighbours(way: Candidate, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
     """Pairs of adjacent parameters in a buffer, and the elements of padding between them."""
     for left, right in itertools.pairwise(way):
         end = left.begin + left.length
@@ -170,24 +170,24 @@ def _neighbours(way: Way, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]
             yield left.piece, right.piece, right.begin - end
 
 
-def _sure_neighbours(ways: list[list[Way]], pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
-    for own in ways:
+def _sure_neighbours(candidates: list[list[Candidate]], pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
+    for own in candidates:
         if len(own) == 1:
             yield from _neighbours(own[0], pieces)
 
 
-def _common(ways: list[Way]) -> Way:
+def _common(candidates: list[Candidate]) -> Candidate:
     """The runs that all layouts of a shard share."""
-    return tuple(run for run in ways[0] if all(run in way for way in ways)) if ways else ()
+    return tuple(run for run in candidates[0] if all(run in way for way in candidates)) if candidates else ()
 
 
-def _own(piece: Piece, certain: dict[int, int]) -> Way:
+def _own(piece: Piece, certain: dict[int, int]) -> Candidate:
     """Only the parameter's own elements, if their shift is certain; else empty."""
     by = certain.get(piece.number)
     return () if by is None else (Run(0, piece.number, by, piece.numel - by),)
 
 
-def shifts(ways: list[list[Way]], pieces: list[Piece], certain: dict[int, int]) -> tuple[int | None, ...]:
+def shifts(candidates: list[list[Candidate]], pieces: list[Piece], certain: dict[int, int]) -> tuple[int | None, ...]:
     """The shift of each shard, from itself or its neighbors; None if unknown.
 
     Padding between two parameters, or after one that is not the last of all, occurs only within a bucket.
@@ -195,17 +195,17 @@ def shifts(ways: list[list[Way]], pieces: list[Piece], certain: dict[int, int]) 
     found = dict(certain)
     in_one_bucket = {
         (left, right)
-        for left, right, gap in _sure_neighbours(ways, pieces)
+        for left, right, gap in _sure_neighbours(candidates, pieces)
         if gap or _name(pieces[left]) == _name(pieces[right])  # halves of one parameter
     }
-    followed = {left for left, _ in in_one_bucket} | set(_with_a_gap_behind(ways, pieces))
+    followed = {left for left, _ in in_one_bucket} | set(_with_a_gap_behind(candidates, pieces))
     while True:
         told: dict[int, set[int | None]] = {piece.number: set() for piece in pieces}
         for left, right in in_one_bucket:
             for one, other in ((left, right), (right, left)):
                 told[one] |= {found[other]} if other in found else set()
-        for piece, own in zip(pieces, ways, strict=True):
-            by = {_by_way(piece, way, found, is_followed=piece.number in followed) for way in own}
+        for piece, own in zip(pieces, candidates, strict=True):
+            by = {_by_candidate(piece, way, found, is_followed=piece.number in followed) for way in own}
             told[piece.number] |= by if by != {None} else set()
         only = {number: by.copy().pop() for number, by in told.items() if len(by) == 1 and number not in found}
         new = {number: by for number, by in only.items() if by is not None}
@@ -214,16 +214,16 @@ def shifts(ways: list[list[Way]], pieces: list[Piece], certain: dict[int, int]) 
         found |= new
 
 
-def _with_a_gap_behind(ways: list[list[Way]], pieces: list[Piece]) -> Iterator[int]:
+def _with_a_gap_behind(candidates: list[list[Candidate]], pieces: list[Piece]) -> Iterator[int]:
     """Parameters that are followed by padding up to the end of a saved shard."""
-    for saved, own in zip(pieces, ways, strict=True):
+    for saved, own in zip(pieces, candidates, strict=True):
         for last in (way[-1] for way in own if way and len(own) == 1):
             at_end = last.offset + last.length == pieces[last.piece].numel
             if at_end and last.begin + last.length < saved.numel:
                 yield last.piece
 
 
-def _by_way(piece: Piece, way: Way, found: dict[int, int], *, is_followed: bool) -> int | None:
+def _by_candidate(piece: Piece, way: Candidate, found: dict[int, int], *, is_followed: bool) -> int | None:
     """The shift of a shard with this layout; None if the layout does not determine it."""
     if not way:
         return None
@@ -236,7 +236,9 @@ def _by_way(piece: Piece, way: Way, found: dict[int, int], *, is_followed: bool)
     return by if is_next and in_one_bucket else None
 
 
-def _told(pieces: list[Piece], read: list[Way]) -> tuple[tuple[Move, ...], tuple[tuple[tuple[int, int], ...], ...]]:
+def _decided(
+    pieces: list[Piece], read: list[Candidate]
+) -> tuple[tuple[Move, ...], tuple[tuple[tuple[int, int], ...], ...]]:
     """The sources of each parameter's elements, and the ranges without a source."""
     sources: list[list[Move]] = [[] for _ in pieces]
     for source, way in enumerate(read):

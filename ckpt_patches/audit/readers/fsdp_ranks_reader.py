@@ -260,7 +260,7 @@ def _of_optimizer(
         if key not in file.value:
             return [Finding(damages.MISSING_STATE, file.path.name, label, detail=f"no {key}")]
     groups = [{**group, "params": _without(group.get("params"), elsewhere)} for group in _groups(file)]
-    checksums = zero_facts.telling_checksums(file)
+    checksums = zero_facts.distinctive_checksums(file)
     optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
     return tensor_streams.findings(optimizer_inventory.problems(optimizer), label)
 

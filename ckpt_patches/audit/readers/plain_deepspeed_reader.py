@@ -167,7 +167,7 @@ def _optimizer(
     states = {number: state for number, state in optimizer["state"].items() if isinstance(state, dict)}
     steps = {number: tensor_streams.scalar(path, state["step"]) for number, state in states.items() if "step" in state}
     weights = [*module.values(), *experts] if isinstance(module, dict) else []
-    checksums = zero_facts.telling_checksums(file)
+    checksums = zero_facts.distinctive_checksums(file)
     return optimizer_inventory.Optimizer(path.name, groups, states, steps, masters, weights, checksums, taken)
 
 

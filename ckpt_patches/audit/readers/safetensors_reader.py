@@ -162,7 +162,7 @@ def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tenso
 def _of_optimizer(
     file: TorchFile, groups: list[dict[str, Any]], states: Mapping[Any, dict[Any, Any]], steps: Mapping[Any, Any]
 ) -> list[Finding]:
-    checksums = zero_facts.telling_checksums(file)
+    checksums = zero_facts.distinctive_checksums(file)
     optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
     return tensor_streams.findings(optimizer_inventory.problems(optimizer))
 

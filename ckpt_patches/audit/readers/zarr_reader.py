@@ -119,15 +119,15 @@ def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
     try:
         nbytes = file.stat().st_size
     except FileNotFoundError:
-        found.findings.append(_whole_chunk(damages.MISSING_CHUNK, array, label, ""))
+        found.findings.append(_chunk_finding(damages.MISSING_CHUNK, array, label, ""))
         return stream, False
     if nbytes != array.chunk_bytes:
         kind = damages.SHORT_CHUNK if nbytes < array.chunk_bytes else damages.LONG_CHUNK
-        found.findings.append(_whole_chunk(kind, array, label, f"{nbytes} bytes of {array.chunk_bytes}"))
+        found.findings.append(_chunk_finding(kind, array, label, f"{nbytes} bytes of {array.chunk_bytes}"))
     return stream, nbytes >= array.chunk_bytes
 
 
-def _whole_chunk(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
+def _chunk_finding(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
     return Finding(kind, array.name, label, 0, math.prod(array.chunks), detail)
 
 

@@ -12,7 +12,7 @@ from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHO
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.audit.report import plot_layout, recommend
 from ckpt_patches.audit.report.markup import Markup, element, joined
-from ckpt_patches.audit.report.recommend import Advice, Step
+from ckpt_patches.audit.report.recommend import Recommendation, Step
 from ckpt_patches.audit.report.text_report import in_range
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
@@ -156,7 +156,7 @@ def _verdict(report: Report) -> Markup:
 
 
 def _checkpoint(number: int, report: Report, reports: list[Report]) -> Markup:
-    given = recommend.advise(report, reports)
+    given = recommend.recommend_for(report, reports)
     return element(
         "section",
         element("h2", report.checkpoint.path.name, ": ", _verdict(report)),
@@ -232,7 +232,7 @@ def _at(part: float) -> str:
 # The findings
 
 
-def _findings(report: Report, given: Advice) -> Iterator[Markup]:
+def _findings(report: Report, given: Recommendation) -> Iterator[Markup]:
     """The findings by kind, collapsed if there are many; all notes collapsed together."""
     by_kind: dict[FindingKind, list[Finding]] = {}
     for finding in report.findings:

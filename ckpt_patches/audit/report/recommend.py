@@ -27,7 +27,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Recommendation:
     """The recommendation for a checkpoint."""
 
     steps: tuple[Step, ...]
@@ -36,37 +36,37 @@ class Advice:
     others: tuple[Report, ...]  # other checkpoints of the same audit
 
 
-def advise(report: Report, reports: Iterable[Report]) -> Advice:
+def recommend_for(report: Report, reports: Iterable[Report]) -> Recommendation:
     """What to do about one of the checkpoints of an audit."""
     others = tuple(other for other in reports if other is not report)
     if report.verdict in TO_RESUME_FROM:
         what = "It can be resumed from."
         if report.verdict != WHOLE:
             what += f" {report.repaired} elements are not the run's own: they were repaired."
-        return Advice((Step(what), *_migrate(report, report.checkpoint.path)), {}, "", others)
+        return Recommendation((Step(what), *_migrate(report, report.checkpoint.path)), {}, "", others)
     if {own.kind for own in report.findings if own.kind.severity != NOTE} == {damages.MIXED_ROWS}:
         what = "Put its rows in place, in a copy:"
-        return Advice((Step(what, _migrated(report.checkpoint.path)),), {}, "", others)
+        return Recommendation((Step(what, _migrated(report.checkpoint.path)),), {}, "", others)
     older, plan = _planned(report, others)
     refused = dict(plan.refused)
     new = _beside(report.checkpoint.path, "repaired")
     if not report.checkpoint.shards or (refused and not plan.is_possible):
-        return Advice((_instead(report, others),), refused, "", others)
+        return Recommendation((_instead(report, others),), refused, "", others)
     given: list[str | Path] = ["--from", older.checkpoint.path] if older else []
     command = line("ckpt-patches", "repair", report.checkpoint.path, "--output", new, *given)
     if refused:
         what = f"Some of the damage can be repaired, in a copy, which stays {report.verdict}:"
-        return Advice((_instead(report, others), Step(what, command)), refused, command, others)
+        return Recommendation((_instead(report, others), Step(what, command)), refused, command, others)
     what = "Repair it, in a copy. No element changes but those that are damaged."
     what += (
         ""
         if older or not _of_moments(plan)
         else (" Lost moments are reset to zero: with --from OLDER they come from an older checkpoint that is complete.")
     )
-    return Advice((Step(what, command), *_migrate(report, new)), {}, command, others)
+    return Recommendation((Step(what, command), *_migrate(report, new)), {}, command, others)
 
 
-def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advice: Advice) -> Step:
+def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advice: Recommendation) -> Step:
     """What to do about all findings of a kind."""
     path = report.checkpoint.path
     reasons = dict.fromkeys(advice.refused[f] for f in findings if f in advice.refused)
@@ -164,7 +164,7 @@ def _migrated(path: Path) -> str:
     return line("ckpt-patches", "migrate", path, "--output", _beside(path, "migrated"))
 
 
-def _converted_again(report: Report, advice: Advice) -> str:
+def _converted_again(report: Report, advice: Recommendation) -> str:
     """Convert the ZeRO checkpoint of the same step, if exactly one was audited; else a placeholder."""
     step = report.checkpoint.step
     zero = [other.checkpoint for other in advice.others if other.checkpoint.format == "deepspeed zero"]

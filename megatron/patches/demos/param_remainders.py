@@ -50,7 +50,7 @@ def trained(remainders: bool, iterations: range) -> tuple[mt.Model, mt.Optimizer
 
 def main_params(optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
     """The main parameters in fp32, from the optimizer's memory."""
-    from ckpt_patches.demo.stand_in_fused_adam import joined
+    from ckpt_patches.demo.stub_fused_adam import joined
 
     found: dict[str, torch.Tensor] = {}
     own: Any = mt.inner(optimizer).optimizer

@@ -9,7 +9,7 @@ from typing import Any
 MODULES = ("yaml",)
 
 
-class StandIn(types.ModuleType):
+class Stub(types.ModuleType):
     """A module that has every attribute; each is a callable instance of a new class."""
 
     def __getattr__(self, name: str) -> Any:
@@ -27,4 +27,4 @@ def install() -> None:
         vars(typing)["override"] = lambda function: function
     for name in MODULES:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
-            sys.modules[name] = StandIn(name)
+            sys.modules[name] = Stub(name)
