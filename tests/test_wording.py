@@ -1,4 +1,4 @@
-"""The list of banned phrases: each is found, in pages and in messages, and none is left."""
+"""Each banned phrase is found in pages and in messages, and no phrase is left."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import wording
 
 pytestmark = pytest.mark.quick
 
-# A sentence for each phrase, in the order of the list.
+# One sentence per phrase, in the order of the list.
 SENTENCES = [
     "a rank dies of it",
     "all ranks are told",
