@@ -8,7 +8,7 @@ import wording
 
 pytestmark = pytest.mark.quick
 
-# A sentence for each phrase, in the order of the list.
+# One sentence per phrase, in the order of the list.
 SENTENCES = [
     "a rank dies of it",
     "all ranks are told",

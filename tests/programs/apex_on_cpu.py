@@ -1,4 +1,4 @@
-"""A plugin of pytest under which apex's tests run on a CPU."""
+"""A pytest plugin that runs apex's tests on a CPU."""
 
 from ckpt_patches.demo import stub_apex
 
