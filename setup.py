@@ -1,6 +1,6 @@
-"""Package the project; besides the usual, put the start-up file into site-packages.
+"""Package the project, with the start-up file in site-packages.
 
-Metadata stands here and not in pyproject.toml because setuptools 65 and current ones do not agree on its form there.
+Metadata is here and not in pyproject.toml because setuptools 65 and current releases expect different forms there.
 """
 
 import base64
@@ -18,12 +18,11 @@ from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
-# Python runs a line of a .pth file at start-up only if it lies in site-packages itself. It must never stop Python
-# from starting, and acts once although Python runs the .pth files of a virtual environment twice.
+# Python runs a line of a .pth file at start-up only if the file is in site-packages itself. The line must never stop
+# Python from starting, and is idempotent: Python runs the .pth files of a virtual environment twice.
 PTH = "training_checkpoint_patches.pth"
-# What is imported under this name: its folder here. A folder megatron/ in site-packages would be a package `megatron`
-# to all who ask whether Megatron is installed, so the fixes in ours are installed under another name. In the order in
-# which their fixes are listed.
+# By import name, the folder in this repository; in the order in which fixes are listed. A folder megatron/ in
+# site-packages would look like an installed Megatron, so the fixes in ours are installed under another name.
 PACKAGES = {
     "ckpt_patches": "ckpt_patches",
     "megatron_patches": "megatron/patches",
@@ -31,13 +30,13 @@ PACKAGES = {
     "nvrx_patches": "nvrx_patches",
     "apex_patches": "apex_patches",
 }
-# The index of the fixes, which a checkout makes anew in each process.
+# The index of the fixes; in a checkout, each process builds it again.
 DISCOVERY = "ckpt_patches/engine/discovery.py"
 INDEX = Path("ckpt_patches", "engine", "index.py")
-# The pages of docs/ in the checkout, for `ckpt-patches explain`.
+# The pages of docs/, where `ckpt-patches explain` finds them.
 PAGES = Path("ckpt_patches", "pages")
 NOT_INSTALLED = ("README", "architecture", "compatibility", "symptoms", "upstream_suites")
-# In the checkout: links to the packages, by these names; an editable install puts this folder on sys.path.
+# A folder in the checkout with links to the packages, by import name; an editable install puts it on sys.path.
 EDITABLE = ".editable"
 
 
@@ -45,7 +44,7 @@ class BuildPy(build_py):
     """Add the start-up file to a wheel, and to a source distribution."""
 
     def run(self) -> None:
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # what another version left there would be installed as well
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # files of another version would be installed as well
         super().run()
         for source, target in self._added().items():
             Path(target).parent.mkdir(exist_ok=True)
@@ -65,7 +64,7 @@ class BuildPy(build_py):
         return [*super().get_source_files(), PTH, *map(str, _pages())]
 
     def _added(self) -> dict[str, str]:
-        """Where files of the checkout go that are of no package; an editable install finds them where they are."""
+        """The targets of files outside of all packages, by source; an editable install uses the files in place."""
         if self.editable_mode:
             return {}
         pages = {str(page): str(Path(self.build_lib, PAGES, page.name)) for page in _pages()}
@@ -73,10 +72,10 @@ class BuildPy(build_py):
 
 
 class EditableWheel(editable_wheel):
-    """Install one .pth file: the path of the folder with links to the packages, and behind it the start-up line.
+    """Install one .pth file: the path of the folder with links to the packages, then the start-up line.
 
-    For packages that lie elsewhere than their names say, setuptools brings an import hook of its own, which takes
-    milliseconds at every start.
+    For packages in folders of other names, setuptools would install its own import hook, which takes milliseconds at
+    every start.
     """
 
     def run(self) -> None:
@@ -88,12 +87,12 @@ class EditableWheel(editable_wheel):
 
 
 def _pages() -> list[Path]:
-    """All but those whose only content is links or generated tables."""
+    """The pages to install."""
     return sorted(page for page in Path("docs").glob("*.md") if page.stem not in NOT_INSTALLED)
 
 
 def _link_packages(folder: Path) -> None:
-    """Lay links to the packages beside each other; a process that imports through them always finds them."""
+    """Create the links to the packages in one folder, atomically: a running process always finds them."""
     folder.mkdir(exist_ok=True)
     for name, source in PACKAGES.items():
         temporary = folder / f".{name}.{os.getpid()}"
@@ -102,7 +101,7 @@ def _link_packages(folder: Path) -> None:
 
 
 def _replace_files(wheel: Path, name: str, data: bytes) -> None:
-    """Put one file in place of all that a finished wheel installs, and into its RECORD; its metadata stays."""
+    """Replace all files that a finished wheel installs by one file, and update RECORD; other metadata stays."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = {entry: archive.read(entry) for entry in archive.namelist() if ".dist-info/" in entry}
     (record,) = (entry for entry in metadata if entry.endswith("/RECORD"))
@@ -115,20 +114,20 @@ def _replace_files(wheel: Path, name: str, data: bytes) -> None:
 
 
 def _packages(name: str) -> list[str]:
-    """A package and those in it; a folder needs no __init__.py."""
+    """A package and its subpackages; a folder needs no __init__.py."""
     inner = find_namespace_packages(PACKAGES[name], exclude=["*__pycache__*"])
     return [name, *(f"{name}.{below}" for below in inner)]
 
 
 def _version() -> str:
-    """Read, not imported: nothing of the project has to work for it to be built."""
+    """The version, read without an import: building must not depend on running the project."""
     found = re.search(r'^__version__ = "(.+)"$', Path("ckpt_patches/__init__.py").read_text(encoding="utf-8"), re.M)
     assert found, 'expected a line __version__ = "..." in ckpt_patches/__init__.py'
     return found[1]
 
 
 def _urls() -> dict[str, str]:
-    """Of this project, where it was cloned from; there is no other place that it would know."""
+    """The project's URLs. Its own is the URL that it was cloned from, if that is public."""
     urls = {
         "Megatron-LM": "https://github.com/NVIDIA/Megatron-LM",
         "DeepSpeed": "https://github.com/deepspeedai/DeepSpeed",
@@ -142,14 +141,14 @@ def _urls() -> dict[str, str]:
     return {"Source": origin, **urls} if is_public else urls
 
 
-# zarr 3 has no ProcessSynchronizer, which Megatron's zarr strategy needs, zarr 2 what numcodecs 0.16 dropped.
+# Megatron's zarr strategy needs ProcessSynchronizer, which zarr 3 lacks; zarr 2 needs code that numcodecs 0.16 dropped.
 MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
-# What DeepSpeed itself asks for, less torch and the compiled parts; and what builds its source distribution.
+# DeepSpeed's own requirements without torch and the compiled parts, and those for building its source distribution.
 DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm"]
-# Of `ckpt-patches audit` and `repair`; matplotlib for pictures only.
+# For `ckpt-patches audit` and `repair`; matplotlib for plots only.
 AUDIT = ["numpy", "matplotlib", "isal"]
-# NumPy 1, where it can be had, for the unpatched megatron-core below 0.16 (np.product), setuptools below 81 for the
-# pkg_resources of megatron-core 0.7 and 0.8. typeguard, beartype and wrapt bring import hooks of their own.
+# NumPy 1, where available, for unpatched megatron-core below 0.16 (np.product); setuptools below 81 for the
+# pkg_resources of megatron-core 0.7 and 0.8. typeguard, beartype and wrapt have import hooks of their own.
 TEST = [
     "torch==2.13.0",
     "numpy<2; python_version < '3.13'",
@@ -161,7 +160,7 @@ TEST = [
     "typeguard>=4",
     "beartype",
     "wrapt",
-    # What upstream checks its own code with, in its versions: tests/test_upstream_style.py.
+    # Upstream's own linters, in its versions: tests/test_upstream_style.py.
     "black>=26,<27",
     "isort==5.13.2",
     "pylint==3.2.6",
@@ -172,12 +171,12 @@ TEST = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "codespell==2.4.3",
-    "check-jsonschema==0.39.0",  # of .github/workflows
+    "check-jsonschema==0.39.0",  # for .github/workflows
 ]
 
 README = Path("README.md")
 
-# These make an egg, or a link: Python reads neither's .pth file, and no fix would ever be active.
+# These install an egg or a link: Python reads no .pth file of either, and no fix would be active.
 if refused := {"install", "develop"} & {*sys.argv[1:]}:
     raise SystemExit(f"error: setup.py {refused.pop()} leaves the import hook out; use: pip install .")
 

@@ -32,7 +32,7 @@ NONE_LOADED = "self._loaded_masters = []"
 
 
 class Optimizer:
-    """Of torch's, what is used."""
+    """The used part of torch's class."""
 
     param_groups: "list[dict[str, Any]]"
     state: "dict[torch.Tensor, dict[str, torch.Tensor]]"
@@ -46,7 +46,7 @@ class Optimizer:
 
 
 class FusedAdam(Optimizer):
-    """What upstream's class of this name gets, and what that uses of it."""
+    """The methods to insert into upstream's class, and what they use."""
 
     param_groups_master: "list[dict[str, Any]]"
     _loaded_masters: "list[tuple[torch.Tensor, torch.Tensor, bool]]"
@@ -139,10 +139,10 @@ METHODS = (
 
 @fix.edit("apex.optimizers.fused_adam")
 def carry_masters(source: Source) -> None:
-    """torch saves what is in `state`, and casts it to the parameter's type when it loads that."""
+    """torch saves only `state`, and a load casts it to the parameter's dtype."""
     step, init = source.function(STEP), source.function("FusedAdam.__init__")
     if "master_weights" not in [argument.arg for argument in init.args.args]:
-        raise Repaired  # before April 2023; every commit calls itself 0.1
+        raise Repaired  # before April 2023; every commit has version 0.1
     source.check_parts(
         {
             **source.functions_there("FusedAdam.", *METHODS),

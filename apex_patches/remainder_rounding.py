@@ -36,7 +36,7 @@ SETTLE = "self._settle_loaded_params()"
 
 
 class DistributedFusedAdam:
-    """What upstream's class of this name gets, and what that uses of it."""
+    """The methods to insert into upstream's class, and what they use."""
 
     state: "Any"
     device: "torch.device"
@@ -91,10 +91,10 @@ METHODS = (DistributedFusedAdam._note_loaded_param, DistributedFusedAdam._settle
 
 @fix.edit("apex.contrib.optimizers.distributed_fused_adam")
 def settle_ties(source: Source) -> None:
-    """Only the fp32 masters of a checkpoint tell which of two weights a tie was rounded to."""
+    """Only a checkpoint's fp32 main parameters show to which of two weights a tie was rounded."""
     source.class_named(OWNER)
     if b"state_dict_v2" not in source.data and b"state_dict_format" not in source.data:
-        raise Repaired  # before August 2023: no state has masters; every commit calls itself 0.1
+        raise Repaired  # before August 2023: states have no masters; every commit has version 0.1
     functions = ("__init__", "load_state_dict", "_load_state_dict_v2", "state_dict")
     init, load, load_v2, save = (source.function(f"{OWNER}.{name}") for name in functions)
     step = source.function(f"{OWNER}._local_step_with_param_remainders")
@@ -112,7 +112,9 @@ def settle_ties(source: Source) -> None:
     option = source.one("self.store_param_remainders: bool = store_param_remainders", within=init)
     source.insert_after(option, NONE_LOADED)
     source.insert_at_start(load, NONE_LOADED)
-    source.one("fragment = self.state[param]['fragments'][0]", within=load_v2)  # of what is noted
+    source.one(
+        "fragment = self.state[param]['fragments'][0]", within=load_v2
+    )  # the fragment that NOTE uses
     flat = source.one('param_state = state_dict["state"][index]["param"].view(-1)', within=load_v2)
     source.insert_after(flat, NOTE)
     end = source.one("torch.cuda.current_stream().synchronize()", within=load_v2)

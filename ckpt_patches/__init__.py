@@ -1,10 +1,9 @@
 """Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, and tools for their checkpoints.
 
-What stands here runs at every start of the interpreter, from the .pth file: read the switches, put the finder in
-front. It is the only module of ours that is loaded then, held under a millisecond: `os` and `sys` are there already,
-`atexit` is part of the interpreter. Everything else is imported when the first target module is met. It never imports
-`megatron`: a script beside a regular package of that name has to get its own. What programs call is in
-`ckpt_patches.startup`.
+The .pth file runs this module at every start of the interpreter: it reads the switches and installs the finder. No
+other module of ours is loaded then, and it takes less than a millisecond: `os` and `sys` are already loaded, `atexit`
+is part of the interpreter. All other modules are imported at the first target module. This module never imports
+`megatron`: a script beside a regular package of that name must get its own. Programs call `ckpt_patches.startup`.
 """
 
 import atexit
@@ -27,8 +26,8 @@ FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
 # Switches of earlier versions: CHANGELOG.md, upgrade notes.
 REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED")
-# The packages that fixes edit, and the distribution that each is of. The registry itself is read when the first module
-# of one is met, plug-ins when it is loaded. Without one of these in sys.modules no target has been loaded.
+# The packages that fixes edit, and their distributions. The registry is read at the first import of a module of one,
+# plug-ins when that module is loaded. If none of these is in sys.modules, no target has been loaded.
 ROOTS = {
     "megatron.core": "megatron-core",
     "megatron.training": "megatron-lm",
@@ -36,19 +35,19 @@ ROOTS = {
     "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "apex": "apex",
 }
-# What every target module's name begins with.
+# The prefixes of all target modules' names.
 PREFIXES = tuple(ROOTS)
 
 
 def add_root(package: str, distribution: str) -> None:
-    """Look at the imports of one more package; for the .pth file of a plug-in (docs/plugins.md)."""
+    """Watch the imports of one more package; for the .pth file of a plug-in (docs/plugins.md)."""
     global PREFIXES
     ROOTS[package] = distribution
     PREFIXES = tuple(ROOTS)
 
 
 def _this_file() -> "tuple[int, int] | None":
-    """What tells this file from that of another version; None if it is gone."""
+    """This file's mtime and size, which differ between versions; None if the file is gone."""
     try:
         found = os.stat(__file__)
     except OSError:
@@ -60,25 +59,25 @@ _STARTED_WITH = _this_file()
 
 
 def is_replaced() -> bool:
-    """Whether this package was uninstalled or upgraded since the process has started."""
+    """Whether this package was uninstalled or upgraded since the process started."""
     return _this_file() != _STARTED_WITH
 
 
 class Switches:
-    """The environment's switches: the mode, the fixes to skip or to enable, and what was wrong with them."""
+    """The switches in the environment: the mode, the fixes to skip or enable, and errors in them."""
 
     def __init__(self, environ: "os._Environ[str] | dict[str, str]") -> None:
         self.errors: list[str] = []
-        self.unknown_mode = ""  # an error as well, which each rank tells: its own environment may differ
+        self.unknown_mode = ""  # also in `errors`; every rank prints it, as environments may differ
         self.mode = environ.get("CKPT_PATCHES") or "warn"
         if self.mode not in MODES:
             meant = "strict" if self.mode.strip().lower().startswith("strict") else "warn"
             self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
             self.errors.append(self.unknown_mode)
             self.mode = meant
-        self.told_to_skip = self._names(environ, "CKPT_PATCHES_SKIP", "skips")
+        self.skip_requested = self._names(environ, "CKPT_PATCHES_SKIP", "skips")
         self.enabled = self._names(environ, "CKPT_PATCHES_ENABLE", "enables")
-        self.overlays: tuple[str, ...] = ()  # what is laid over upstream besides the fixes
+        self.overlays: tuple[str, ...] = ()  # edits of upstream that are not fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
             self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
         if removed := [name for name in REMOVED if name in environ]:
@@ -86,10 +85,10 @@ class Switches:
 
     @property
     def skip(self) -> frozenset[str]:
-        """The fixes that are left out: those that it names, and those that are off by default and not enabled."""
+        """The fixes to leave out: those in CKPT_PATCHES_SKIP, and those that are off by default and not enabled."""
         from ckpt_patches.engine.registry import OFF_BY_DEFAULT
 
-        return self.told_to_skip.union(OFF_BY_DEFAULT.keys() - self.enabled)
+        return self.skip_requested.union(OFF_BY_DEFAULT.keys() - self.enabled)
 
     def _names(self, environ: "os._Environ[str] | dict[str, str]", variable: str, verb: str) -> frozenset[str]:
         """The fixes that a variable names."""
@@ -125,17 +124,17 @@ class Switches:
 
 
 class PatchFinder:
-    """A meta path finder that answers for the target modules only, with the ordinary finders' spec and our loader."""
+    """A meta path finder: it returns the ordinary finders' spec of a target module, with our loader in it."""
 
     def __init__(self, switches: Switches) -> None:
         self.switches = switches
-        self.uneasy = False  # something may have been loaded without us
-        self.gone = False  # this package is not what it was when this process started, and that was said
+        self.may_be_bypassed = False  # a target may have been loaded without our loader
+        self.gone = False  # this package was replaced since the process started, and a warning was printed
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Called with the lock of the import system held, for every import of the process."""
+        """Find a module's spec. Python calls this for every import, with the import lock held."""
         if self.gone:
             return None
         if fullname.startswith(PREFIXES):
@@ -148,13 +147,13 @@ class PatchFinder:
                 found: ModuleSpec | None = load_hook().patched_spec(self, fullname, path, target)
                 return found
         in_front = sys.meta_path and sys.meta_path[0] is self
-        if (in_front and not self.uneasy) or not any_loaded() or _is_needed_here(fullname):
+        if (in_front and not self.may_be_bypassed) or not any_loaded() or _is_needed_here(fullname):
             return None
         looked: ModuleSpec | None = load_hook().checked_spec(self, fullname, path, target)
         return looked
 
     def give_up(self) -> None:
-        """Say once that nothing is patched from now on: what of ours is loaded does not fit what is on the disk.
+        """Warn once that nothing is patched from now on: the loaded modules of ours do not fit the files on disk.
 
         Raises:
             RuntimeError: in strict mode, at each target.
@@ -170,13 +169,13 @@ class PatchFinder:
 
 
 def _is_complete() -> bool:
-    """Whether all that the hook needs is loaded, so that it matters no more what is on the disk."""
+    """Whether everything that the hook needs is loaded; then the files on disk no longer matter."""
     return "ckpt_patches.hook.functions" in sys.modules
 
 
 def load_hook() -> "Hook":
-    """What is behind this module. A thread in `find_spec` holds the lock of the import system and then takes those of
-    the modules that it imports; all others must take them in that order as well.
+    """Import the hook. A thread in `find_spec` holds the import lock and then takes the locks of the modules that it
+    imports; all others must take them in the same order.
     """
     import _imp
 
@@ -189,7 +188,7 @@ def load_hook() -> "Hook":
 
 
 def _is_needed_here(fullname: str) -> bool:
-    """Whether a look at what runs may need that module, which is about to be imported."""
+    """Whether a check of the loaded code may need this module, which is about to be imported."""
     top = fullname.partition(".")[0]
     return top == "ckpt_patches" or top in sys.stdlib_module_names
 
@@ -198,17 +197,17 @@ def any_loaded() -> bool:
     return any(package in sys.modules for package in ROOTS)
 
 
-# Why there is no finder, where its start has failed.
+# Why `start` failed; empty if it did not.
 failure = ""
-# The finder that was installed, also where somebody has thrown it out of sys.meta_path.
+# The installed finder, even if other code has removed it from sys.meta_path.
 installed: "PatchFinder | None" = None
 
 
 def start() -> "PatchFinder | None":
-    """The finder, put in front of the meta path unless there is one already; None where `CKPT_PATCHES=off`.
+    """Put the finder in front of the meta path, unless one is there, and return it; None with `CKPT_PATCHES=off`.
 
     Raises:
-        StrictModeError: a target is imported already, in strict mode. The finder is in place.
+        StrictModeError: in strict mode, a needed fix is not active in an imported target. The finder is installed.
     """
     global installed
     switches = Switches(os.environ)
@@ -233,7 +232,7 @@ def start() -> "PatchFinder | None":
 
 
 def examine_at_exit(switches: Switches, process: int) -> None:
-    """The last look, on rank 0 and not in the children of a fork: nothing can be stopped any more, so it is printed."""
+    """Check a last time, on rank 0 and not in forked children. The process ends anyway, so errors are printed."""
     if not any_loaded() or os.getpid() != process or (is_replaced() and not _is_complete()):
         return
     from ckpt_patches.errors import StrictModeError
@@ -244,7 +243,7 @@ def examine_at_exit(switches: Switches, process: int) -> None:
     try:
         load_hook().running.examine(switches, at_exit=True)
     except StrictModeError:
-        return  # it is printed
+        return  # already printed
 
 
 def tell(message: str) -> None:
@@ -253,7 +252,7 @@ def tell(message: str) -> None:
 
 
 def run() -> None:
-    """What the .pth file calls. Never raises: whatever goes wrong, Python starts."""
+    """The entry point of the .pth file. Never raises: Python must start whatever goes wrong."""
     global failure
     try:
         start()

@@ -1,32 +1,32 @@
-"""A user's mistake: one clear line on stderr and exit status 2, no stack trace."""
+"""Exceptions and their messages. A user's mistake is one line on stderr and exit status 2, without a traceback."""
 
 import os
 from collections.abc import Iterable
 
-TRUST = "--trust-checkpoint"  # the option that messages about classes name
+TRUST = "--trust-checkpoint"  # named in messages about unknown classes
 
 
 class UserError(Exception):
-    """What was expected, what was found, where, and what to do."""
+    """A user's mistake. The message states what was expected, what was found, where, and what to do."""
 
     status = 2  # the exit status of a command that raises it
 
 
 class WorkerDefect(RuntimeError):
-    """A worker process met an error that is a defect of this project; its traceback is in the message."""
+    """An error in a worker process that is a defect of this project; the message has the traceback."""
 
 
 class FingerprintError(RuntimeError):
-    """The state after a load is not what was saved."""
+    """The loaded state differs from the saved state."""
 
 
 def unknown(what: str, name: str, known: Iterable[str], where: str) -> str:
-    """One line for a name that does not exist: the nearest one that does, and the command that has them all."""
+    """One line for an unknown name: the nearest known name, or else the command that lists all names."""
     return f"no {what} {name}" + (nearest(name, known) or f"; {where} has all names")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a line about a name that does not exist: the nearest one that does; empty if none is near."""
+    """The end of a line about an unknown name: the nearest known name; empty if no name is close."""
     import difflib
 
     found = difflib.get_close_matches(name, list(known), n=1)
@@ -34,7 +34,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: Exception, unnamed: str = "") -> str:
-    """An error for people; of an OSError the file, or what stands for it if it has none, and the reason."""
+    """An error as one line. For an OSError: its file name, or `unnamed` without one, and the reason."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     where = error.filename or unnamed
@@ -42,7 +42,7 @@ def one_line(error: Exception, unnamed: str = "") -> str:
 
 
 class StrictModeError(RuntimeError):
-    """With `CKPT_PATCHES=strict`, a program in which a fix that is needed does not run is stopped.
+    """With `CKPT_PATCHES=strict`, a needed fix does not run.
 
-    Not an ImportError: `try: import megatron.core … except ImportError` is how others ask whether Megatron is there.
+    Not an ImportError: other code uses `try: import megatron.core … except ImportError` to test for Megatron.
     """

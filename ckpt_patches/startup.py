@@ -1,6 +1,6 @@
-"""What a program calls: put the import hook in, take it out, look at what runs.
+"""Functions for programs: install and uninstall the import hook, check and report which fixes run.
 
-The hook itself stands in the package, which every interpreter loads at its start; this module it does not.
+The hook itself starts in the package's `__init__`, which every interpreter loads at its start; this module is not.
 """
 
 import atexit
@@ -13,7 +13,7 @@ from ckpt_patches.errors import StrictModeError
 
 
 class Handle:
-    """What `install` returns: `uninstall` takes the finder away again (patched modules stay as they were loaded)."""
+    """The result of `install`. `uninstall` removes the finder; modules that are already patched stay patched."""
 
     def __init__(self, finder: PatchFinder) -> None:
         self.finder = finder
@@ -25,7 +25,7 @@ class Handle:
 
 
 def installed_finder() -> PatchFinder | None:
-    """The finder that is in place, or None."""
+    """The finder in sys.meta_path, or None."""
     for finder in sys.meta_path:
         if isinstance(finder, PatchFinder):
             return finder
@@ -33,28 +33,28 @@ def installed_finder() -> PatchFinder | None:
 
 
 def install() -> Handle | None:
-    """Put the finder in front of the meta path, once; None where `CKPT_PATCHES=off`.
+    """Put the finder in front of the meta path. Idempotent. Returns None with `CKPT_PATCHES=off`.
 
     For environments that read no .pth file (`pip install --target`, `python -S`): call it before the first import
-    of megatron or deepspeed. A fix to a target that is imported already is not active in any of its modules; that is
-    said.
+    of megatron or deepspeed. A fix is not active in any of its modules if one of them is already imported; a warning
+    names it.
 
     Raises:
-        StrictModeError: there is such a fix, in strict mode. The finder is in place.
+        StrictModeError: in strict mode, there is such a fix. The finder is installed.
     """
     finder = ckpt_patches.start()
     return None if finder is None else Handle(finder)
 
 
 def verify() -> None:
-    """Look at what is loaded, and say which fixes do not run though they are needed.
+    """Check the loaded modules, and warn about needed fixes that do not run.
 
-    For a program that wants to know before it trains: call it after the imports, and after the set-up of what may
-    replace functions of Megatron or DeepSpeed. Without it, the same is looked at when a target is imported, when any
-    module is imported while another hook stands in front of ours, and at exit; in strict mode at each save and load.
+    A program can call it before it trains, after all imports and after the set-up of code that may replace functions
+    of Megatron or DeepSpeed. The same check runs when a target is imported, when any module is imported while another
+    hook is in front of ours, and at exit; in strict mode also at each save and load.
 
     Raises:
-        StrictModeError: there is one, or no hook is installed, in strict mode; every time.
+        StrictModeError: in strict mode, such a fix exists or no hook is installed; at every call.
     """
     if ckpt_patches.installed is None or ckpt_patches.installed.gone:
         _miss_hook()
@@ -63,7 +63,7 @@ def verify() -> None:
 
 
 def report() -> str:
-    """What runs in this process: for each imported package the state of its fixes, a line each; for people."""
+    """The state of the fixes of each imported package in this process, one line per fix, for people to read."""
     if ckpt_patches.installed is None or ckpt_patches.installed.gone:
         return _why_no_hook()
     from ckpt_patches.hook.process_report import lines
@@ -82,7 +82,7 @@ def _why_no_hook() -> str:
 
 
 def _miss_hook() -> None:
-    """Warn, each time; nothing where `CKPT_PATCHES=off`. Raises StrictModeError in strict mode."""
+    """Warn at every call, but not with `CKPT_PATCHES=off`. Raises StrictModeError in strict mode."""
     mode = ckpt_patches.Switches(os.environ).mode
     if mode == "strict":
         raise StrictModeError(_why_no_hook())

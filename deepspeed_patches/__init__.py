@@ -1,1 +1,1 @@
-"""Fixes to DeepSpeed, one file a fix."""
+"""Fixes for DeepSpeed, one per file."""

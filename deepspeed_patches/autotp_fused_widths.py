@@ -20,7 +20,7 @@ LOADER = "deepspeed.checkpoint.universal_checkpoint"
 
 
 def publishes_counts(source: Source) -> bool:
-    """AutoTP describes its layers since 0.18.9, and since 0.19.6 by widths."""
+    """Whether AutoTP describes its layers by counts (since 0.18.9) and not by widths (since 0.19.6)."""
     return b"def collect_autotp_universal_" in source.data and b"sub_param_shard_widths" not in source.data
 
 
@@ -74,7 +74,7 @@ def _with_widths(sub_params: "Any", slices: "Sequence[torch.Tensor]", name: str)
 
 @fix.edit(LAYERS)
 def describe_biases(source: Source) -> None:
-    """A bias is cut as its weight is, and upstream describes the weight alone."""
+    """A bias is partitioned like its weight, but upstream describes only the weight."""
     collect = source.function("collect_autotp_universal_checkpoint_info")
     parts = (CUT, "sub_param_shape = sub_param_shape[:1]")
     source.check_parts({part: source.has(part, within=collect) for part in parts})
@@ -88,7 +88,7 @@ def describe_biases(source: Source) -> None:
 
 @fix.edit(CONVERTER)
 def merge_by_widths(source: Source) -> None:
-    """Upstream takes the number for one width."""
+    """Upstream treats the number of sub-parameters as a width."""
     merge = source.function("merge_tp_slices")
     parts = {part: source.has(part, within=merge) for part in (WITH_WIDTHS, OF_WEIGHT)}
     source.check_parts({**source.functions_there("", _with_widths), **parts})
@@ -99,7 +99,7 @@ def merge_by_widths(source: Source) -> None:
 
 @fix.edit(LOADER)
 def load_by_widths(source: Source) -> None:
-    """A parameter knows its widths, and upstream looks at the number first."""
+    """A parameter has its widths, but upstream checks the number of sub-parameters first."""
     load = source.function("_resolve_autotp_partition")
     if source.has(BY_SIZES, within=load):
         raise AlreadyThere

@@ -25,9 +25,9 @@ CLEARS = 'hasattr(self.optimizer, "zero_grad")'
 
 @fix.edit(ENGINE)
 def clear_gradients_without_zero_too(source: Source) -> None:
-    """Else each step has the gradients of all steps since the start of the run, which no checkpoint holds."""
+    """In upstream, gradients of all steps since the run's start add up, and no checkpoint contains them."""
     if b"DDP_BFLOAT16" not in source.data:
-        raise NotConcerned  # by the text alone, as the engine takes long to parse; up to 0.17.5 BF16_Optimizer does it
+        raise NotConcerned  # checks only the text: parsing takes long; up to 0.17.5 BF16_Optimizer clears them
     step = source.function("DeepSpeedEngine._take_model_step")
     if not source.has(CLEARS_WITH_ZERO, within=step) and source.has(CLEARS, within=step):
         raise AlreadyThere

@@ -26,13 +26,13 @@ fix = Fix(
 )
 
 ZERO = "self.zero_optimization()"
-# It has a file of each rank, as ZeRO has, at stage 0 too; in bf16 it was the only one up to 0.17.5.
+# BF16_Optimizer saves a file per rank, as ZeRO does, even at stage 0; in bf16 it was the only one up to 0.17.5.
 BY_OPTIMIZER = f"{ZERO} or isinstance(self.optimizer, BF16_Optimizer)"
-# Without an optimizer, as for inference, it holds nothing that could be loaded.
+# Without a real optimizer, as for inference, it has no state to load.
 BY_REAL_OPTIMIZER = f"""({ZERO} or
 {" " * 50}(isinstance(self.optimizer, BF16_Optimizer)
 {" " * 51}and self.optimizer.using_real_optimizer))"""
-# Method, the beginning of the statement that decides there, and what is to decide.
+# Method, start of the statement that decides, and the new condition.
 DECIDED = (
     ("_save_checkpoint", "zero_optimizer_state = ", BY_OPTIMIZER),
     ("_load_checkpoint", "has_zero_optimizer_state = ", BY_OPTIMIZER),
@@ -45,7 +45,7 @@ CHECK = "self._check_has_optimizer_state(checkpoint, load_path)"
 
 
 class DeepSpeedEngine:
-    """What its class gets."""
+    """The method to insert into the class, and what it uses."""
 
     has_moe_layers: bool
 
@@ -64,7 +64,7 @@ class DeepSpeedEngine:
 
 @fix.edit(ENGINE, independent=True)
 def ask_the_optimizer_where_its_state_is(source: Source) -> None:
-    """Upstream asks for bf16, or for a stage of ZeRO; whether there are files of the ranks, the optimizer decides."""
+    """Upstream checks for bf16 or a ZeRO stage, but whether each rank has a file depends on the optimizer."""
     check_has_bf16_without_zero(source)
     methods = {name: source.function(f"DeepSpeedEngine.{name}") for name, _, _ in DECIDED}
     source.check_parts(
@@ -78,7 +78,7 @@ def ask_the_optimizer_where_its_state_is(source: Source) -> None:
 
 @fix.edit(ENGINE, independent=True)
 def refuse_a_checkpoint_without_the_state(source: Source) -> None:
-    """A load of such a checkpoint dies, or the masters stay those of the new run, which the next step makes weights."""
+    """Such a load fails, or keeps the new run's main parameters, which the next step writes to the weights."""
     check_has_bf16_without_zero(source)
     load = source.function("DeepSpeedEngine._load_checkpoint")
     method = DeepSpeedEngine._check_has_optimizer_state
@@ -88,6 +88,6 @@ def refuse_a_checkpoint_without_the_state(source: Source) -> None:
 
 
 def check_has_bf16_without_zero(source: Source) -> None:
-    """By the text alone, as the engine takes long to parse. Up to 0.17.5 BF16_Optimizer does it."""
+    """Raise NotConcerned up to 0.17.5, with BF16_Optimizer. Checks only the text: parsing takes long."""
     if b"DDP_BFLOAT16" not in source.data:
         raise NotConcerned

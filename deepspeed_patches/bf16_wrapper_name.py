@@ -33,7 +33,7 @@ HAS_SCALER = "hasattr(self, 'loss_scaler')"
 
 @fix.edit("deepspeed.runtime.constants")
 def tell_the_two_wrappers_apart(source: Source) -> None:
-    """Upstream tests for the one without ZeRO first, and both are "bf16"."""
+    """Both names are "bf16", and upstream tests first for the one without ZeRO."""
     if NAME.encode() not in source.data:
         raise NotConcerned
     if source.has(f'{NAME} = "ddp_bf16"'):
@@ -43,9 +43,9 @@ def tell_the_two_wrappers_apart(source: Source) -> None:
 
 @fix.edit("deepspeed.runtime.bf16_optimizer")
 def give_it_what_the_scaling_of_losses_reads(source: Source) -> None:
-    """Since 0.18.3 the engine asks each optimizer of ZeRO to scale; no BF16_Optimizer was chosen then to be asked."""
+    """Since 0.18.3 each ZeRO optimizer scales losses; BF16_Optimizer, never selected, lacks the attributes."""
     if b"def backward_epilogue(" not in source.data:
-        raise NotConcerned  # up to 0.18.2 it has a backward of its own
+        raise NotConcerned  # up to 0.18.2 it has its own backward
     init = source.function("BF16_Optimizer.__init__")
     if source.has("self.custom_loss_scaler = ...", within=init):
         raise AlreadyThere
@@ -54,7 +54,7 @@ def give_it_what_the_scaling_of_losses_reads(source: Source) -> None:
 
 @fix.edit("deepspeed.runtime.base_optimizer")
 def do_not_scale_without_a_scaler(source: Source) -> None:
-    """BF16_Optimizer has none."""
+    """BF16_Optimizer has no loss scaler."""
     if b"def scale_if_loss(" not in source.data:
         raise NotConcerned
     scale = source.function("ZeROOptimizer.scale_if_loss")

@@ -18,7 +18,7 @@ fix = Fix(
     silent=True,
     stages=("latest",),
     concerns="deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine",
-    where=lambda source: b"mp.get_start_methods(" not in source.data,  # torch has none: no writer starts
+    where=lambda source: b"mp.get_start_methods(" not in source.data,  # torch has no such function: no writer starts
     test="tests/unit/checkpoint/test_decoupled_last_save.py",
 )
 
@@ -32,7 +32,7 @@ finally:
 
 @fix.edit(ENGINE)
 def commit_and_name_what_is_pending(source: Source) -> None:
-    """A save is committed, and named, in the next step; at the end `cleanup` commits its files and does not name it."""
+    """The next step commits a save and updates `latest`; at the end, `cleanup` only commits the files."""
     destroy = source.function("DeepSpeedEngine.destroy")
     if source.has(COMMIT, within=destroy):
         raise AlreadyThere

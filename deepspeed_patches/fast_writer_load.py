@@ -27,7 +27,7 @@ AS_THE_TORCH_ENGINE = "torch.load(path, map_location=map_location, weights_only=
     "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine",
 )
 def load_as_the_torch_engine_does(source: Source) -> None:
-    """Upstream repaired TorchCheckpointEngine, the default, and not these two."""
+    """Upstream fixed only the default, TorchCheckpointEngine."""
     if source.has(AS_THE_TORCH_ENGINE):
         raise AlreadyThere
     source.replace(source.one(LOAD), AS_THE_TORCH_ENGINE)

@@ -1,6 +1,6 @@
 """Record at each save what the optimizer's state is, and check after each load that it is that: docs/fingerprint.md.
 
-No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.run_deepspeed`.
+Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_deepspeed`.
 """
 
 from ckpt_patches.engine.fix import Fix

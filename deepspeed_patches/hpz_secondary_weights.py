@@ -30,7 +30,7 @@ OF_ALL = "self._invalidate_all_secondary_tensors()"
 
 
 class DeepSpeedZeroOptimizer_Stage3:
-    """What its class gets, and what that uses of it."""
+    """The method to insert into the class, and what it uses."""
 
     module: "Any"
 
@@ -47,11 +47,11 @@ class DeepSpeedZeroOptimizer_Stage3:
 
 @fix.edit(STAGE3)
 def drop_the_copies_of_frozen_parameters(source: Source) -> None:
-    """Upstream drops those of trained parameters, up to 0.18.2 none."""
+    """Upstream drops only the copies of trained parameters, and up to 0.18.2 none."""
     if b"def invalidate_secondary_tensor(" not in source.data:
         raise NotConcerned
     if not source.has(OF_TRAINED, within=source.function(f"{OWNER}._post_step")):
-        raise NoBug  # up to 0.13.1 no step drops any: training itself goes on with old weights
+        raise NoBug  # up to 0.13.1 no step drops any: training itself uses old weights
     epilogue = source.function(f"{OWNER}.checkpoint_event_epilogue")
     method = DeepSpeedZeroOptimizer_Stage3._invalidate_all_secondary_tensors
     source.check_parts({**source.functions_there(f"{OWNER}.", method), OF_ALL: source.has(OF_ALL, within=epilogue)})

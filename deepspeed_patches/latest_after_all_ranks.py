@@ -24,7 +24,7 @@ fix = Fix(
 )
 
 SAVE = "DeepSpeedEngine.save_checkpoint"
-COMMIT_LATER = "DeepSpeedEngine._commit_decoupled_checkpoint"  # since 0.17.1, of engines that write in the background
+COMMIT_LATER = "DeepSpeedEngine._commit_decoupled_checkpoint"  # since 0.17.1, for writes in the background
 
 BARRIER = "dist.barrier()"
 WAIT = f"""# Other ranks may still be writing, and may fail at it.
@@ -33,7 +33,7 @@ WAIT = f"""# Other ranks may still be writing, and may fail at it.
 
 @fix.edit(ENGINE)
 def wait_for_all_ranks(source: Source) -> None:
-    """Upstream waits behind it."""
+    """Upstream waits only after it has written `latest`."""
     saves = functions(source)
     source.check_parts({f"{BARRIER} in {function.name}": waits(source, function) for function in saves})
     for function in saves:
@@ -42,7 +42,7 @@ def wait_for_all_ranks(source: Source) -> None:
 
 @fix.edit(ENGINE, independent=True, ours_alone=True)
 def agree_first(source: Source) -> None:
-    """A rank that does not wait here would wait somewhere else."""
+    """A rank without this barrier would wait in another one."""
     saves = functions(source)
     insert_agreement(
         source,
@@ -57,7 +57,7 @@ def agree_first(source: Source) -> None:
 
 
 def functions(source: Source) -> list[Function]:
-    """Those that write `latest`."""
+    """The methods that write `latest`."""
     return [source.function(name) for name in (SAVE, COMMIT_LATER) if name == SAVE or source.has_function(name)]
 
 
@@ -74,7 +74,7 @@ def opens_latest(source: Source, statements: list[ast.stmt]) -> bool:
 
 
 def waits(source: Source, function: Function) -> bool:
-    """Whether the statement in front of the one that names the checkpoint is a barrier."""
+    """Whether a barrier is directly before the statement that writes `latest`."""
     statement = statement_that_names(source, function)
     blocks = [function.body, *(branch.body for branch in source.all_of(ast.If, function))]
     return any(source.has(BARRIER, block[block.index(statement) - 1]) for block in blocks if statement in block)

@@ -24,13 +24,13 @@ fix = Fix(
 
 LATEST = "os.path.join(..., 'latest')"
 OPEN, OPEN_TEMPORARY = f"open({LATEST}, 'w')", f"open({LATEST} + '.tmp', 'w')"
-LONG = 40  # characters of a path, of which the statement has two
+LONG = 40  # characters of the path, which is in the statement twice
 SYNC = "fd.flush()\nos.fsync(fd.fileno())"
 
 
 @fix.edit(ENGINE)
 def write_a_temporary_file_and_rename_it(source: Source) -> None:
-    """Upstream truncates the file and writes it anew; since 0.17.1 at a second place, for background writers."""
+    """Upstream truncates and rewrites the file; since 0.17.1 also in a second place, for background writers."""
     writes = [found for found in source.all_of(ast.With) if source.has(LATEST, found)]
     source.check_parts(
         {
@@ -57,6 +57,6 @@ def parts_there(source: Source, statement: ast.With) -> dict[str, bool]:
 
 
 def renaming(source: Source, path: ast.expr) -> str:
-    """The statement that renames the temporary file, on two lines where one would be too long."""
+    """The statement that renames the temporary file, split into two lines if too long."""
     gap = "" if len(source.text(path)) < LONG else "\n    "
     return f"os.replace({gap}{source.text(path)} + '.tmp', {source.text(path)})"

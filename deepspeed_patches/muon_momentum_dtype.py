@@ -26,7 +26,7 @@ fix = Fix(
 MUON_GROUP = "getattr(tensor_list[0], 'use_muon', False) and 'muon' in self.optimizer.__class__.__name__.lower()"
 NO_MOMENTUM = f'"momentum_buffer" not in self.optimizer.state[flatten_copy] and {MUON_GROUP}'
 STATE = "muon_state, grads = self.optimizer.state[flatten_copy], self.all_grad_tensors[param_group_idx]"
-# A load casts each state to the type of the flat parameter, which is fp32. What was saved has this one: no bit is lost.
+# A load casts each state to fp32, the flat parameter's dtype. The saved state has the gradients' dtype: no loss.
 CONVERT = f"""if {MUON_GROUP}:
     {STATE}
     muon_state["momentum_buffer"] = muon_state["momentum_buffer"].to(grads[0].dtype)"""
@@ -34,7 +34,7 @@ CONVERT = f"""if {MUON_GROUP}:
 
 @fix.edit(STAGE_1_AND_2)
 def convert_a_loaded_momentum(source: Source) -> None:
-    """Upstream makes a momentum where none is, and takes one that is there as it is."""
+    """Upstream creates a missing momentum, but uses an existing one without conversion."""
     if b"use_muon" not in source.data:
         raise NotConcerned
     if source.has_function("DeepSpeedZeroOptimizer._muon_momentum_buffer"):

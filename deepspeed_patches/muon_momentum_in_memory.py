@@ -33,7 +33,7 @@ KEEP = "self._keep_loaded_muon_momentum()"
 
 
 class DeepSpeedZeroOptimizer_Stage3:
-    """What its class gets, and what that uses of it."""
+    """The method to insert into the class, and what it uses."""
 
     optimizer: "Any"
     fp32_partitioned_groups_flat: "list[torch.Tensor]"
@@ -51,7 +51,7 @@ class DeepSpeedZeroOptimizer_Stage3:
 
 @fix.edit(STAGE3)
 def keep_the_loaded_momentum(source: Source) -> None:
-    """Upstream loads it into the optimizer's state, and the next step puts the buffer in memory there."""
+    """Upstream loads it into the optimizer's state, where the next step replaces it by the buffer in memory."""
     if b"muon_momentum_buffer_partitioned_groups_flat" not in source.data:
         raise NotConcerned
     load, load_universal = (source.function(f"{OWNER}.{name}") for name in (LOAD, LOAD_UNIVERSAL))

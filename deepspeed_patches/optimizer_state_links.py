@@ -31,7 +31,7 @@ NOT_LINKED = "self._hp_optimizer_states_linked = False"
 
 @fix.edit(STAGE_1_AND_2, independent=True)
 def link_when_all_groups_have_stepped(source: Source) -> None:
-    """Upstream links all groups, once, when the first one has stepped; the others have no moments by then."""
+    """Upstream links all groups only once, after the first has stepped, when the others have no moments."""
     check_links_are_made_late(source)
     step = source.function("DeepSpeedZeroOptimizer._optimizer_step")
     if source.has(LINK_AFTER_LAST, within=step):
@@ -41,7 +41,7 @@ def link_when_all_groups_have_stepped(source: Source) -> None:
 
 @fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER, independent=True)
 def link_again_after_a_load(source: Source) -> None:
-    """A load makes new links, to the masters alone, and upstream goes on as if those to the moments were there."""
+    """A load makes new links, only to the main parameters, but upstream assumes that moments are linked, too."""
     check_links_are_made_late(source)
     owner = "DeepSpeedZeroOptimizer" if source.has_function("DeepSpeedZeroOptimizer.step") else "BF16_Optimizer"
     link = source.function(f"{owner}._link_all_hp_params")
@@ -52,7 +52,7 @@ def link_again_after_a_load(source: Source) -> None:
 
 @fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER, independent=True)
 def link_right_after_a_load(source: Source) -> None:
-    """Upstream waits for the next step, although the load has brought the moments."""
+    """Upstream waits for the next step, although the moments are already loaded."""
     check_links_are_made_late(source)
     at_stages = source.has_function("DeepSpeedZeroOptimizer.step")
     load = source.function(f"{'DeepSpeedZeroOptimizer' if at_stages else 'BF16_Optimizer'}._load_legacy_checkpoint")
@@ -63,6 +63,6 @@ def link_right_after_a_load(source: Source) -> None:
 
 
 def check_links_are_made_late(source: Source) -> None:
-    """By the text alone, as these modules take long to parse. Up to 0.13.1 the moments are there from the start."""
+    """Raise NotConcerned up to 0.13.1, where moments exist from the start. Checks only the text: parsing is slow."""
     if LINK.partition("(")[0].removeprefix("self.").encode() not in source.data:
         raise NotConcerned

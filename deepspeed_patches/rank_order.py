@@ -34,7 +34,7 @@ def _ranks_in_name(path: str) -> "list[int]":
 
 @fix.edit("deepspeed.checkpoint.reshape_utils", independent=True)
 def sort_files_by_rank(source: Source) -> None:
-    """Upstream reads rank 10's file as that of rank 1."""
+    """Upstream sorts by name, and reads rank 10's file as rank 1's."""
     get = source.function("get_zero_files")
     if source.has("sort_zero_files(...)", within=get):
         raise AlreadyThere
@@ -48,7 +48,7 @@ def sort_files_by_rank(source: Source) -> None:
 
 @fix.edit("deepspeed.checkpoint.ds_to_universal", independent=True)
 def join_fragments_by_rank(source: Source) -> None:
-    """Upstream writes fp32.00 to fp32.99 and fp32.100, and joins fp32.100 behind fp32.10."""
+    """Upstream writes fp32.00 to fp32.99 and fp32.100, and joins fp32.100 after fp32.10."""
     merge = source.function("_merge_zero_shards")
     if source.has("sorted(list(dp_indices))", within=merge):
         raise AlreadyThere

@@ -86,7 +86,7 @@ def _slice_mappings_in_buffer_order(
 
 @fix.edit(STAGE_1_AND_2, independent=True)
 def link_in_the_order_of_the_buffer(source: Source) -> None:
-    """Upstream lays the parameters one behind the other in the order of the param group, in which they are not."""
+    """Upstream assumes that the buffer has the parameters in the order of the param group."""
     link = source.function("DeepSpeedZeroOptimizer._link_all_hp_params")
     given = source.all(GIVEN, within=link)
     if not given and source.has(IN_ORDER, within=link):
@@ -97,7 +97,7 @@ def link_in_the_order_of_the_buffer(source: Source) -> None:
 
 @fix.edit(CONVERTER, independent=True)
 def convert_in_the_order_of_the_buffer(source: Source) -> None:
-    """Checkpoints that exist state addresses in the other order, but have the shapes in that of the buffer."""
+    """Existing checkpoints have addresses in the param group's order, but shapes in the buffer's order."""
     extract, extract_all = source.function("extract_zero_shards"), source.function("_extract_zero_shard_files")
     functions = (_param_shapes_of_round_robin, _slice_mappings_in_buffer_order)
     source.check_parts(

@@ -30,7 +30,7 @@ if not load_optimizer_states and not self.zero_optimization():
 
 @fix.edit(ENGINE)
 def make_masters_of_the_loaded_weights(source: Source) -> None:
-    """Upstream does so for `load_module_only` alone; with ZeRO it is done after this method."""
+    """Upstream does so only for `load_module_only`; with ZeRO this happens after the method."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     if source.has(REFRESH, within=load):
         raise AlreadyThere

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
-# Copied into every checkpoint folder, it has to run with a DeepSpeed that is not patched: it gets functions of its own.
+# Copied into every checkpoint folder, where it must work with an unpatched DeepSpeed: it gets its own functions.
 SCRIPT = "deepspeed.utils.zero_to_fp32"
 READERS = (
     "deepspeed.checkpoint.deepspeed_checkpoint",
@@ -21,8 +21,8 @@ READERS = (
     "deepspeed.checkpoint.ds_to_universal",
     "deepspeed.checkpoint.universal_checkpoint",
 )
-COLUMNS = 119  # of upstream's lines
-# Releases moved the loading of a universal checkpoint between these; Nebula's engine is gone in the latest.
+COLUMNS = 119  # in upstream's lines
+# The load of a universal checkpoint moved between these modules; the latest release has no Nebula engine.
 SOME_RELEASES = (
     "deepspeed.runtime.base_optimizer",
     "deepspeed.runtime.zero.stage_1_and_2",
@@ -45,7 +45,7 @@ fix = Fix(
 )
 
 
-# The functions that upstream's files get
+# The functions to insert into upstream's files
 
 
 def checkpoint_classes() -> "list[type]":
@@ -101,7 +101,7 @@ def load_checkpoint_file(path: str, map_location: object = None) -> object:
 
 @fix.edit(ENGINE)
 def define_for_all(source: Source) -> None:
-    """The other modules import the function from here: where upstream has repaired this one, none of them may."""
+    """The other modules import the function from here: if upstream fixed this module, they must be fixed, too."""
     try:
         define_and_call(source)
     except NotConcerned:
@@ -133,19 +133,19 @@ def import_and_call_where_files_are_loaded(source: Source) -> None:
 
 
 def may_be_concerned(source: Source) -> bool:
-    """By the text alone: to parse the largest two modules of DeepSpeed for nothing takes 0.2 s in every process."""
+    """Whether the module may need the fix. Checks only the text: parsing the two largest modules takes 0.2 s."""
     name = load_checkpoint_file.__name__.encode()
     lines = [line for line in source.data.splitlines() if b"torch.load(" in line or name in line]
     return any(b"weights_only" not in line and b'torch.load("saved.pth")' not in line for line in lines)  # a docstring
 
 
 def plain_loads(source: Source) -> list[ast.Call]:
-    """The calls that leave the choice to torch.
+    """The `torch.load` calls without `weights_only`.
 
     Raises:
-        AlreadyThere: there is none, and the module has all of this fix.
-        Repaired: there is none, as upstream's own repair says weights_only=False in every one.
-        NoMatch: it has a part of it, or there is a call in another form.
+        AlreadyThere: no such call, and the module has the complete fix.
+        Repaired: no such call, because upstream's own fix passes weights_only=False in every call.
+        NoMatch: the module has only a part of the fix, or a call in another form.
     """
     name = load_checkpoint_file.__name__
     own = source.all_of(ast.Call, source.function(name)) if source.has_function(name) else []
@@ -175,13 +175,13 @@ def replace(source: Source, calls: list[ast.Call]) -> None:
 
 
 def is_too_long(source: Source, found: ast.ListComp) -> bool:
-    """With the new name, on one line."""
+    """Whether the comprehension exceeds one line with the new name."""
     more = len(load_checkpoint_file.__name__) - len("torch.load")
     return found.lineno == found.end_lineno and (found.end_col_offset or 0) + more > COLUMNS
 
 
 def replace_in_three_lines(source: Source, call: ast.Call, found: ast.ListComp) -> None:
-    """As upstream's formatter does it."""
+    """Split the comprehension as upstream's formatter does."""
     text, element = source.text(found), source.text(call)
     _, _, loop = text[1:-1].partition(element)
     arguments = element.removeprefix(source.text(call.func))

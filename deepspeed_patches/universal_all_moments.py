@@ -19,7 +19,7 @@ BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
 
 
 def loads_into_states_of_a_step(source: Source) -> bool:
-    """Up to 0.13.1 these are made with the optimizer, and since 0.14.1 from the files; told by the text alone."""
+    """Whether the load uses states that a step created (0.13.2 to 0.14.0). Checks only the text."""
     return all(name in source.data for name in (b"def _load_hp_checkpoint_state(", b"_lazy_init_hp_params_"))
 
 
@@ -41,12 +41,12 @@ fix = Fix(
 
 
 class ZeROOptimizer:
-    """What the method uses of DeepSpeedZeroOptimizer and of BF16_Optimizer, each of which gets it."""
+    """The method to insert into DeepSpeedZeroOptimizer and BF16_Optimizer, and what it uses."""
 
     optimizer: "torch.optim.Optimizer"
 
     def _link_states_to_load(self, lp_groups: "list[list[torch.Tensor]]") -> None:
-        """Link every parameter to its optimizer states, which a step of zero gradients makes where there are none.
+        """Link every parameter to its optimizer states. A step with zero gradients creates missing ones.
 
         Nothing else is left of that step: the partition is put back, and whoever loads the states sets what it counted.
         """
@@ -67,13 +67,13 @@ class ZeROOptimizer:
 
 @fix.edit(STAGE_1_AND_2)
 def link_states_of_stage_1_and_2(source: Source) -> None:
-    """Upstream loads the states that are linked: those of no group before a step, and of the first one after it."""
+    """Upstream loads only linked states: none before a step, and the first group's after it."""
     _link_states(source, "DeepSpeedZeroOptimizer", "bit16_groups")
 
 
 @fix.edit(BF16_OPTIMIZER)
 def link_states_of_bf16_optimizer(source: Source) -> None:
-    """Here all groups are linked after a step, and none before it."""
+    """Here upstream links no group before a step, and all groups after it."""
     _link_states(source, "BF16_Optimizer", "bf16_groups")
 
 
@@ -92,7 +92,7 @@ def _link_states(source: Source, owner: str, groups: str) -> None:
 
 @fix.edit("deepspeed.runtime.engine")
 def count_no_step_of_the_set_up(source: Source) -> None:
-    """Up to 0.13.1 the optimizer took a step when it was set up, and was one ahead of the iterations."""
+    """Up to 0.13.1 the optimizer took a step at its setup, and was one ahead of the iterations."""
     load = source.function("DeepSpeedEngine.load_checkpoint")
     update = "self.update_optimizer_step(step=client_states['iteration'])"
     if source.has(update, within=load):

@@ -47,7 +47,7 @@ def _step_and_state_keys(folder: str) -> "tuple[list[object], set[str]]":
 
 @fix.edit(BASE_OPTIMIZER)
 def take_step_and_states_from_the_group(source: Source) -> None:
-    """Upstream takes them from the parameters that a rank owns, and dies of `steps[0]` where it owns none."""
+    """Upstream takes them from the parameters that a rank owns, and fails at `steps[0]` if it owns none."""
     if LOAD.partition(".")[2].encode() not in source.data:
         raise NotConcerned
     load = source.function(LOAD)
@@ -57,7 +57,7 @@ def take_step_and_states_from_the_group(source: Source) -> None:
     }
     guarded = source.has(GUARD + STEP, within=load)
     if guarded and not any(own.values()):
-        raise AlreadyThere  # the load does not die; the first step makes the states of the padding
+        raise AlreadyThere  # the load does not fail; the first step creates the states of the padding
     source.check_parts({**own, GUARD + STEP: guarded})
     step = source.branch(STEP, within=load)
     source.insert_at(step.test, GUARD)

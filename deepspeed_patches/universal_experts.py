@@ -34,7 +34,7 @@ fix = Fix(
 
 LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
 NAME, NAME_OF_FOLDER = "self.param_names[lp]", "folder_names[lp]"
-# As long as what it stands for: the line that has it is broken where it was.
+# As long as the text that it replaces, so that the line breaks stay.
 SAVED, SETTINGS = "optim_sd['param_groups']", "settings_of_saved_groups"
 PREPARED = (
     "folder_names = _folder_names(self.param_names, checkpoint_dir)",
@@ -97,7 +97,7 @@ def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[st
 
 @fix.edit(BASE_OPTIMIZER)
 def load_each_expert_by_its_number(source: Source) -> None:
-    """Upstream takes the rank's own number for it, and the group's ranks from the checkpoint."""
+    """Upstream uses an expert's number on its rank, and the group's ranks from the checkpoint."""
     if LOAD.partition(".")[2].encode() not in source.data:
         raise NotConcerned
     load = source.function(LOAD)
@@ -113,7 +113,7 @@ def load_each_expert_by_its_number(source: Source) -> None:
 
 @fix.edit(STAGE_1_AND_2, independent=True)
 def link_experts_to_their_part(source: Source) -> None:
-    """Up to 0.14.4 a rank's part of a group of experts was taken to be as small as if all ranks had one."""
+    """Up to 0.14.4 upstream computes an expert group's partition size as if all ranks shared the group."""
     link = source.function("DeepSpeedZeroOptimizer._link_all_hp_params")
     if source.has(PARTITION_SIZE.format(OF_GROUP), within=link):
         raise AlreadyThere

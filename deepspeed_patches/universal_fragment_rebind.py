@@ -23,7 +23,7 @@ TO_MOMENT = "lp._hp_mapping.optim_fragment[key]"
 
 @fix.edit("deepspeed.utils.tensor_fragment")
 def link_moments_to_their_buffer(source: Source) -> None:
-    """Upstream puts a view of a moment's new buffer where the view of the master was."""
+    """Upstream replaces the main parameter's view by a view of a moment's new buffer."""
     if not source.has_function(FLATTEN):
         raise NotConcerned  # up to 0.14.0 moments are loaded in place
     flatten = source.function(FLATTEN)

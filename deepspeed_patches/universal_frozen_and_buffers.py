@@ -38,7 +38,7 @@ OF_UNIVERSAL = f"""if self.load_universal_checkpoint():
 
 
 class DeepSpeedEngine:
-    """What its class gets."""
+    """The methods to insert into the class, and what they use."""
 
     module: "torch.nn.Module"
     checkpoint_engine: "Any"
@@ -107,7 +107,7 @@ class DeepSpeedEngine:
 
 @fix.edit(ENGINE)
 def load_what_the_optimizer_does_not_hold(source: Source) -> None:
-    """Upstream loads no module then, as the optimizer's load brings the parameters; but only those that it has."""
+    """Upstream skips the module, because the optimizer's load sets the parameters; but only those it updates."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     methods = (DeepSpeedEngine._load_what_is_not_optimized, DeepSpeedEngine._load_frozen_partitions)
     source.check_parts(

@@ -22,7 +22,7 @@ fix = Fix(
 )
 
 LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
-# Groups of experts depend on how many experts a rank has.
+# The number of expert groups depends on the number of experts per rank.
 CHECK = """
 param_groups, saved_groups = self.optimizer.param_groups, optim_sd["param_groups"]
 if len(param_groups) != len(saved_groups) and not any(group.get("moe") for group in saved_groups):
@@ -36,7 +36,7 @@ DIFFERENT = CHECK.strip().partition("\n")[2].partition(":")[0].removeprefix("if 
 
 @fix.edit(BASE_OPTIMIZER)
 def compare_the_numbers_of_groups(source: Source) -> None:
-    """Upstream goes through the pairs, and leaves out what has no partner."""
+    """Upstream iterates over pairs of groups, and ignores groups without a counterpart."""
     if LOAD.partition(".")[2].encode() not in source.data:
         raise NotConcerned
     load = source.function(LOAD)

@@ -31,8 +31,8 @@ fix = Fix(
 
 KEEP = 'output_sd["param_groups"] = optim_sd[BASE_OPTIMIZER_STATE]["param_groups"]'
 LOAD = "self._load_group_settings(optim_sd)"
-# The engine's reader, so that what is said of unsafe classes there holds here. These loads have no need of the file
-# but for the settings, and go on without it.
+# Uses the engine's reader, with its handling of unsafe classes. The load needs the file only for the settings, and
+# continues without it.
 READ = """from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 optim_state_path = os.path.join(checkpoint_dir, "optimizer_state.pt")
@@ -42,7 +42,7 @@ if os.path.isfile(optim_state_path):
 
 
 class ZeROOptimizer:
-    """What the method uses of DeepSpeedZeroOptimizer and of BF16_Optimizer, each of which gets it."""
+    """The method to insert into DeepSpeedZeroOptimizer and BF16_Optimizer, and what it uses."""
 
     optimizer: "torch.optim.Optimizer"
 
@@ -68,7 +68,7 @@ class ZeROOptimizer:
 
 @fix.edit(CONVERTER, independent=True)
 def keep_settings(source: Source) -> None:
-    """Upstream leaves out all that the inner optimizer has."""
+    """Upstream omits the inner optimizer's entire state dict."""
     save = source.function("_save_optimizer_state")
     if source.has("output_sd[PARAM_GROUPS] = ...", within=save) or source.has(KEEP, within=save):
         raise AlreadyThere
@@ -91,10 +91,10 @@ def load_settings_in_bf16_optimizer(source: Source) -> None:
 
 
 def _load_without_settings(source: Source, owner: str) -> Function:
-    """The load of an optimizer's class, to which the method is added.
+    """Insert the method into an optimizer's class, and return the class's load method.
 
-    Since 0.14.1 all of them load in one place, settings as well; that is told by the text alone, as these modules take
-    long to parse.
+    Since 0.14.1 all classes load in one place, with settings. The check uses only the text, because parsing these
+    modules takes long.
     """
     if b"self.load_hp_checkpoint_state_from_checkpoint_dir(" in source.data:
         raise AlreadyThere

@@ -24,7 +24,7 @@ BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
 
 
 def loads_any_state(source: Source) -> bool:
-    """Since 0.14.1 the load at stage 1 and 2 takes the states from the files, and the step is among these."""
+    """Whether the load at stages 1 and 2 takes the states, with the step, from the files (since 0.14.1)."""
     return b'flat_state["step"]' in source.data or b"def _flat_states(" in source.data
 
 
@@ -57,7 +57,7 @@ flat_state.pop('step', None)"""
 FRAGMENTS = "_states_of_fragments(slice_base_path)"
 
 
-# At stage 3: of those names that parameters of a sub-group have.
+# At stage 3: the names of the states that a sub-group's parameters have.
 KEYS, KEYS_BEFORE_0_18 = '["fp32", "exp_avg", "exp_avg_sq"]', "key_list"
 SAVED = "_saved_states(checkpoint_dir, [self.param_names[group[0]] for group in self.fp16_groups])"
 SAVED_BEFORE_0_18 = "_saved_states(checkpoint_dir, param_shapes[0])"
@@ -124,7 +124,7 @@ def _drop_states_not_saved(state: "dict[str, object]", opt_keys: "set[str]", ste
 
 
 class DeepSpeedZeroOptimizer:
-    """What its class gets, and what that uses of it."""
+    """The method to insert into the class, and what it uses."""
 
     optimizer: "Any"
     cpu_offload: bool
@@ -153,7 +153,7 @@ class DeepSpeedZeroOptimizer:
 
 @fix.edit(CONVERTER)
 def extract_the_states_of_the_optimizer(source: Source) -> None:
-    """Upstream extracts Adam's, by their names."""
+    """Upstream extracts only Adam's states, by name."""
     extract = source.function("extract_zero_shards")
     source.check_parts(
         {
@@ -207,7 +207,7 @@ def merge_what_was_extracted(source: Source) -> None:
 
 @fix.edit(BASE_OPTIMIZER)
 def drop_the_states_that_were_not_saved(source: Source) -> None:
-    """Upstream loads those that are in the checkpoint, and leaves the others as they are in the run."""
+    """Upstream loads the states in the checkpoint, and keeps the run's other states."""
     load = source.function(f"ZeROOptimizer.{LOAD}")
     source.check_parts({**source.functions_there("", _drop_states_not_saved), DROP: source.has(DROP, within=load)})
     source.insert_before(source.one(FLAT, within=load), DROP)
@@ -216,7 +216,7 @@ def drop_the_states_that_were_not_saved(source: Source) -> None:
 
 @fix.edit(STAGE_1_AND_2)
 def load_the_momentum_of_muon(source: Source) -> None:
-    """The load cuts it like the partition, and the next step asks for more elements than there are."""
+    """Upstream's load cuts it like the partition, so the next step lacks elements."""
     if b"use_muon" not in source.data:
         raise NotConcerned
     load = source.function("DeepSpeedZeroOptimizer._load_universal_checkpoint")
@@ -230,7 +230,7 @@ def load_the_momentum_of_muon(source: Source) -> None:
 
 @fix.edit(STAGE3)
 def load_the_saved_states_at_stage_3(source: Source) -> None:
-    """Upstream loads those of Adam, and a step."""
+    """Upstream loads only Adam's states and a step."""
     if f"def {LOAD}_stage3(".encode() not in source.data:
         raise NotConcerned
     owner = source.class_named("DeepSpeedZeroOptimizer_Stage3")

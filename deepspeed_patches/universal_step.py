@@ -17,7 +17,7 @@ UNIVERSAL_CHECKPOINT = "deepspeed.checkpoint.universal_checkpoint"
 
 
 def loads_no_step(source: Source) -> bool:
-    """Since 0.14.1 a parameter's folder has the step, and it is loaded beside the moments."""
+    """Whether the load ignores the step; since 0.14.1 it is loaded with the moments."""
     return b'"step"' not in source.data
 
 
@@ -39,7 +39,7 @@ SET = """if load_zero_checkpoint:
 
 
 class DeepSpeedEngine:
-    """What its class gets."""
+    """The method to insert into the class, and what it uses."""
 
     optimizer: "Any"
     global_steps: int
@@ -58,8 +58,8 @@ class DeepSpeedEngine:
 
 @fix.edit(ENGINE)
 def set_the_step(source: Source) -> None:
-    """Upstream leaves it at that of the new run."""
-    if b"update_optimizer_step(" in source.data:  # its definition, or its call; the engine takes long to parse
+    """Upstream keeps the step of the new run."""
+    if b"update_optimizer_step(" in source.data:  # its definition or a call; checks only the text: parsing takes long
         raise AlreadyThere
     load = source.function("DeepSpeedEngine.load_checkpoint")
     method = DeepSpeedEngine._set_optimizer_step

@@ -33,7 +33,7 @@ fix = Fix(
 def strip_at_most_the_partition(source: Source) -> None:
     """The last rank may record the padding of several ranks: 348 - 1024 = -676 elements.
 
-    A converter run as a bare script asks for stripping; no import hook sees it, and this alone has to save it.
+    A converter run as a script is not patched by the import hook and still strips: only this edit fixes it.
     """
     strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
     if source.all("raw_length = max(0, ...)", within=strip) or source.all("raw_length = max(..., 0)", within=strip):
@@ -45,7 +45,7 @@ def strip_at_most_the_partition(source: Source) -> None:
 
 @fix.edit(ZERO_CHECKPOINT, independent=True)
 def never_strip_the_step(source: Source) -> None:
-    """Up to 0.14.0 a `step` that is a tensor of no dimension is narrowed as well; later releases leave it alone."""
+    """Up to 0.14.0 a 0-dimensional `step` tensor is narrowed, too; later releases do not change it."""
     strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
     if source.all("state_name != 'step'", within=strip):
         raise AlreadyThere
@@ -55,7 +55,7 @@ def never_strip_the_step(source: Source) -> None:
 
 @fix.edit(DEEPSPEED_CHECKPOINT, independent=True)
 def accept_the_argument(source: Source) -> None:
-    """The reader of a rank's file has it; the checkpoint in front of the reader does not hand it on."""
+    """The reader of a rank's file has the parameter, but the checkpoint class does not pass it on."""
     get = source.function("DeepSpeedCheckpoint.get_zero_checkpoint_state")
     read = source.one("self.zero_checkpoint.get_state_for_rank(...)", within=get)
     name = "strip_tensor_paddings"
@@ -71,7 +71,7 @@ def accept_the_argument(source: Source) -> None:
 
 @fix.edit(CONVERTER)
 def ask_for_no_stripping(source: Source) -> None:
-    """Each parameter's fragment is cut out of the partition by its own start and length; no padding gets into it."""
+    """Each parameter's fragment is cut from the partition by its start and length, without padding."""
     extract = source.function("extract_zero_shards")
     if source.all(UNSTRIPPED, within=extract):
         raise AlreadyThere

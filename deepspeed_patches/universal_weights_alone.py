@@ -38,7 +38,7 @@ LOAD_ZERO_LINES = """success = self._load_zero_checkpoint(load_dir,
 
 
 class ZeROOptimizer:
-    """What its class gets, and what that uses of DeepSpeedZeroOptimizer and BF16_Optimizer."""
+    """The method to insert into the class, and what it uses of its subclasses."""
 
     optimizer: "Any"
     load_hp_checkpoint_state_from_checkpoint_dir: "Any"
@@ -72,7 +72,7 @@ def load_weights_without_states(source: Source) -> None:
 
 @fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER)
 def ask_whether_states_are_wanted(source: Source) -> None:
-    """Upstream drops the argument."""
+    """Upstream ignores `load_optimizer_states`."""
     if f"self.{LOAD}(".encode() not in source.data:
         raise NotConcerned
     owner = "DeepSpeedZeroOptimizer" if b"class DeepSpeedZeroOptimizer(" in source.data else "BF16_Optimizer"

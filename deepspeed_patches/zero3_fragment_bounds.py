@@ -20,7 +20,7 @@ fix = Fix(
 
 @fix.edit("deepspeed.checkpoint.ds_to_universal")
 def count_no_negative_elements(source: Source) -> None:
-    """4096 elements at dp 768 are 6 a rank. Rank 683 would start at 4098: -2 elements, of which `abs` makes 2."""
+    """4096 elements on 768 ranks are 6 per rank. Rank 683 starts at 4098: -2 elements, which `abs` turns into 2."""
     if not any(line.lstrip().startswith(b"def ") and b"stage3" in line for line in source.data.splitlines()):
         raise NotConcerned
     extract = source.function("extract_zero_shards_stage3")

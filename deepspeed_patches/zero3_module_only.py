@@ -28,9 +28,9 @@ WEIGHTS_ALONE = f"{NAME} = load_module_only or not load_optimizer_states"
 
 @fix.edit(ENGINE)
 def put_the_weights_together(source: Source) -> None:
-    """The model's file holds placeholders. Upstream reads the ranks' files instead only without optimizer states."""
+    """The model's file has placeholders. Upstream reads the ranks' files only if `load_optimizer_states` is false."""
     if b"and not load_module_only" not in source.data:
-        raise NotConcerned  # up to 0.12.6 all states are loaded then
+        raise NotConcerned  # up to 0.12.6 it loads all states
     load = source.function("DeepSpeedEngine._load_checkpoint")
     branch = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load)
     source.check_parts({WEIGHTS_ALONE: source.has(WEIGHTS_ALONE, load), NAME: source.has(NAME, branch.test)})

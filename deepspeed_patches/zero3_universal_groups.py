@@ -40,7 +40,7 @@ for param_group, saved_group in zip(param_groups, saved_groups):
 
 @fix.edit(STAGE3, independent=True)
 def count_steps_of_each_tensor(source: Source) -> None:
-    """Torch's optimizers count in a tensor: one for all is counted up by each of them."""
+    """torch's optimizers increment a step tensor in place: a shared one is incremented once per flat tensor."""
     load = _load(source)
     if not source.has(STEP, within=load):
         raise AlreadyThere if source.has(OWN_STEP.splitlines()[-1], within=load) else NoBug
@@ -49,7 +49,7 @@ def count_steps_of_each_tensor(source: Source) -> None:
 
 @fix.edit(STAGE3, independent=True)
 def restore_the_settings_of_each_group(source: Source) -> None:
-    """Upstream gives all groups those of the first."""
+    """Upstream gives all groups the first group's settings."""
     load = _load(source)
     if not source.has(OF_THE_FIRST, within=load):
         raise AlreadyThere if source.has("param_group.update(saved_group)", within=load) else NoBug
@@ -62,7 +62,7 @@ def restore_the_settings_of_each_group(source: Source) -> None:
 
 
 def _load(source: Source) -> Function:
-    """The load of the optimizer's state; up to 0.17.6 torch's own does it, and has the groups of the checkpoint."""
+    """The load of the optimizer's state. NotConcerned up to 0.17.6, where torch loads it, with the groups."""
     name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
     if f"def {name}(".encode() not in source.data:
         raise NotConcerned

@@ -28,9 +28,9 @@ OF_THE_NODE, OF_THE_PARTITIONS = "dist.get_local_rank()", "dist.get_rank(group=s
 
 @fix.edit("deepspeed.runtime.zero.stage3")
 def take_the_part_of_the_rank(source: Source) -> None:
-    """The tensor is cut for all ranks of the group that shares the partitions."""
+    """The tensor is partitioned over the data-parallel group, so the offset depends on the rank in it."""
     if b"def load_hp_checkpoint_state(" not in source.data:
-        raise NotConcerned  # by the text alone: to parse one of DeepSpeed's largest modules takes 0.1 s
+        raise NotConcerned  # checks only the text: parsing this large module takes 0.1 s
     load = source.function("DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state")
     if not source.has(OF_THE_NODE, within=load) and not _names(source, load, LOCAL):
         raise AlreadyThere if source.has(OF_THE_PARTITIONS, within=load) else NoBug

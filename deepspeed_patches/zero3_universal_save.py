@@ -21,16 +21,14 @@ fix = Fix(
 )
 
 UNIVERSAL = "self.load_universal_checkpoint()"
-LOADING = (
-    "mp_placeholder is not None"  # the load looks for the files of all model-parallel ranks, the save names its own
-)
+LOADING = "mp_placeholder is not None"  # only the load passes it, to find the files of all model-parallel ranks
 FIRST_FILE = 'filename = "zero_pp_rank_0"'
 
 
 @fix.edit("deepspeed.runtime.engine")
 def name_the_first_file_where_files_are_loaded_alone(source: Source) -> None:
-    """Of a universal checkpoint all ranks read the first file, as fewer ranks may have written it."""
-    if b'"zero_pp_rank_0"' not in source.data:  # by the text: to parse DeepSpeed's largest module takes 0.2 s
+    """All ranks read the first file of a universal checkpoint, because fewer ranks may have saved it."""
+    if b'"zero_pp_rank_0"' not in source.data:  # checks only the text: parsing takes 0.2 s
         raise NoBug if _knows_stage_3(source) else NotConcerned
     names = source.function("DeepSpeedEngine._get_ckpt_name")
     if source.has(f"{LOADING} and {UNIVERSAL}", within=names):
@@ -42,6 +40,6 @@ def name_the_first_file_where_files_are_loaded_alone(source: Source) -> None:
 
 
 def _knows_stage_3(source: Source) -> bool:
-    """Whether a load looks for the files of a universal checkpoint, as upstream's does since it has fixed this."""
+    """Whether the load looks for files of a universal checkpoint, as in upstream's own fix."""
     _, _, behind = source.data.partition(b"def _get_all_ckpt_names(")
     return b"load_universal_checkpoint" in behind.partition(b"def ")[0]

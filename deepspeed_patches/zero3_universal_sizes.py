@@ -19,7 +19,7 @@ fix = Fix(
 )
 
 CLASS = "DeepSpeedZeroOptimizer_Stage3"
-# By method, what it calls a rank's part of a loaded state.
+# By method, the variable with a rank's part of a loaded state.
 LOADS = {
     "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "key_layer_state_partition",
     "load_module_checkpoint_state_from_checkpoint_dir_stage3": "param_partition",
@@ -33,12 +33,12 @@ if found != expected:
 
 @fix.edit("deepspeed.runtime.zero.stage3")
 def compare_sizes(source: Source) -> None:
-    """Upstream copies as many elements as there are, and goes on behind them."""
+    """Upstream copies as many elements as it finds, and shifts the next parameter accordingly."""
     first = next(iter(LOADS))
     if f"def {first}(".encode() not in source.data:
         raise NotConcerned
     if not source.has(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}")):
-        raise NotConcerned  # up to 0.17.6 all are put together, and have to fill the buffer
+        raise NotConcerned  # up to 0.17.6 all parts are concatenated, and must fill the buffer
     methods = {f"{CLASS}.{method}": part for method, part in LOADS.items()}
     loads = {part: source.function(method) for method, part in methods.items() if source.has_function(method)}
     source.check_parts({part: source.has("found != expected", within=load) for part, load in loads.items()})

@@ -15,7 +15,7 @@ STAGE3 = "deepspeed.runtime.zero.stage3"
 
 
 def loads_universal_checkpoints(source: Source) -> bool:
-    """By the text alone, as the module takes long to parse."""
+    """Whether the release loads universal checkpoints. Checks only the text: parsing takes long."""
     return LOAD.encode() in source.data
 
 
@@ -46,7 +46,7 @@ WEIGHTS_ALONE = f"""if not load_optimizer_states:
 
 
 class DeepSpeedZeroOptimizer_Stage3:
-    """What its class gets, and what that uses of it."""
+    """The method to insert into the class, and what it uses."""
 
     fp16_groups: "list[list[Any]]"
     fp16_partitioned_groups: "list[list[Any]]"
@@ -84,7 +84,7 @@ class DeepSpeedZeroOptimizer_Stage3:
 
 @fix.edit(STAGE3)
 def load_weights_without_states(source: Source) -> None:
-    """Upstream drops the argument up to 0.19.2."""
+    """Up to 0.19.2 upstream ignores `load_optimizer_states`."""
     if not loads_universal_checkpoints(source):
         raise NotConcerned
     load = source.function(f"{OWNER}._load_universal_checkpoint")

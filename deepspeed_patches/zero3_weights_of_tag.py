@@ -31,7 +31,7 @@ NOT_UNIVERSAL = "not self.load_universal_checkpoint()"
 
 @fix.edit(ENGINE)
 def read_the_checkpoint_of_the_tag(source: Source) -> None:
-    """Upstream's script takes the tag from `latest`. A universal checkpoint has no files for it, and does without."""
+    """Upstream's script uses the tag in `latest`. A universal checkpoint has no files for it, and is skipped."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     test = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load).test
     source.check_parts({WITH_TAG: source.has(WITH_TAG, load), NOT_UNIVERSAL: source.has(NOT_UNIVERSAL, test)})

@@ -55,7 +55,7 @@ def _copy_as_loaded(src: str, dst: str) -> None:
 
 @fix.edit(SCRIPT)
 def take_files_without_a_stage(source: Source) -> None:
-    """Files of both have the masters under the same name, cut up in the same way."""
+    """Files with and without a stage have the main parameters under the same name, partitioned alike."""
     parse = source.function("parse_optim_states")
     source.check_parts({part: source.has(part, within=parse) for part in (STATES, NOT_OF_ZERO, STAGE_OR_1)})
     branch = source.branch(source.first_there(*NOT_NAMED, within=parse), within=parse)
@@ -66,7 +66,7 @@ def take_files_without_a_stage(source: Source) -> None:
 
 @fix.edit(ENGINE, ours_alone=True)
 def put_the_fixed_script_into_the_checkpoint(source: Source) -> None:
-    """Upstream copies the file on the disk, which the import hook leaves as it is."""
+    """Upstream copies the file on disk, which the import hook does not change."""
     copy = source.function("DeepSpeedEngine._copy_recovery_script")
     source.check_parts(
         {**source.functions_there("", _copy_as_loaded), COPY_AS_LOADED: source.has(COPY_AS_LOADED, within=copy)}

@@ -1,4 +1,4 @@
-"""What the site needs beside docs/*.md: the pages of the repository's root, links that work there, the list of bugs.
+"""What the site needs beside docs/*.md: the root's pages, links that work there, the list of bugs and their tests.
 
 The Markdown is written for a forge. A page of the root, such as CHANGELOG.md, is in the site under its name in small
 letters; a link to a file that is not in the site becomes its text.
@@ -46,7 +46,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Adapt a page: its links, the words behind the language of a fence; no comments, no message for upstream."""
-    markdown = markdown.partition("\n## Upstream message\n")[0]
+    markdown, of_fix, _ = markdown.partition("\n## Upstream message\n")
+    if of_fix:
+        markdown += _tests(page.file.src_uri.removesuffix(".md"))
     markdown = re.sub(r"^<!--.*?-->\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
     uri = page.file.src_uri
@@ -54,6 +56,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     pages = {file.src_uri for file in files}
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(p if p.startswith("```") else _with_links(p, folder, pages) for p in parts)
+
+
+def _tests(fix: str) -> str:
+    """The last section of a fix's page: the programs that show its bug."""
+    from ckpt_patches.engine import registry
+    from ckpt_patches.engine.fix import load, package_of
+
+    folder = registry.FOLDERS[package_of(fix)][-1]
+    tests = [
+        f"`{folder}/demos/{fix}.py` shows the bug: `ckpt-patches status --prove`.",
+        f"`tests/test_{fix}.py` contains its own tests; `tests/contract/` tests every fix.",
+        f"`ckpt-patches diff --with-test {fix}` adds a test to the patch: `{load(fix).test}`.",
+    ]
+    if not (ROOT / f"tests/test_{fix}.py").exists():
+        tests[1] = "`tests/contract/` tests it, as every fix."
+    return "\n## Test\n\n" + "".join(f"- {test}\n" for test in tests)
 
 
 def _with_links(text: str, folder: str, pages: set[str]) -> str:

@@ -29,7 +29,7 @@ FORGET = """if abort:
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
 def forget_what_was_aborted(source: Source) -> None:
-    """Upstream finalizes the calls with the next save, which takes the oldest report that there is."""
+    """Upstream finalizes the aborted calls with the next save, which reads the oldest result in the queue."""
     close = source.function("AsyncCallsQueue.close")
     if "abort" not in [argument.arg for argument in close.args.args]:
         raise NotConcerned  # before 0.5

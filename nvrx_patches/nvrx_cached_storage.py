@@ -35,12 +35,12 @@ def _storages_of(tensors: "list[torch.Tensor]") -> list[tuple[object, ...]]:
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
 def follow_storages(source: Source) -> None:
-    """The key of what the worker has consists of names, shapes and types, which a new allocation has as well."""
+    """Upstream's cache key has only names, shapes and dtypes, which a new allocation does not change."""
     if not source.has_function("_compute_data_structure_key_from_plan"):
-        raise NotConcerned  # before 0.6 a worker keeps nothing
+        raise NotConcerned  # before 0.6 a worker caches nothing
     prepare = source.function("FileSystemWriterAsync.prepare_write_data")
     if source.has("FileSystemWriterAsync._cached_tensor_data_ptrs", within=prepare):
-        raise AlreadyThere  # upstream's, since #314
+        raise AlreadyThere  # upstream's own fix, since #314
     writer = source.class_named("FileSystemWriterAsync")
     source.check_parts(
         {

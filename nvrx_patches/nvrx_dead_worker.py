@@ -22,5 +22,5 @@ fix = Fix(
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
 def watch_the_worker(source: Source) -> None:
-    """Nobody finishes what a dead worker has begun: upstream waits for it, or takes it for done."""
+    """A dead worker never finishes its save: upstream waits forever, or treats the save as complete."""
     raise_at_the_end_of_a_worker(source)

@@ -28,7 +28,7 @@ TITLES = ("Clone if we detect incontiguous storage for CPU tensors", "Clone tens
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async", independent=True)
 def clone_cpu_tensors(source: Source) -> None:
-    """Upstream clones views only; a persistent worker gets all other CPU tensors in shared memory."""
+    """Upstream clones only views; a persistent worker gets all other CPU tensors in shared memory."""
     clone = _resolving(source, source.function("FileSystemWriterAsync.prepare_write_data"))
     described = ast.get_docstring(clone) or ""
     is_cloned = source.has("ten.clone()", within=clone) and not source.has("is_view", within=clone)
@@ -56,7 +56,7 @@ def _clone_always(source: Source, clone: Function) -> None:
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.utils", independent=True)
 def copy_what_torch_saves(source: Source) -> None:
-    """`TorchAsyncCheckpoint` stages by `to("cpu")`, which copies nothing that is there already."""
+    """`TorchAsyncCheckpoint` stages with `to("cpu")`, which does not copy tensors on the CPU."""
     stage = source.function("preload_tensors")
     if source.has('in_var.detach().to("cpu", non_blocking=non_blocking, copy=True)', within=stage):
         raise AlreadyThere
@@ -65,7 +65,7 @@ def copy_what_torch_saves(source: Source) -> None:
 
 
 def _resolving(source: Source, prepare: Function) -> Function:
-    """The function in it through which each tensor goes; 0.6 has renamed it."""
+    """The nested function that processes each tensor; 0.6 renamed it. Raises NoMatch."""
     names = ("_clone_if_needed", "_clone_or_dequantize_if_needed")
     found = [one for one in source.all_of(ast.FunctionDef, prepare) if one.name in names]
     if len(found) != 1:

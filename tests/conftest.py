@@ -1,4 +1,4 @@
-"""What all tests share: markers, a check that the hook is active, and the record for docs/compatibility.md."""
+"""Shared pytest setup: markers, a check that the hook is active, and the record for docs/compatibility.md."""
 
 import datetime
 import gc
@@ -15,8 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# The default run draws the same cases every time: one that fails is no accident. `make test-all` draws others.
-# How long a case takes says how busy the machine is.
+# The default run draws the same cases every time, so that failures are reproducible. `make test-all` draws others.
+# No deadline: a case's time depends on the load of the machine.
 hypothesis.settings.register_profile(
     "tests",
     derandomize=os.environ.get("CKPT_PATCHES_TEST_ALL") != "1",
@@ -25,9 +25,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
-# Kept in the repository: the pages that are made from them take longer to run than any session.
+# The records are in the repository: no single session runs all the tests behind the generated pages.
 RECORDED = Path(__file__).parent / "recorded"
-MAIN = "main"  # as upstream.py has it, which needs what is set up here
+MAIN = "main"  # as in upstream.py, which needs this setup
 CHECKOUT = "CKPT_PATCHES_TEST_APEX"
 
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         zygotes.forks = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # So does a shell start what it runs in the background, and every program under test would ignore it as well.
+        # A shell starts background jobs like this, and every program under test would ignore SIGINT as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
@@ -60,19 +60,19 @@ def pytest_report_header() -> list[str]:
     return ["NumPy 2: megatron-core before 0.16 runs with numpy2_product on both sides"] * is_numpy_2
 
 
-# Of the engine, the hook and the installed files, of reading and writing formats, and of planning: `make quick`.
+# Test files that `make quick` runs: the engine, the hook, in-place files, file formats, and planning.
 QUICK = """
     audit_blocks checksum command convert_new_file convert_plan convert_writer durable hook in_place map names plan
     processes rooms shared source stored_zip torch_file unfinished
 """
 
 _Rows = dict[str, Any]  # lists of rows, by test
-_CELLS = pytest.StashKey[_Rows]()  # one row each
+_CELLS = pytest.StashKey[_Rows]()  # one row per test
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _hook_is_active() -> None:
-    """Without the hook at start-up, the tests of the delivery "hook" would test nothing."""
+    """Stop the session if the hook is not active: tests with delivery "hook" would test nothing."""
     if not any(type(finder).__name__ == "PatchFinder" for finder in sys.meta_path):
         pytest.exit(
             f"expected the import hook in sys.meta_path of {sys.executable}, found none: install the project into "
@@ -82,7 +82,7 @@ def _hook_is_active() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is quick; skip what needs a GPU where there is none; refuse a `compat` test that is in no cell."""
+    """Select the target's tests, mark quick ones, skip GPU tests without a GPU, and check `compat` parameters."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
         wanted = next(
             (part for part in (OLDER, REST) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1"), TEST
@@ -101,21 +101,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end: to look for garbage in it takes a tenth of a process's time."""
+    """Exclude current objects, which live until the end, from garbage collection: it takes a tenth of the time."""
     gc.collect()
     gc.freeze()
 
 
-# What `make test`, `make rest` and `make older` run: each test is in one of them, or for `make test-all` alone.
+# The targets `make test`, `make rest` and `make older`. Each test is in one of them, or only in `make test-all`.
 TEST, REST, OLDER = "test", "rest", "older"
 
 
 def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
-    """Which of the three targets runs each test; "" if none does.
+    """The target of each test; "" if only `make test-all` runs it.
 
-    older: all releases but a case's newest, and what is marked slow. rest: that upstream has a bug, and what is marked
-    long. test: all others. Of fixes in place only what is marked slow: test_fix_contract.py compares their text with
-    that of the hook on each release that is a fix's newest.
+    older: all releases but a case's newest, and tests marked slow. rest: tests that show upstream's bug, and tests
+    marked long. test: all others. In-place tests of a release run only if they are marked slow: test_fix_contract.py
+    checks that in-place files equal the hook's text on each release that is a fix's newest.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -135,7 +135,7 @@ def _part(item: pytest.Item, *, is_newest: bool) -> str:
 
 
 def _case(item: pytest.Item) -> str:
-    """The test and its parameters but for the release."""
+    """The test's ID without the release."""
     return item.nodeid.replace(str(_parameters(item).get("version", "")), "")
 
 
@@ -159,9 +159,9 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note the outcome of a test that is marked `compat`; of main branches keeping_up.py does.
+    """Record the outcome of a test marked `compat`. keeping_up.py records main branches.
 
-    The record property "compat" replaces the cell's words.
+    The record property "compat" replaces the cell's text.
     """
     report = yield
     if by_hand := sys.modules.get("by_hand"):
@@ -193,7 +193,7 @@ def _on_main(item: pytest.Item) -> bool:
 
 
 def _commit(fix: str) -> dict[str, str]:
-    """Which commit of what is on no package index a fix was tested on."""
+    """The tested commit and its date, for a package that is on no package index."""
     if CHECKOUT not in os.environ:
         return {}
     from ckpt_patches.engine.fix import package_of
@@ -205,7 +205,7 @@ def _commit(fix: str) -> dict[str, str]:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Why a test was skipped, or the last line of why it failed."""
+    """The reason for a skip, or the last line of a failure."""
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     lines = report.longreprtext.strip().splitlines() if report.outcome != "passed" else []
@@ -222,7 +222,7 @@ def _version(distribution: str) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add the results of a session over all releases, or on a checkout, to those of earlier ones, by test."""
+    """Add the results on all releases, or on a checkout, to those of earlier sessions, by test."""
     import recorded_results
 
     cells = session.config.stash[_CELLS]

@@ -1,4 +1,4 @@
-"""Ranks of which one has no fix, or another choice of fixes, are told so, and do not wait for each other."""
+"""If one rank lacks a fix, or has other fixes, the others raise an error, and no rank waits for another."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ WITHOUT = {"no package": {"CKPT_PATCHES": "off"}, "skipped": {"CKPT_PATCHES_SKIP
 
 
 def on_ranks(what: str, out: Path, differs: dict[int, dict[str, str]]) -> list[dict[str, Any]]:
-    """What came of it on each rank; nothing of one that did not come so far."""
+    """The result of each rank; empty for a rank that did not get so far."""
     version, name = ON[what]
     port = str(free_port())
 
@@ -55,14 +55,14 @@ for store in (FakeStore(), dist.HashStore()):
 
 @pytest.mark.slow
 def test_a_dry_run_without_other_ranks_is_not_stopped(tmp_path: Path) -> None:
-    """Nor a program without a process group."""
+    """A job with fake ranks, or without a process group, runs without an error."""
     (tmp_path / "fake.py").write_text(FAKE)
     run(tmp_path / "fake.py", tree=tree("megatron-core", newest("megatron-core")), imports=("torch",))
 
 
 @pytest.mark.slow
 def test_one_that_is_late_is_waited_for(tmp_path: Path) -> None:
-    """It has announced the fix when its optimizer was made, and comes to the save when another one has looked."""
+    """A rank may reach the save after the others' check: it announces the fix when it creates the optimizer."""
     found = on_ranks("gather", tmp_path, {1: {"RANKS_THAT_DIFFER_LATE": "35"}})
     assert [one["error"] for one in found] == [""] * RANKS
 
@@ -74,7 +74,7 @@ DIFFER = list(itertools.product((0, 1), ON, WITHOUT)) if all_releases() else SOM
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "what", "without"), DIFFER)
 def test_one_that_differs_is_named_within_a_minute(what: str, rank: int, without: str, tmp_path: Path) -> None:
-    """By all that have the fix; the one that has not ends with them."""
+    """All ranks that have the fix name the one without it, which ends with them."""
     found = on_ranks(what, tmp_path, {rank: WITHOUT[without]})
     del found[rank]
     for other in found:

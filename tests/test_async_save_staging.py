@@ -1,4 +1,4 @@
-"""async_save_staging: an asynchronous save of the real megatron-core writes what was there when it was asked for."""
+"""async_save_staging: an asynchronous save of the real megatron-core writes the state at the time of the call."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def on(version: str, delivery: str, what: str, out: Path) -> dict[str, Any]:
 
 
 def holds_staged_tensors(version: str) -> bool:
-    """By itself, since Megatron-LM#2288."""
+    """Whether upstream itself holds them, since Megatron-LM#2288."""
     return numbers(version) >= (0, 17)
 
 
@@ -45,6 +45,6 @@ def test_a_save_writes_what_was_there_when_it_was_asked_for(version: str, delive
 def test_a_checkpoint_loads_whether_the_fix_was_there_or_not(
     version: str, saves: str, loads: str, tmp_path: Path
 ) -> None:
-    """The files are those of upstream; up to 0.12 it cannot write them with a current torch."""
+    """Checkpoints with and without the fix load in both directions. Up to 0.12, current torch cannot save them."""
     on(version, saves, "save", tmp_path / "checkpoint")
     assert on(version, loads, "load", tmp_path / "checkpoint") == {"as saved": True}

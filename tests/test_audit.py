@@ -1,6 +1,6 @@
-"""The audit's closed list of damages: for each a crafted checkpoint that has it, and its undamaged twin, which passes.
+"""For each kind in the audit's complete list of damages: a crafted checkpoint with it, and an undamaged twin.
 
-The twins are checkpoints that the real megatron-core and DeepSpeed wrote.
+The real megatron-core and DeepSpeed wrote the twins.
 """
 
 import ast
@@ -42,19 +42,19 @@ UP, EMBEDDING = "module.up.weight", "module.embedding.weight"
 
 @pytest.fixture
 def zarr(tmp_path: Path) -> Path:
-    """A copy of a whole one, at step 3."""
+    """A copy of a WHOLE checkpoint, at step 3."""
     return copied(written(ZARR).whole[-1], tmp_path)
 
 
 @pytest.fixture
 def zero(tmp_path: Path) -> Path:
-    """Of stage 2, on 8 ranks."""
+    """A copy of a ZeRO-2 checkpoint of 8 ranks."""
     return copied(trained(WRITER, "stage2", "stage3")["stage2"], tmp_path)
 
 
 @functools.cache
 def converted() -> Path:
-    """Universal checkpoints of stage 2, which is whole, and of stage 3, which upstream's converter gets wrong."""
+    """Universal checkpoints of stage 2, which is WHOLE, and of stage 3, which upstream converts wrongly."""
     trainings, out = trained(WRITER, "stage2", "stage3"), Path(tempfile.mkdtemp(dir=session_folder()))
     _, version = newest_affected("zero3_fragment_bounds")
     assert not any(convert(out, trainings["stage2"], version=version, delivery="hook").values())
@@ -71,7 +71,7 @@ def names(report: Report, *, notes: bool = False) -> set[str]:
 
 
 def check_that_a_nan_is_found(path: Path, shard: Shard, extent: Extent) -> None:
-    """Set the first element of a stream's part, audit the checkpoint, and put back what was there."""
+    """Check that the audit finds NaN in the first element of an extent, and restore the file."""
     whole = Path(extent.path).read_bytes()
     with open(extent.path, "r+b") as file:
         file.seek(extent.offset)
@@ -90,7 +90,7 @@ def state(key: str, parameter: str = UP) -> str:
     return f"optimizer.state.{key}.{parameter}"
 
 
-# What is done to a zarr checkpoint, and what is then found
+# Changes of a zarr checkpoint, and their findings
 
 
 def lose_master(path: Path) -> None:
@@ -145,7 +145,7 @@ def negate_a_square(path: Path) -> None:
 
 
 def put_counters(path: Path) -> None:
-    """A frozen layer has weights only."""
+    """Write counters into a frozen layer, which has only weights."""
     np.memmap(path / "module.frozen.weight" / "0.0", np.uint16, "r+")[10:60] = range(1, 51)
 
 
@@ -197,7 +197,7 @@ def remove_common(path: Path) -> None:
 
 
 Change = Callable[[Path], None]
-Damage = tuple[Change, set[str], str]  # what is then found, and the verdict
+Damage = tuple[Change, set[str], str]  # the change, its findings, and the verdict
 IN_ZARR: list[Damage] = [
     (lose_master, {"lost_master"}, DAMAGED),
     (lose_first_moment, {"lost_moment"}, DAMAGED),
@@ -241,14 +241,14 @@ def test_whole_torch_dist() -> None:
 
 
 def flip_in_file(file: Path, at: int = -1) -> None:
-    """A bit in the largest record of a zip of torch, or at a place."""
+    """Flip a bit of the byte at an offset."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
 
 
 def tensor_at(path: Path) -> tuple[Path, int]:
-    """A file, and the place of the elements of some master in it."""
+    """A file with a main parameter, and the offset of its elements."""
     shard = next(s for s in audit(path).checkpoint.shards if "master" in s.streams and s.numel > 50)
     extent = shard.streams["master"].extents[0]
     return Path(extent.path), extent.offset
@@ -294,7 +294,7 @@ IN_TORCH_DIST: list[Damage] = [
 
 @functools.cache
 def stage3_groups() -> Path:
-    """Of two groups of parameters, with weight decay and without, each cut by `sub_group_size`."""
+    """A checkpoint of two param groups, with and without weight decay, each split by `sub_group_size`."""
     return trained(newest("deepspeed"), "stage3_groups")["stage3_groups"]
 
 
@@ -309,7 +309,7 @@ def test_every_group_and_sub_group_of_stage_3_is_judged() -> None:
 
 
 def test_damage_in_any_group_of_stage_3_is_found(tmp_path: Path) -> None:
-    """Each moment of each group in turn, on the first rank, which has elements of every parameter."""
+    """NaN in any moment of any group is found, on the first rank, which has elements of every parameter."""
     path = copied(stage3_groups(), tmp_path)
     file = torch_file.read(rank_file(path, 0), trust=True).value["optimizer_state_dict"]
     moments = [
@@ -346,7 +346,7 @@ def flip_in_rank(path: Path) -> None:
 
 
 def flip_in_rank_file(path: Path) -> None:
-    """A bit of the first element of the largest tensor."""
+    """Flip a bit of the largest tensor's first element."""
     largest = max(torch_file.read(path, trust=True, checksums=True).storages, key=lambda stored: stored.nbytes)
     flip_in_file(path, largest.offset)
 
@@ -360,7 +360,7 @@ IN_ZERO: list[Damage] = [
 
 @functools.cache
 def damaged_zero() -> Path:
-    """A folder with copies that are damaged in other ways than in their bytes."""
+    """A folder with copies whose tensors or files were changed, rather than single bytes."""
     out = Path(tempfile.mkdtemp(dir=session_folder()))
     run("damaged_zero", trained(WRITER, "stage2", "stage3")["stage2"], out, tree=tree("deepspeed", WRITER))
     return out
@@ -417,7 +417,7 @@ IN_UNIVERSAL: list[Damage] = [
 
 def test_a_conversion_with_the_zero3_bug() -> None:
     report = audit(converted() / "stage3")
-    # What is too many is padding, which nobody initialises.
+    # The extra elements are padding, which is not initialized.
     assert (report.verdict, names(report) - {"not_finite"}) == (DAMAGED, {"element_count"})
     details = {f.array: f.detail for f in report.findings if f.kind.name == "element_count"}
     assert details["w1.weight/fp32.pt"] == "14 elements, 9 in the model's shape (3, 3)"
@@ -438,7 +438,7 @@ def flip_in_the_buckets(path: Path) -> None:
 
 
 def remove_the_buckets(path: Path) -> None:
-    """Of one of two tensor-parallel ranks."""
+    """Remove the buckets of one of two tensor-parallel ranks."""
     shutil.copytree(path / "mp_rank_00", path / "mp_rank_01")
     (path / "mp_rank_01" / "distrib_optim.pt").unlink()
 
@@ -469,7 +469,7 @@ IN_TORCH: list[Damage] = [
 
 
 def test_a_checkpoint_that_is_written_anew_under_its_path_is_read_anew(zarr: Path) -> None:
-    """In one process; and no file stays open."""
+    """An audit in the same process finds the damage of a new checkpoint under the same path; no file stays open."""
     assert audit(zarr).verdict == WHOLE
     lose_master(copied(zarr, zarr.parent / "other"))
     shutil.rmtree(zarr)
@@ -480,11 +480,11 @@ def test_a_checkpoint_that_is_written_anew_under_its_path_is_read_anew(zarr: Pat
     assert [path for path in open_files if str(zarr) in path] == []
 
 
-# What is not read is not called damage
+# Unsupported files are not damage
 
 
 def save_as_before_1_6(path: Path) -> None:
-    """As DeepSpeed's fast writer does, too."""
+    """Save in the format before torch 1.6, which DeepSpeed's fast writer uses."""
     value = torch.load(path, weights_only=False)
     torch.save(value, path, _use_new_zipfile_serialization=False)
 
@@ -507,7 +507,7 @@ NOT_READ = [keep_the_step_in_the_old_format, compress_the_chunks, name_a_new_typ
 IN_ZARR += [(change, {"not_read"}, UNKNOWN) for change in NOT_READ]
 
 
-# Of every format
+# All formats
 
 
 WHOLE_ONES: dict[str, Callable[[], Path]] = {
@@ -540,7 +540,7 @@ def test_damage_is_found_and_the_undamaged_twin_is_whole(
 
 
 def with_buffer(path: Path, buffer: torch.Tensor) -> Path:
-    """In the model's file of a ZeRO checkpoint."""
+    """Add a buffer to the model file of a ZeRO checkpoint."""
     file = path / "mp_rank_00_model_states.pt"
     value = torch.load(file, weights_only=False)
     value["module"]["buffer"] = buffer
@@ -606,7 +606,7 @@ def test_a_defect_of_the_audit_is_a_finding_with_its_place(zarr: Path, monkeypat
 
 
 def test_one_that_vanishes_is_unreadable(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is read: its files have gone, though they had been there."""
+    """A checkpoint whose files are removed during the audit is unreadable, and UNKNOWN."""
 
     others = coverage.others
 
@@ -624,7 +624,7 @@ def test_one_that_vanishes_is_unreadable(zarr: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_kind_is_crafted_somewhere() -> None:
-    """A test expects to find it; that it is named in a comment or by a helper proves nothing."""
+    """For every kind of finding, a test expects it; a name in a comment or a helper does not count."""
     others = (
         "test_audit_repair",
         "test_audit_many",
@@ -643,7 +643,7 @@ def test_every_kind_is_crafted_somewhere() -> None:
 
 
 def expected_by(test: Callable[..., None]) -> set[object]:
-    """The members of the sets that it is given as parameters, and in its text of sets, and what it compares with."""
+    """The members of the sets in a test's parameters and code, and the constants that it compares with."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     given = [value for mark in marks for values in mark.args[1] if isinstance(values, tuple) for value in values]
     nodes = list(ast.walk(ast.parse(inspect.getsource(test))))

@@ -1,4 +1,4 @@
-"""What is absent from a checkpoint, foreign in it, or contradicting is never silent. Real saves, changed on purpose."""
+"""The audit reports what is missing, foreign or contradictory in a checkpoint. Real checkpoints, changed."""
 
 import fnmatch
 import os
@@ -58,7 +58,7 @@ def of_rank(change: Callable[[Any], Any]) -> Change:
 
 
 def of_all(change: Callable[[Any], Any]) -> Change:
-    """Change it on all ranks."""
+    """Change the inner optimizer's state dict of all ranks."""
 
     def apply(folder: Path) -> None:
         for rank in RANKS:
@@ -68,7 +68,7 @@ def of_all(change: Callable[[Any], Any]) -> Change:
 
 
 def of_model(change: Callable[[Any], Any]) -> Change:
-    """Change the model's file."""
+    """Change the model file."""
     return lambda folder: _apply(folder / (look(folder).models.get((None, 0)) or look(folder).models[1, 0]), change)
 
 
@@ -124,7 +124,7 @@ def test_of_zero(kind: str, change: Change, expected: set[str], tmp_path: Path) 
 
 
 def check(source: Path, change: Change, expected: set[str], tmp_path: Path) -> None:
-    # Up to 0.13 the converter wants files of layers; `trained` adds empty ones.
+    # Up to 0.13 the converter requires layer files; `trained` adds empty ones.
     ignored = shutil.ignore_patterns("layer_0*") if source.name == "global_step2" else None
     folder = Path(shutil.copytree(source, tmp_path / source.name, ignore=ignored))
     assert (audit(folder).verdict, [f for f in audit(folder).findings if f.kind.severity != "note"]) == (WHOLE, [])
@@ -208,12 +208,12 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def of_common(change: Callable[[Any], Any]) -> Change:
-    """Change what is not sharded."""
+    """Change the state that is not sharded."""
     return lambda folder: _apply(folder / "common.pt", change)
 
 
 def groups_in(common: Any) -> Any:
-    """The param groups, of one optimizer or the first of a chain."""
+    """The param groups of the optimizer, or of the first in a chain."""
     optimizer = common["optimizer"]
     while "param_groups" not in optimizer:
         optimizer = next(value for value in optimizer.values() if isinstance(value, dict))
@@ -293,7 +293,7 @@ def test_of_universal(change: Change, expected: set[str], tmp_path: Path) -> Non
 
 
 def test_thousands_of_chunks_in_no_file_are_a_finding_for_each_file(tmp_path: Path) -> None:
-    """An index can have millions, and costs the audit little for each: tests/benchmarks/test_many_chunks.py."""
+    """Chunks beyond the end of a file are one finding per file. tests/benchmarks/test_many_chunks.py has millions."""
     folder, program = tmp_path / "iter_0000001", Path(__file__).parent / "programs/write_index_of_chunks.py"
     subprocess.run([sys.executable, str(program), str(folder), "20000"], check=True)
     report = audit(folder)

@@ -1,4 +1,4 @@
-"""The audit's quick test of a block lets pass only what the slow one has nothing to say of."""
+"""The audit's quick test of a block passes only blocks in which the slow test finds nothing."""
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ def test_quick_and_slow_agree(dtype: str, values: list[tuple[float, float, float
     master, exp_avg, exp_avg_sq, other = (
         np.array(column, np.float32) for column in list(zip(*values, strict=True))[:4]
     )
-    source = np.where([value[4] for value in values], other, master)  # some weights are of another master
+    source = np.where([value[4] for value in values], other, master)  # some weights are another master's
     streams = {
         WEIGHT: (rounded(source.astype(np.float32), dtype), dtype),
         MASTER: (master.view(np.uint8), "float32"),
@@ -39,7 +39,7 @@ def test_quick_and_slow_agree(dtype: str, values: list[tuple[float, float, float
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_rounded_master_agrees_and_every_other_one_not(dtype: str) -> None:
-    """A million bit patterns; one unit in the last place of the weight away, none agrees."""
+    """A million main parameters match their rounded weights, and no weights two units away."""
     master = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint64).astype(np.uint32).view(np.float32)
     weight = rounded(master, dtype)
     size = np.dtype(DTYPES[dtype]).itemsize
@@ -54,7 +54,7 @@ def test_every_rounded_master_agrees_and_every_other_one_not(dtype: str) -> None
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_tie_may_go_either_way(dtype: str) -> None:
-    """Optimizers that keep a master as weight and remainder round half up."""
+    """A tie matches both adjacent weights: optimizers that store weight and remainder round half up."""
     step = {"bfloat16": 1 << 16, "float16": 1 << 13}[dtype]
     master = np.array([np.float32(1).view(np.uint32) + step // 2], np.uint32)
     for bits in (np.float32(1).view(np.uint32), np.float32(1).view(np.uint32) + step):
@@ -65,7 +65,7 @@ def test_a_tie_may_go_either_way(dtype: str) -> None:
 
 
 def test_a_small_weight_in_fp16_is_not_taken_for_what_its_bits_would_be() -> None:
-    """The bits of a zero, moved to fp32's exponent, are those of 2^-15."""
+    """A small fp16 weight does not match 2^-15, whose bits are those of a zero moved to fp32's exponent."""
     for weight in (0.0, 2.0**-24, -(2.0**-20)):
         streams = {
             WEIGHT: (np.array([weight], np.float16).view(np.uint8), "float16"),
@@ -76,7 +76,7 @@ def test_a_small_weight_in_fp16_is_not_taken_for_what_its_bits_would_be() -> Non
 
 
 def test_the_quick_test_knows_the_small_weights_in_fp16() -> None:
-    """Every block of a model in fp16 has some; the slow test takes ten times as long."""
+    """The quick test passes small fp16 weights, which every block has; the slow test takes ten times as long."""
     master = np.linspace(2.0**-26, 2.0**-13, 1 << 16).astype(np.float32)
     for sign in (1, -1):
         streams = {

@@ -1,4 +1,4 @@
-"""Every tensor that the files hold is judged, or named."""
+"""Every tensor in the files is judged, or named in a finding."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_a_tensor_anywhere_in_a_file_is_judged(zero: Path, place: Callable[[Any]
 
 
 def test_a_tensor_whose_elements_do_not_lie_in_order_is_named(zero: Path) -> None:
-    """A view of every other element of a storage that another tensor has a part of."""
+    """A strided view of a storage that it shares with another tensor is a finding, and the verdict is UNKNOWN."""
     base = torch.ones(100)
     change(zero / MODEL, lambda value: value["module"].update(part=base[:10], strided=base[20::2]))
     report = audit(zero)
@@ -61,7 +61,7 @@ def test_a_tensor_whose_elements_do_not_lie_in_order_is_named(zero: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["stage2", "stage3"])
 def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Path) -> None:
-    """The last ranks have no element of any parameter; DeepSpeed does not initialise what they save."""
+    """NaN in the padding of ranks without parameters only fails the checksum: DeepSpeed does not initialize it."""
     path = copied(trained(WRITER, kind)[kind], tmp_path)
     file = path / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"
     found = torch_file.read(file, trust=True).value["optimizer_state_dict"]
@@ -73,7 +73,7 @@ def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Pat
             with open(file, "r+b") as changed:
                 changed.seek(flat.offset)
                 changed.write(NAN.numpy().tobytes()[: 4 * flat.numel])
-            assert names(audit(path)) <= {"bad_file"}  # by the checksum, which is another matter
+            assert names(audit(path)) <= {"bad_file"}  # only by the checksum
             file.write_bytes(whole)
     assert padding or kind == "stage2"
 
@@ -84,7 +84,7 @@ def test_what_is_whole_stays_whole(zero: Path) -> None:
     assert (audit(zero).verdict, names(audit(zero))) == (WHOLE, set())
 
 
-# dp_zero_gather_scatter: the optimizer's state is an object in the sharded files
+# dp_zero_gather_scatter: the optimizer state is an object in the sharded files
 
 OBJECTS = [
     Configuration(version=version, ranks=2, backend=backend, format="dp_zero_gather_scatter", iterations="3")
@@ -100,12 +100,12 @@ def test_the_gathered_state_in_an_object_is_judged(configuration: Configuration)
     assert roles == {"master", "exp_avg", "exp_avg_sq"}
 
 
-# Experts, and files that are no rank's
+# Experts, and files of no rank
 
 
 @functools.cache
 def experts(stage: int) -> Path:
-    """Of a real training: expert-parallel ranks 0 and 1 have other experts, by the same names."""
+    """A real checkpoint in which expert-parallel ranks 0 and 1 have different experts with the same names."""
     release = tree("deepspeed", newest("deepspeed"))
     return shared.once(f"experts-{stage}", lambda out: run("experts", out, str(stage), tree=release)) / "global_step8"
 

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, as training scripts write them: audited and repaired."""
+"""Audit and repair torch.distributed.checkpoint folders, as training scripts write them."""
 
 import pickle
 import shutil
@@ -27,10 +27,10 @@ SOUND = [
     *("fresh", "first", "groups", "zeros", "tied", "sgd", "adagrad", "adafactor"),
 ]
 UNSURE = {
-    "frozen": {"unusual"},  # a frozen parameter that the optimizer was given
+    "frozen": {"unusual"},  # a frozen parameter in the optimizer
     "unused": {"unusual"},
     "strided": {"not_judged"},
-    "step-1000": {"unusual"},  # what a load of nothing leaves: an optimizer that begins anew
+    "step-1000": {"unusual"},  # a new optimizer, as after a load without its state
 }
 WRONG = {
     "nan_weight": "not_finite",
@@ -66,7 +66,7 @@ def test_damage_in_what_was_saved_is_found(name: str) -> None:
 
 @pytest.mark.long
 def test_no_sound_one_is_damaged_whatever_the_options() -> None:
-    """What is unknown is a parameter in a param group that has no gradient."""
+    """Generated checkpoints are WHOLE, or UNKNOWN if a param group has a parameter without a gradient."""
     for name, case in generated().items():
         report = audit(saved_generated() / name)
         without_gradient = {"frozen", "unused"} & case["options"].keys() and case["save"] != "weights"
@@ -142,7 +142,7 @@ def entries(path: Path) -> list[str]:
     return list(pickle.loads((path / INDEX).read_bytes()).state_dict_metadata)
 
 
-# Nothing tells a buffer from a tensor of the script's own. A load that misses a setting raises an error.
+# A buffer looks like a tensor of the script's own. A load that misses a setting raises an error.
 PROMISED = ("lr", "betas", "params")
 
 
@@ -205,7 +205,7 @@ def test_chunks_are_to_tile_a_tensor(chunks: dict[tuple[int, ...], tuple[int, ..
 
 
 def index_of(*optimizers: str, models: tuple[str, ...]) -> list[Optimizer]:
-    """Of two parameters, which every optimizer steps and every model has."""
+    """The optimizers in an index of two parameters, which every optimizer steps and every model has."""
     states = [f"{own}state.{name}.exp_avg" for own in optimizers for name in ("up.weight", "norm.bias")]
     weights = [f"{own}{name}" for own in models for name in ("up.weight", "norm.bias", "positions")]
     return names_of([*states, *weights], [f"{own}param_groups.0.lr" for own in optimizers])
@@ -216,7 +216,7 @@ def index_of(*optimizers: str, models: tuple[str, ...]) -> list[Optimizer]:
     [
         (("optimizer.",), ("model.",), ["model."]),
         (("",), ("",), [""]),
-        (("app.optim.",), ("app.model.",), ["app.model."]),  # of torch's tutorial
+        (("app.optim.",), ("app.model.",), ["app.model."]),  # torch's tutorial
         (("state.optimizers.AdamW.",), ("state.model.",), ["state.model."]),  # Composer's
         (("optimizer.",), ("model.", "ema."), ["model."]),
         (
@@ -244,7 +244,7 @@ def test_weights_are_those_of_their_optimizer(
 
 @pytest.fixture(scope="module")
 def by_megatron() -> Path:
-    """What Megatron-LM saves of a run with Megatron-FSDP, in `fsdp_dtensor`; nobody changes it."""
+    """A Megatron-FSDP checkpoint of Megatron-LM in `fsdp_dtensor`. Tests must not change it."""
     release = tree("megatron-core", newest("megatron-core"))
     write = partial(run, "megatron_fsdp_saving", tree=release)
     return shared.once("megatron-fsdp", write) / "iter_0000001"

@@ -1,4 +1,4 @@
-"""Checkpoints of experts are audited with the experts of each expert-parallel rank, at every stage, and converted."""
+"""The audit judges each expert-parallel rank's experts, at every ZeRO stage and after a conversion."""
 
 import functools
 import shutil
@@ -60,7 +60,7 @@ def test_damage_in_each_part_of_autoeps_experts_is_found(arguments: tuple[Any, .
 
 
 def test_a_rank_in_a_group_of_others_is_damage(tmp_path: Path) -> None:
-    """The files of ranks 0 and 1 for each other: their parts are as long, and of other experts."""
+    """Swapped files of ranks 0 and 1, which have parts of equal length of different experts, are damage."""
     path = copied(autoep(3), tmp_path)
     one, other = (path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
     one.rename(path / "kept")
@@ -81,7 +81,7 @@ def test_an_expert_without_a_file_is_damage(tmp_path: Path) -> None:
 
 
 def test_experts_of_a_release_that_saves_no_shapes_are_not_damaged(tmp_path: Path) -> None:
-    """Those of the experts are then in no file, and these are not judged."""
+    """Experts without shapes in any file are not judged, and the verdict is UNKNOWN."""
     path = copied(experts(1), tmp_path)
     file = path / "mp_rank_00_model_states.pt"
     model = torch.load(file, weights_only=False)
@@ -103,7 +103,7 @@ def without_an_expert(path: Path) -> None:
 
 
 def without_experts(path: Path) -> None:
-    """Of all expert-parallel ranks but the first, as if nothing had put them together."""
+    """Keep only the first expert-parallel rank's experts, as if no conversion had merged them."""
     file = path / "zero/model.layers.1.mlp.experts.w2/exp_avg.pt"
     value = load(file)
     save({**value, "param": value["param"][:2].clone()}, file)
@@ -125,7 +125,7 @@ def test_a_conversion_that_lacks_experts_is_damaged(
 
 
 def test_an_element_of_an_experts_weight_is_compared_with_the_main_parameter(tmp_path: Path) -> None:
-    for number in range(2):  # of the experts of a layer
+    for number in range(2):  # experts of a layer
         path = copied(experts(1), tmp_path / str(number))
         (file,) = path.glob(f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
         values = torch.load(file)

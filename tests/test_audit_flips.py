@@ -1,7 +1,7 @@
-"""Whatever has become of a checkpoint's bytes, an audit says so in seconds: no traceback, and no endless run.
+"""With any bytes changed, an audit returns a verdict within seconds: no traceback, no endless run.
 
-Of small checkpoints of every format each single bit outside of the tensors' elements is turned, and of all kinds bytes
-are changed at random, as many as 1,000 of each (a sample of both in the default run).
+In small checkpoints of every format, each bit outside the tensors' elements is flipped. In all kinds, random bytes are
+changed, 1,000 times each. The default run takes a sample of both.
 """
 
 import random
@@ -20,13 +20,13 @@ from every_checkpoint import EVERY, tensors
 from test_audit_fp8 import masters, saved
 from upstream import all_releases
 
-SECONDS = 10  # for an audit that takes a hundredth of one
-FLIPS = None if all_releases() else 60  # of each small checkpoint; None: all
+SECONDS = 10  # for an audit that takes 0.01 s
+FLIPS = None if all_releases() else 60  # per small checkpoint; None: all
 RANDOM = 1000 if all_releases() else 15
 
 
 class EndlessError(BaseException):
-    """No ordinary error: the audit makes findings of these."""
+    """Not an Exception: the audit converts those to findings."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def time_limit() -> Iterator[None]:
 
 
 def defect_of(folder: Path) -> str:
-    """What is wrong with the audit of a folder; nothing if it came to a verdict."""
+    """The defects of the audit of a folder; empty if it returned a verdict."""
     try:
         with time_limit():
             report = audit(folder, workers=1)
@@ -56,7 +56,7 @@ def defect_of(folder: Path) -> str:
 
 
 def kept(source: Path, to: Path, *patterns: str) -> Path:
-    """A copy of a part of a checkpoint."""
+    """A copy of the matching files of a checkpoint."""
     for file in sorted({file for pattern in patterns for file in source.glob(pattern) if file.is_file()}):
         (to / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, to / file.relative_to(source))
@@ -74,7 +74,7 @@ SMALL: dict[str, Callable[[Path], Path]] = {
 
 
 def bits(folder: Path) -> list[tuple[Path, int, int]]:
-    """File, byte and bit of all that is no element of a tensor."""
+    """The file, byte and bit numbers of everything that is not an element of a tensor."""
     elements: dict[Path, set[int]] = {}
     for place in tensors(folder):
         elements.setdefault(place.path, set()).update(range(place.offset, place.offset + place.nbytes))
@@ -108,7 +108,7 @@ def test_a_turned_bit_in_any_header_or_metadata_comes_to_a_verdict(name: str, tm
 
 @pytest.mark.parametrize("name", [name for name, kind in EVERY.items() if kind.default or all_releases()])
 def test_bytes_changed_at_random_come_to_a_verdict(name: str, tmp_path: Path) -> None:
-    """One to four bytes in one file; every file is chosen as often as others, however small it is."""
+    """An audit with one to four bytes of a file changed returns a verdict. Files are chosen regardless of size."""
     folder = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     failed = []

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: NaN in them is found, and that no master rounds to them is never called damage."""
+"""In 8-bit weights, NaN is found, and rounding to 8 bits is never called damage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_every_number_of_8_bits_is_read_as_torch_reads_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FLOATS_OF_8_BITS, "complex64", "complex128", "complex32", "float64"])
 def test_nan_is_found_in_a_buffer_of_any_type_that_has_it(name: str, tmp_path: Path) -> None:
-    """In the imaginary part, too."""
+    """NaN in a buffer is damage for every dtype that has NaN, in imaginary parts too."""
     dtype = getattr(torch, name)
     odd = torch.tensor([complex(1, np.nan)]) if dtype.is_complex else torch.tensor([np.nan])
     path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
@@ -61,7 +61,7 @@ def masters() -> torch.Tensor:
 
 
 def scaled(values: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """What is left of numbers that are kept in 8 bits, with a scale for each row of the tensor given."""
+    """Quantize numbers to 8 bits with a scale for each row, and dequantize them."""
     scale = values.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
     if power_of_two:
         scale = 2.0 ** torch.ceil(torch.log2(scale))
@@ -73,7 +73,7 @@ def of_one_scale(values: torch.Tensor) -> torch.Tensor:
 
 
 def with_a_margin(values: torch.Tensor) -> torch.Tensor:
-    """Delayed scaling leaves room: many of the numbers are too small for the type's normal ones, or for the type."""
+    """Quantize with a margin, as delayed scaling does: many numbers become denormal or zero in the dtype."""
     return ((values / 2e-2).to(torch.float8_e4m3fn).float() * 2e-2).bfloat16()
 
 
@@ -87,7 +87,7 @@ def of_small_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def of_fp4(values: torch.Tensor) -> torch.Tensor:
-    """NVFP4, blocks of 16 numbers of four bits."""
+    """NVFP4: blocks of 16 four-bit numbers."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     parts = values.reshape(-1, 16)
     scale = (parts.abs().amax(dim=1, keepdim=True) / 6).to(torch.float8_e5m2).float()
@@ -110,7 +110,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def saved(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
-    """By torch.distributed.checkpoint, as megatron-core lays it out."""
+    """Save with torch.distributed.checkpoint in megatron-core's layout."""
     path.mkdir()
     moments = {f"optimizer.state.{key}.{NAME}": master.square() * n + 1e-8 for n, key in enumerate(MOMENTS, 1)}
     dcp.save({NAME: weight, f"optimizer.state.param.{NAME}": master, **moments}, checkpoint_id=path, no_dist=True)
@@ -135,7 +135,7 @@ def test_ordinary_weights_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DEQUANTIZED)
 def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: Path) -> None:
-    """As megatron-core saves them: as what they stand for, in the type of the others."""
+    """Dequantized weights, as megatron-core saves them in the model's dtype, are not judged, and not damage."""
     path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
     assert found_in(path) == (UNKNOWN, {"not_judged"})
 
@@ -145,7 +145,7 @@ def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: P
 def test_they_are_known_however_they_are_read(
     kind: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of rows, and in several rows at once."""
+    """Dequantized weights are recognized when read in parts of rows or several rows at once."""
     monkeypatch.setattr(quantized, "BLOCK", block)
     path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
     assert found_in(path) == (UNKNOWN, {"not_judged"})
@@ -166,7 +166,7 @@ def test_a_lost_slice_of_masters_is_damage_beside_weights_of_8_bits(tmp_path: Pa
 
 
 def test_a_few_weights_or_a_vector_of_them_tell_no_type(tmp_path: Path) -> None:
-    """Norms that are all 1, and masters that have not reached them."""
+    """Few weights, or a vector, that differ from their main parameters are damage, not 8-bit weights."""
     for number, shape in enumerate([(4, 8), (512,), (32, 16)]):
         path = saved(tmp_path / str(number), torch.ones(shape).bfloat16(), torch.full(shape, 1.05))
         assert found_in(path) == (DAMAGED, {"unrounded_master"})
@@ -197,7 +197,7 @@ def test_a_moment_in_codes_is_named(tmp_path: Path) -> None:
 
 
 class Float8Tensor:
-    """Pickled as Transformer Engine's tensors are: by a method of the class, with codes and their scale."""
+    """A class pickled like Transformer Engine's tensors: by a class method, with codes and their scale."""
 
     @classmethod
     def made(cls, *args: Any) -> "Float8Tensor":

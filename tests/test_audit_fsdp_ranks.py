@@ -1,4 +1,4 @@
-"""Checkpoints with a file of torch.save for each rank of FSDP, as verl writes them: audited."""
+"""Audit checkpoints with a torch.save file for each FSDP rank, as verl writes them."""
 
 import json
 import shutil
@@ -155,7 +155,7 @@ def test_a_lost_moment_is_taken_from_an_older_checkpoint(
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of all keys of dicts, and of all items of lists."""
+    """The paths of all keys of dicts and items of lists."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in list(entries):
         yield (*path, key)
@@ -207,7 +207,7 @@ def test_parts_of_another_shape_do_not_tile(copy: Callable[[str], Path]) -> None
 
 
 def test_parts_at_one_place_do_not_tile(copy: Callable[[str], Path]) -> None:
-    """A rank's weights, written by another rank under its own name."""
+    """A rank's file with the coordinates of another rank is reported as overlapping fragments."""
     path = copy("fsdp2")
     other = torch_file.read(path / MODEL.replace("rank_1", "rank_0"), trust=True).value
     mesh = other["head.weight"].state[1]["_spec"].fields["mesh"].fields

@@ -1,4 +1,4 @@
-"""Hundreds of checkpoints made from a real one: with what whole checkpoints have, and with slices lost at random."""
+"""Hundreds of checkpoints derived from a real one: with natural oddities, and with slices lost at random."""
 
 import random
 import shutil
@@ -15,7 +15,7 @@ from test_audit import chunk, copied, state
 from upstream import all_releases
 
 CASES = 1000 if all_releases() else 100
-ROW = 12  # elements, of the embedding and the first layer
+ROW = 12  # elements per row of the embedding and the first layer
 MATRICES = ("module.embedding.weight", "module.up.weight", "module.down.weight")
 KEYS = ("fp32_param", "exp_avg", "exp_avg_sq")
 
@@ -34,7 +34,7 @@ def findings(report: Report) -> list[damages.Finding]:
     return [finding for finding in report.findings if finding.kind.severity != damages.NOTE]
 
 
-# What whole checkpoints have
+# Oddities of undamaged checkpoints
 
 
 def unseen_tokens(path: Path, choose: random.Random) -> None:
@@ -46,7 +46,7 @@ def padding_of_the_vocabulary(path: Path, choose: random.Random) -> None:
 
 
 def never_seen(path: Path, tokens: set[int]) -> None:
-    """Zero the moments of these tokens; one that was seen keeps its own, as some token is in every batch."""
+    """Zero the moments of these tokens. At least one token keeps its own, as every batch has one."""
     moments = [chunk(path, state(moment, "module.embedding.weight")).reshape(64, ROW) for moment in KEYS[1:]]
     seen = set(np.flatnonzero(moments[1].any(axis=1)).tolist())
     rows = sorted(tokens - {min(seen)} if seen <= tokens else tokens)
@@ -55,7 +55,7 @@ def never_seen(path: Path, tokens: set[int]) -> None:
 
 
 def dead_units(path: Path, choose: random.Random) -> None:
-    """Rows of one layer, elements of its bias, columns of the next layer."""
+    """Zero the moments of rows of one layer, elements of its bias, and columns of the next layer."""
     units = choose.sample(range(48), choose.randrange(1, 4))
     for moment in KEYS[1:]:
         chunk(path, state(moment, "module.up.weight")).reshape(48, ROW)[units] = 0
@@ -64,7 +64,7 @@ def dead_units(path: Path, choose: random.Random) -> None:
 
 
 def tiny_gradients(path: Path, choose: random.Random) -> None:
-    """Whose squares are zero in fp32."""
+    """Make squares underflow to zero in fp32."""
     first = choose.randrange(500)
     chunk(path, state("exp_avg"))[first : first + 70] *= np.float32(1e-25)
     chunk(path, state("exp_avg_sq"))[first : first + 70] = 0
@@ -79,7 +79,7 @@ def negative_zeros(path: Path, choose: random.Random) -> None:
 
 
 def ties(path: Path, choose: random.Random) -> None:
-    """Masters in the middle of two weights, rounded up or down."""
+    """Set main parameters halfway between two weights, rounded up or down."""
     weight = np.memmap(path / "module.up.weight" / "0.0", np.uint16, "r+")
     master = chunk(path, state("fp32_param")).view(np.uint32)
     for at in choose.sample(range(576), 100):
@@ -87,7 +87,7 @@ def ties(path: Path, choose: random.Random) -> None:
 
 
 def zero_initialized(path: Path, choose: random.Random) -> None:
-    """A bias that is zero with its master, and has moments."""
+    """Zero a bias and its main parameter, but not its moments."""
     for array, label in (("module.up.bias", "0"), (state("fp32_param", "module.up.bias"), "0")):
         file = path / array / label
         file.write_bytes(bytes(file.stat().st_size))
@@ -117,7 +117,7 @@ def test_what_whole_checkpoints_have_is_no_damage(restored: Path, whole: Path) -
 
 
 def test_first_moments_that_decayed_are_no_damage(restored: Path, whole: Path) -> None:
-    """Long after the last gradient exp_avg is zero, and its square is not yet."""
+    """A zero exp_avg with a nonzero exp_avg_sq, as long after the last gradient, is not damage."""
     common = torch.load(restored / "common.pt", weights_only=False)
     for group in common["optimizer"]["optimizer"]["param_groups"]:
         group["step"] = 5000
@@ -139,7 +139,7 @@ def restore(whole: Path, to: Path, but: str = "") -> None:
 
 
 def test_slices_lost_at_random_are_found_to_the_element(restored: Path, whole: Path) -> None:
-    """One array loses a slice, of which no element was zero."""
+    """The finding has the exact range of a lost slice that had no zeros."""
     for seed in range(CASES):
         choose = random.Random(seed)
         key, parameter = choose.choice(KEYS), choose.choice(MATRICES[1:])

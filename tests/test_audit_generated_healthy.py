@@ -1,4 +1,4 @@
-"""Whole checkpoints of runs with generated options, by the real DeepSpeed and megatron-core: none is called damaged."""
+"""No undamaged checkpoint of the real DeepSpeed and megatron-core, with generated options, is called DAMAGED."""
 
 import json
 import re
@@ -19,15 +19,15 @@ from zero_checkpoints import convert
 pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parent.parent / "docs/audit.md"
-# Why one can be UNKNOWN: docs/audit.md, "Detection coverage".
+# Reasons for UNKNOWN: docs/audit.md, "Detection coverage".
 REASONS = {"parameter_without_moments", "unusual", "mask_or_damage", "moment_gap", "not_read", "no_optimizer_state"}
 COUNT = 108
 RACE = fix_files.load("zarr_create_synchronizer")
-# Of Megatron: a release, and the runs. What the first writes the second does not, and the other way round.
+# Megatron releases and numbers of runs. Each release writes formats that the other does not.
 MEGATRON = ((newest("megatron-core"), 60), ("0.14.0", 44))
 
 
-# By optimizer, its states that a universal checkpoint has no place for.
+# By optimizer, its states that a universal checkpoint cannot store.
 FURTHER = {"NAdam": "'mu_product'"}
 ALONE = "of the optimizer's states that are no tensors only step is"
 
@@ -85,7 +85,7 @@ def test_a_hundred_of_megatron() -> None:
 
 
 def assert_published(package: str, found: Counter[str]) -> None:
-    """Asserts that the page states these figures, and no verdict but WHOLE and UNKNOWN."""
+    """Assert that the page states these figures, and that all verdicts are WHOLE or UNKNOWN."""
     assert found.total() == found[WHOLE] + found[UNKNOWN], found
     stated = re.sub(r"\s+", " ", PAGE.read_text())
     figures = f"of {found.total()} by {package} {found[WHOLE]}"
@@ -103,6 +103,6 @@ def test_what_upstreams_converter_takes_ours_takes(tmp_path: Path) -> None:
         found = planned(folder, installed()[0], Options())
         assert found.outputs
         optimizer = json.loads((folder.parent / "options.json").read_text())["optimizer"]
-        assert {*found.warnings} <= {f"not converted: {FURTHER.get(optimizer)}; {ALONE}"}  # before a step there is none
+        assert {*found.warnings} <= {f"not converted: {FURTHER.get(optimizer)}; {ALONE}"}  # no warning before a step
         named |= {*found.warnings}
     assert named

@@ -18,7 +18,7 @@ MASK = torch.full((4, 4), float("-inf")).triu(1)
 
 
 def with_buffer(tmp_path: Path, buffer: torch.Tensor) -> Path:
-    """A real ZeRO checkpoint whose model has one buffer more."""
+    """A real ZeRO checkpoint with one more buffer in the model."""
     folder = Path(shutil.copytree(trained("0.19.8", "stage1")["stage1"], tmp_path / "global_step2"))
     value: Any = torch.load(folder / MODEL, weights_only=False)
     value["module"]["mask"] = buffer
@@ -57,7 +57,7 @@ def test_a_trained_weight_that_is_infinite_is_damage(tmp_path: Path) -> None:
 
 
 def test_where_no_parameter_is_known_to_be_trained_infinity_is_unknown(tmp_path: Path) -> None:
-    """As in Megatron's buckets, which do not name the parameters in them."""
+    """An infinite weight of a Megatron bucket is UNKNOWN: buckets do not name their parameters."""
     folder = Path(shutil.copytree(EVERY["0.14, torch"].path, tmp_path / "iter_0000003"))
     weight = next(place for place in tensors(folder) if place.dtype == "bfloat16" and place.name.endswith("weight"))
     put(weight, torch.full((2,), float("-inf"), dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
@@ -99,7 +99,7 @@ def test_a_mask_of_which_one_copy_is_damaged_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_trained_parameter_without_moments_that_is_infinite_is_damage(tmp_path: Path) -> None:
-    """In its weight and in its main parameter: SGD keeps no moments."""
+    """Infinity in a weight and its main parameter is damage without moments too, as with SGD."""
     folder = universal_with_buffer(tmp_path, MASK)
     weight = folder / "zero/w1.weight"
     for file in weight.glob("exp_avg*.pt"):
@@ -113,11 +113,11 @@ def test_a_trained_parameter_without_moments_that_is_infinite_is_damage(tmp_path
 
 
 def test_what_pads_a_frozen_parameter_of_zero_3_is_not_judged_after_a_conversion(tmp_path: Path) -> None:
-    """Of the last ranks, in memory that nobody has written: NaN now and then."""
+    """NaN in the last ranks' padding, which is uninitialized memory, is not damage; NaN in elements is."""
     name, source = "ln.weight", trained("0.19.8", "stage3_frozen")["stage3_frozen"]
     convert(source, tmp_path / "universal", Options(workers=1))
     files = sorted((tmp_path / "universal").glob("zero_pp_rank_*_model_states.pt"))
-    for file, verdict in ((files[-1], WHOLE), (files[0], DAMAGED)):  # of 3 elements the first 3 of 8 ranks have one
+    for file, verdict in ((files[-1], WHOLE), (files[0], DAMAGED)):  # the first 3 of 8 ranks have one element each
         value: Any = torch.load(file, weights_only=False)
         value["frozen_param_fragments"][name].fill_(torch.nan)
         torch.save(value, file)

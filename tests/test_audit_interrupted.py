@@ -1,4 +1,4 @@
-"""An audit that is stopped in the middle: by Ctrl-C, or because one of its workers was killed."""
+"""An audit interrupted by Ctrl-C, or by the kill of a worker."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 
 from upstream import TIMEOUT
 
-NUMEL = 1 << 31  # elements, in holes of the disk
+NUMEL = 1 << 31  # elements, in a sparse file
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Checkpoints with more odd elements than are kept: nothing certain is lost by their number."""
+"""Checkpoints with more odd elements than the audit stores: no certain damage is lost."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
 def arrays(rows: int, columns: int) -> Arrays:
-    """A layer's states; no element is odd."""
+    """A layer's states, without odd elements."""
     draw = np.random.default_rng(0)
     shape = rows, columns
     master = draw.normal(size=shape).astype(np.float32) + np.float32(0.01)
@@ -29,7 +29,7 @@ def arrays(rows: int, columns: int) -> Arrays:
 
 
 def written(path: Path, states: Arrays, master: npt.NDArray[np.float32] | None = None) -> Path:
-    """As megatron-core writes one layer in zarr, with the weight of a master in bf16."""
+    """Write one layer in zarr, as megatron-core does; the bf16 weight is from `master`, if given."""
     weight = (states["fp32_param"] if master is None else master).astype(ml_dtypes.bfloat16)
     for name, array, dtype in [
         ("layer.weight", weight, "bfloat16"),
@@ -50,7 +50,7 @@ def found(report: Report) -> dict[str, tuple[int | None, int | None, str]]:
 
 
 def with_dead_units(states: Arrays, pairs: int) -> None:
-    """Input units without a gradient: two neighbouring columns each."""
+    """Zero the moments of pairs of adjacent columns, as for input units without a gradient."""
     for state in STATES[1:]:
         for pair in range(pairs):
             states[state][:, 10 * pair : 10 * pair + 2] = 0
@@ -85,7 +85,7 @@ def test_more_nan_than_are_kept_are_counted_exactly(
 
 
 def test_what_is_left_out_of_a_list_is_not_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros that are no damage for themselves, in more places than are kept."""
+    """With more zero ranges than the audit stores, the verdict is UNKNOWN."""
     monkeypatch.setattr(scan, "MAX_RUNS", 100)
     states = arrays(1000, 64)
     for state in STATES[1:]:

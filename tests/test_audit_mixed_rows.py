@@ -1,4 +1,4 @@
-"""Rows of SwiGLU that torch FSDP2 has mixed: the audit finds them where the files tell, and calls no other so."""
+"""SwiGLU rows mixed by torch FSDP2: the audit finds them if the files show it, and reports no other rows."""
 
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ def test_rows_in_place_are_whole(ranks: tuple[int, int], arguments: dict[str, An
 def test_tensor_parallel_ranks_alone_are_whole(
     tensor_parallel: int, arguments: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """Each has a chunk of W and one of V."""
+    """Chunks of tensor-parallel ranks, one of W and one of V each, are WHOLE."""
     saved(tmp_path / "healthy", tensor_parallel, 1, TWO_CHUNKS, arguments=arguments)
     assert audit(tmp_path / "healthy").verdict == WHOLE
 
 
 def test_other_shards_of_rows_are_not_taken_for_those_of_fsdp2(tmp_path: Path) -> None:
-    """Where the run states that it was not FSDP2, or a release has saved it that files rows in place."""
+    """Rows are not mixed if the run's arguments exclude FSDP2, or an unaffected release saved them."""
     saved(tmp_path / "stated", 1, 2, MIXED, arguments={"use_torch_fsdp2": False})
     saved(tmp_path / "newer", 1, 2, MIXED)
     (common := tmp_path / "newer" / COMMON).unlink()
@@ -59,7 +59,7 @@ def test_other_shards_of_rows_are_not_taken_for_those_of_fsdp2(tmp_path: Path) -
 
 @pytest.mark.parametrize("how", [MIXED, TWO_CHUNKS])
 def test_what_the_files_do_not_tell_is_unknown(how: str, tmp_path: Path) -> None:
-    """Of an odd number of ranks; with an even one the number of chunks does."""
+    """An odd number of ranks in one file is UNKNOWN; with an even one, the number of chunks shows mixed rows."""
     saved(tmp_path / "three", 1, 3, how, in_one_file=True)
     report = audit(tmp_path / "three")
     assert (report.verdict, names(report)) == (UNKNOWN, {"not_judged"})
@@ -80,7 +80,7 @@ def test_without_linear_fc2_it_is_unknown_where_fsdp2_is_stated(
 
 
 def test_an_ungated_mlp_is_whole(tmp_path: Path) -> None:
-    """Its `linear_fc1` has as many rows as `linear_fc2` has columns."""
+    """An MLP whose `linear_fc1` has as many rows as `linear_fc2` has columns has no mixed rows."""
     saved(tmp_path / "ungated", 1, 2, MIXED)
     with changed_index(tmp_path / "ungated") as index:
         for name in [name for name in index.state_dict_metadata if FC2 in name]:
@@ -93,7 +93,7 @@ def test_the_command_is_to_migrate(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "mixed"
     saved(path, 1, 2, MIXED)
     report = audit(path)
-    advice = recommend.advise(report, [report])
+    advice = recommend.recommend_for(report, [report])
     command = f"ckpt-patches migrate {path} --output {path}-migrated"
     assert [step.command for step in advice.steps] == [command]
     (kind,) = {found.kind for found in report.findings}

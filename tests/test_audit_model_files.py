@@ -1,4 +1,4 @@
-"""Model states of ZeRO-3 ranks that are missing: the audit tells it, and what was written into one file is repaired."""
+"""Missing model states of ZeRO-3 ranks: the audit reports them, and a repair copies those saved in one file."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ FILES = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(RAN
 
 
 def one_file(kind: str = "stage3") -> Path:
-    """What the unpatched release has saved of a run that was resumed from a universal checkpoint."""
+    """A checkpoint that the unpatched release saved after resuming from a universal one."""
     return continued(WRITER, kind, RANKS, "none") / STEP
 
 
@@ -49,7 +49,7 @@ def test_model_states_in_one_file_are_found() -> None:
 
 @pytest.mark.slow
 def test_a_repaired_one_resumes_and_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the unpatched release, and bit for bit as the run that had saved it went on."""
+    """The unpatched release resumes the repaired checkpoint, and converts it, bit for bit like the original run."""
     damaged, output = one_file(), tmp_path / "training" / STEP
     before = contents(damaged)
     assert repair(damaged, output) == 0
@@ -79,7 +79,7 @@ def resume(folder: Path, tag: str | Path) -> Any:
 
 @pytest.mark.slow
 def test_frozen_parameters_of_the_other_ranks_are_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank's model states have its part of them."""
+    """A checkpoint with frozen parameters is not repaired: each missing file had its rank's part of them."""
     damaged = one_file("stage3_frozen")
     assert names(audit(damaged)) == {"one_model_file"}
     assert repair(damaged, tmp_path / "new") == 2
@@ -93,7 +93,7 @@ def test_a_whole_one_with_frozen_parameters_is_whole() -> None:
 
 @pytest.mark.parametrize(("rank", "verdict", "found"), [(2, DAMAGED, {"not_finite"}), (3, WHOLE, set())])
 def test_padding_of_frozen_parameters_can_be_anything(rank: int, verdict: str, found: set[str], tmp_path: Path) -> None:
-    """The norm has 3 elements, one a rank: DeepSpeed leaves the fourth as the allocator gave it."""
+    """NaN in a frozen parameter's padding is not damage: the norm has 3 elements, so rank 3 has only padding."""
     folder = copied(saved(WRITER, "stage3_frozen", RANKS) / "global_step2", tmp_path / "global_step2")
     change(folder / FILES[rank], lambda content: [part.fill_(np.nan) for part in fragments(content)])
     report = audit(folder)
@@ -104,7 +104,7 @@ def fragments(content: dict[str, Any]) -> list[torch.Tensor]:
     return list(content["frozen_param_fragments"].values())
 
 
-# What else can be missing, and what else one file can be
+# Other missing states, and other reasons for a single file
 
 
 Make = Callable[[dict[str, Any]], object]
@@ -177,7 +177,7 @@ def test_each_tensor_parallel_rank_has_its_own(damaged: Path) -> None:
         shutil.copy(file, damaged / file.name.replace("mp_rank_00", "mp_rank_01"))
     findings = [found for found in audit(damaged).findings if found.kind.name == "one_model_file"]
     assert [found.array for found in findings] == [FILES[0], FILES[0].replace("mp_rank_00", "mp_rank_01")]
-    # The optimizer files of rank 1 are copies here, which no repair makes right.
+    # The optimizer files of rank 1 are copies here, which no repair can fix.
     assert {found.kind.name for found in audit(damaged).findings} >= {"foreign_file"}
     assert repair(damaged, damaged.parent / "new") == 1
     left = {found.kind.name for found in audit(damaged.parent / "new").findings if found.kind.severity == "damage"}

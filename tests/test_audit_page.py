@@ -1,4 +1,4 @@
-"""The page that an audit writes: it has every finding and what to do, and takes no name for markup."""
+"""The audit's HTML page: it has every finding with its remedy, and escapes all names."""
 
 import dataclasses
 import os
@@ -27,13 +27,13 @@ HOSTILE = '<script>alert(\'&"1")</script>\u202e\x1b[2J'
 
 
 class Parsed(HTMLParser):
-    """The text and the elements of a page, each of which has its end."""
+    """The text and the elements of a page. All elements must be closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""  # a line for each piece
+        self.text = ""  # one line per piece of text
         self.running = ""
         self.commands: list[str] = []
         self.feed(page)
@@ -124,7 +124,7 @@ def test_nothing_runs_and_nothing_is_loaded(zarr: Path) -> None:
 
 
 def hostile() -> Report:
-    """Every text that a checkpoint can choose is a script."""
+    """A report in which every text from the checkpoint is a script."""
     report = arrays(3, Finding(damages.BAD_FILE, HOSTILE, HOSTILE, 0, 10, HOSTILE))
     stream = next(iter(report.checkpoint.shards[0].streams.values()))._replace(array=HOSTILE)
     report.checkpoint.shards[0] = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What an audit draws: the plan of the picture of holes, and the picture itself."""
+"""The audit's picture of damaged ranges: its layout, and the file."""
 
 import colorsys
 import dataclasses
@@ -26,7 +26,7 @@ def zarr(tmp_path: Path) -> Path:
 
 
 def arrays(count: int, *findings: Finding, owners: tuple[Owner, ...] = (), ranks: int | None = None) -> Report:
-    """Of so many arrays of a thousand elements."""
+    """A report on arrays of 1000 elements each."""
     shards = [
         Shard(f"layer{n}", "", (1000,), {"master": Stream(f"master.{n}", "float32", ())}, owners) for n in range(count)
     ]
@@ -55,7 +55,7 @@ def test_the_title_has_checkpoint_step_and_verdict(zarr: Path) -> None:
 
 @pytest.mark.parametrize("kind", plot_layout.COLOURS)
 def test_no_damage_is_green(kind: str) -> None:
-    """Nor a blue that is nearly green; green is what is whole."""
+    """No damage is green or a greenish blue, as green is for WHOLE."""
     red, green, blue = (int(plot_layout.colour(kind)[at : at + 2], 16) for at in (1, 3, 5))
     assert green <= max(red, blue)
     hue = 360 * colorsys.rgb_to_hsv(red, green, blue)[0]
@@ -175,7 +175,7 @@ def test_a_picture_says_in_words_what_it_shows(zarr: Path, tmp_path: Path) -> No
 
 
 def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
-    """Between dollars matplotlib reads formulas, and stops at what is none."""
+    """Names with dollar signs are drawn literally: matplotlib would parse them as formulas, and fail."""
     pytest.importorskip("matplotlib")
     named = Stream("$\\frac$\u202e", "float32", ())
     report = arrays(1, Finding(damages.BAD_FILE, named.array))

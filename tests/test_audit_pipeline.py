@@ -1,4 +1,4 @@
-"""The weights of a pipeline, in files of its layers: present, and those of the main parameters. A real run, changed."""
+"""Pipeline weights in layer files: missing files, and weights that differ from main parameters. A real run, changed."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,7 @@ def found(report: Report) -> list[tuple[str, str]]:
 
 
 def negate(path: Path, key: str) -> None:
-    """Write a layer's file again, with a weight that is not the run's."""
+    """Negate a weight in a layer's file."""
     layer = torch.load(path)
     torch.save({**layer, key: -layer[key]}, path)
 
@@ -41,7 +41,7 @@ def test_what_the_run_wrote_is_whole(folder: Path) -> None:
 def test_the_file_of_a_layer_is_missing(folder: Path, file: str) -> None:
     (folder / file).unlink()
     assert (audit(folder).verdict, found(audit(folder))) == (DAMAGED, [("missing_weight", file)])
-    with pytest.raises(UserError, match=f"is not whole: absent weight: {file}: the file is missing"):
+    with pytest.raises(UserError, match=f"is damaged or incomplete: absent weight: {file}: the file is missing"):
         zero_checkpoint.read(folder)
 
 
@@ -80,7 +80,7 @@ def test_of_layers_that_look_the_same_none_is_taken_for_the_tied_one(folder: Pat
 
 
 def test_a_frozen_layer_is_no_tied_one(folder: Path) -> None:
-    """It is known by its number."""
+    """A frozen layer, which its number identifies, is not taken for the tied one."""
     shape = torch.load(folder / TIED)["weight"].shape
     shutil.copy(folder / TIED, folder / "layer_03-model_states.pt")
     for model in sorted(folder.glob("mp_rank_*_model_states.pt")):

@@ -1,4 +1,4 @@
-"""The audit of real zarr checkpoints: of saves in a forced race, and of whole ones of the same runs."""
+"""Audit real zarr checkpoints: saves with a forced race, and undamaged saves of the same runs."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ SUSPECTED = (damages.MOMENT_GAP, damages.PARAMETER_WITHOUT_MOMENTS)
 
 
 def ranges(report: Report, kinds: tuple[damages.FindingKind, ...]) -> Ranges:
-    """What was found, by array."""
+    """The ranges found, by array."""
     found: Ranges = {}
     for finding in report.findings:
         if finding.kind in kinds and finding.begin is not None and finding.end is not None:
@@ -37,7 +37,7 @@ def elements(found: list[tuple[int, int]]) -> set[int]:
 
 
 def zeros(array: Path) -> set[int]:
-    """Elements of the first chunk that are zero in truth."""
+    """Elements of the first chunk that are zero in the undamaged save."""
     (chunk,) = [file for file in array.iterdir() if set(file.name) <= set("0.")]
     return set(np.flatnonzero(np.fromfile(chunk, np.uint32) == 0).tolist())
 
@@ -49,7 +49,7 @@ def test_every_lost_slice_is_found_and_nothing_else(run: Configuration) -> None:
         for array in lost["slices"].keys() | found.keys():
             must, may = (elements(lost[what].get(array, [])) for what in ("different", "slices"))
             if "embedding" in array:
-                # Tokens that were never seen look like a slice that both moments lost: not told, or suspected only.
+                # Unseen tokens look like a slice lost from both moments: not reported, or only suspected.
                 must -= elements(lost["different"].get(other_moment(array), []))
                 may |= elements(ranges(audit(path), SUSPECTED).get(array, [])) | zeros(written(run).whole[-1] / array)
             assert must <= elements(found.get(array, [])) <= may, (path.name, array, lost["slices"].get(array), found)
@@ -63,7 +63,7 @@ def test_it_is_certain_where_the_model_or_the_other_moment_tells(run: Configurat
         for array, different in lost["different"].items():
             told = elements(different) - elements(lost["slices"].get(other_moment(array), []))
             assert told <= elements(certain.get(array, [])), (path.name, array)
-            # Where the truth is zero as well, nobody can tell where a slice that both moments lost has its end.
+            # Where the true values are zero too, the end of a slice lost from both moments is unknown.
             may = elements(lost["slices"][array]) | zeros(written(run).whole[-1] / array)
             assert elements(certain.get(array, [])) <= may, (path.name, array)
         assert certain.keys() <= lost["slices"].keys()
@@ -71,7 +71,7 @@ def test_it_is_certain_where_the_model_or_the_other_moment_tells(run: Configurat
 
 
 def other_moment(array: str) -> str:
-    """Nothing for a master."""
+    """The name of the other moment; empty for a main parameter."""
     if "exp_avg_sq" in array:
         return array.replace("exp_avg_sq", "exp_avg")
     return array.replace("exp_avg", "exp_avg_sq") if "exp_avg" in array else ""
@@ -87,7 +87,7 @@ def test_the_whole_saves_of_the_same_run_pass(run: Configuration) -> None:
 
 
 def test_the_runs_lost_something(tmp_path: Path) -> None:
-    """So that the tests above do not pass for want of damage."""
+    """The races damaged enough slices for the tests above."""
     lost = [race for run in RUNS for race in written(run).raced.values()]
     assert len(lost) == sum(run.races for run in RUNS)
     assert sum(len(ranges) for race in lost for ranges in race["different"].values()) > 100

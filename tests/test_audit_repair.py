@@ -1,4 +1,4 @@
-"""Repair: the result audits clean, holds what the plan says, and the original is as it was."""
+"""Repair: the copy audits as REPAIRED and has the planned values, and the original is unchanged."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def test_what_races_lost(run: Configuration, older: bool, tmp_path: Path) -> Non
 
 
 def check_values(path: Path, output: Path, whole: Path, older: bool) -> None:
-    """Masters are the weights; moments are the older's, which here is the truth; the rest is as it was."""
+    """Check that main parameters equal the weights, moments the older checkpoint's or 0, and the rest is unchanged."""
     ranges = listed(output)
     source = f"{FROM_OLDER}: {whole}, step 3" if older else RESET
     assert {str(entry["source"]) for entry in ranges} <= {FROM_WEIGHT, source}
@@ -121,7 +121,7 @@ def test_what_cannot_be_repaired_is_said_before_anything_is_written(
     first, *damages = capsys.readouterr().err.splitlines()
     assert first == f"ckpt-patches: {zarr} cannot be repaired, and nothing was written:"
     assert damages
-    assert all(re.match(r"  \w+ \S", line) for line in damages)  # as docs/commands.md says of `repair`
+    assert all(re.match(r"  \w+ \S", line) for line in damages)  # as in docs/commands.md on `repair`
     assert all("the checkpoint has nothing to take it from" in line for line in damages)
     assert not any("repair as" in line or "take another" in line for line in damages)
     assert [path.name for path in tmp_path.iterdir()] == [zarr.name]
@@ -147,7 +147,7 @@ def findings(path: Path) -> set[tuple[str, str]]:
 
 
 def test_a_wrong_checksum_is_as_wrong_in_the_repaired_copy(tmp_path: Path) -> None:
-    """Of one file both an element that is repaired, and a flipped bit of which the checksum alone tells."""
+    """A bit flip that only the checksum shows is still a finding after another element of the file is repaired."""
     source = EVERY["universal of stage 2"].path
     damaged = copied(source, tmp_path)
     (place,) = in_torch_file(damaged / "zero/w1.weight/exp_avg.pt")
@@ -176,12 +176,12 @@ def test_a_whole_one_and_an_output_that_exists_are_refused(zarr: Path, tmp_path:
 
 
 def test_masters_that_a_reload_did_not_reach(tmp_path: Path) -> None:
-    """The real hybrid optimizer after a model-only load; torch reads what was repaired."""
+    """Main parameters that the real hybrid optimizer did not reload are repaired, and torch loads the copy."""
     damaged, stepped = written(HYBRID).whole
     assert {finding.kind.name for finding in audit(damaged).findings if finding.kind.severity == "damage"} == {
         "unrounded_master"
     }
-    assert audit(stepped).verdict == WHOLE  # the weights are the masters' by then: it cannot be seen any more
+    assert audit(stepped).verdict == WHOLE  # the step set the weights from the main parameters
     assert main(["repair", str(damaged), "--output", str(tmp_path / "new")]) == 0
     assert audit(tmp_path / "new").verdict == REPAIRED
     run("load_distcp", tmp_path / "new", tree=tree("megatron-core", "0.14.0"))
@@ -202,11 +202,11 @@ def test_the_repaired_range_is_no_damage_only_with_its_list(zarr: Path, tmp_path
     assert np.all(chunk(output, state("exp_avg"))[:100] == 0)
 
 
-# Nothing else changes
+# No other changes
 
 
 def many_damaged(tmp_path: Path) -> tuple[Path, Arrays]:
-    """Thousands of single elements, far from each other."""
+    """A checkpoint with thousands of separate damaged elements, and its states."""
     states = arrays(20_000, 64)
     states["fp32_param"].reshape(-1)[5::700] = np.nan
     states["exp_avg"].reshape(-1)[77::600] = np.inf
@@ -242,7 +242,7 @@ def test_a_repaired_one_can_be_repaired_again(zarr: Path, tmp_path: Path) -> Non
 
 
 def test_the_list_says_nothing_of_another_checkpoint(zarr: Path, tmp_path: Path) -> None:
-    """Put there under the same name, or changed since."""
+    """A repair list copied to another checkpoint is stale, and does not hide damage there."""
     other = copied(zarr, tmp_path / "other")
     lose_first_moment(zarr)
     assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 0
@@ -272,7 +272,7 @@ def test_a_list_of_another_making_is_none(zarr: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["../other", "inner/../../other", "link/file"])
 def test_nothing_outside_of_the_copy_is_written_to(name: str, tmp_path: Path) -> None:
-    """By whatever name a checkpoint calls its files; one by an absolute name is not its own."""
+    """A file name that leads out of the copy, by `..`, a link or an absolute path, is refused."""
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "link").symlink_to(tmp_path)
     with pytest.raises(LeavesFolderError):

@@ -1,4 +1,4 @@
-"""A run's folder: every save in it is reported, and which one to resume from."""
+"""A run's folder: the audit reports every save, and the one to resume from."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ ZERO = "global_step2"
 
 @pytest.fixture
 def zero_run(tmp_path: Path) -> Path:
-    """A run of DeepSpeed: one checkpoint, and `latest` that names it."""
+    """A DeepSpeed run: one checkpoint, and `latest`, which names it."""
     shutil.copytree(trained("0.19.8", "stage1")["stage1"], tmp_path / "run" / ZERO)
     (tmp_path / "run" / "latest").write_text(ZERO)
     return tmp_path / "run"
@@ -26,7 +26,7 @@ def zero_run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def megatron_run(tmp_path: Path) -> Path:
-    """A run of Megatron: its checkpoints, and a tracker that names the last one."""
+    """A Megatron run: its checkpoints, and a tracker that names the last one."""
     whole = written(ZARR).whole
     for path in whole[-2:]:
         shutil.copytree(path, tmp_path / "run" / path.name)
@@ -37,7 +37,7 @@ def megatron_run(tmp_path: Path) -> Path:
 
 
 def audited(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str], str]:
-    """The exit status, the verdicts by the names of the folders, and the last line."""
+    """The exit status, the verdicts by folder name, and the last line."""
     status = main(["audit", str(run)])
     *_, last = capsys.readouterr().out.splitlines()
     assert main(["audit", "--json", str(run)]) == status
@@ -124,7 +124,7 @@ def test_one_checkpoint_has_no_line_on_the_run(zero_run: Path, capsys: pytest.Ca
 
 
 def test_a_checkpoint_without_zero_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In bf16 DeepSpeed 0.18.4 saves it without a state of the optimizer: see bf16_stage0_state."""
+    """A stage-0 checkpoint in fp16 is WHOLE, and one in bf16 lacks the optimizer state: see bf16_stage0_state."""
     bf16, fp16 = "stage0-2", "stage0_fp16-2"
     saved = zero_resumes.trained("0.18.4", "none", bf16, fp16)
     for case in (bf16, fp16):
@@ -132,11 +132,11 @@ def test_a_checkpoint_without_zero_is_audited(tmp_path: Path, capsys: pytest.Cap
     reports = {case: audit(tmp_path / "run" / case / ZERO) for case in (bf16, fp16)}
     assert {case: report.verdict for case, report in reports.items()} == {bf16: DAMAGED, fp16: WHOLE}
     assert names(reports[bf16], notes=True) == {"missing_state"}
-    assert reports[fp16].checkpoint.step == 2  # in the file 3: DeepSpeed sets the state up by a step of its own
+    assert reports[fp16].checkpoint.step == 2  # the file has 3: DeepSpeed creates the state with an extra step
 
 
 def test_a_folder_of_another_format_is_unknown(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is named like a save and holds files, but not those of a format that is known."""
+    """A folder with a save's name but files of an unknown format is UNKNOWN."""
     (zero_run / "global_step5").mkdir()
     (zero_run / "global_step5" / "model.gguf").write_bytes(b"")
     assert audited(zero_run, capsys)[:2] == (3, {ZERO: WHOLE, "global_step5": UNKNOWN})

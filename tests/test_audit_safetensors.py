@@ -31,7 +31,7 @@ def names(report: Report) -> set[str]:
 def written(
     path: Path, tensors: dict[str, torch.Tensor], change: Callable[[Any], object] = lambda header: None
 ) -> None:
-    """By the format's specification; the library's own files are audited by `make writers`."""
+    """Write a file by the format's specification. `make writers` audits files of the library."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in tensors.items():
@@ -59,7 +59,7 @@ def trained(steps: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """A folder as Accelerate's `save_state` leaves it."""
+    """A folder as Accelerate's `save_state` writes it."""
     model, optimizer = trained()
     path = tmp_path / "checkpoint-3"
     path.mkdir()
@@ -230,7 +230,7 @@ def test_odd_elements_of_an_optimizer_are_found(state: Path, key: str, value: st
 
 # The optimizer
 
-# Without others to compare with nothing promises these settings, and a load that misses one raises an error.
+# Other settings cannot be checked without another param group, and a load without one raises an error.
 PROMISED = ("state", "param_groups", "params", "lr", "betas")
 
 
@@ -260,7 +260,7 @@ def test_an_optimizer_of_another_model_is_unusual(state: Path) -> None:
     torch.save(value, state / OPTIMIZER)
     assert "unusual" in names(audit(state))
     (state / OPTIMIZER).unlink()
-    assert names(audit(state)) == {"missing_state"}  # of Accelerate a scheduler, and no optimizer
+    assert names(audit(state)) == {"missing_state"}  # Accelerate's scheduler, but no optimizer
     (state / "scheduler.bin").rename(state / "scheduler.pt")
     assert names(audit(state)) == {"unusual"}
     (state / "global_step3").mkdir()
@@ -271,7 +271,7 @@ def test_an_optimizer_of_another_model_is_unusual(state: Path) -> None:
 
 
 def test_a_trainers_checkpoint_below_is_audited_too(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As Transformers leaves it with DeepSpeed: its weights are beside the folder of the checkpoint."""
+    """Weights and a checkpoint in a folder beside them, as Transformers saves with DeepSpeed, are both audited."""
     inner = shutil.copytree(saved_by_ranks(2) / "fsdp2", sharded / "inner")
     assert main(["audit", str(sharded)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""How the ranks of an audit or a repair divide it: what each reads, what each copies, and how they compare files."""
+"""The shares of ranks in an audit or a repair: what each reads and copies, and how ranks compare files."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def test_shares_are_neighbours_and_all_there_is(costs: list[int], count: int) ->
     found = shares(costs, count)
     assert [item for own in found for item in own] == list(range(len(costs)))
     assert len(found) == count
-    # None has more than its part and a half of the item at each of its ends.
+    # No share exceeds the mean by more than half of the item at each of its ends.
     assert all(sum(costs[item] for item in own) <= sum(costs) / count + max(costs, default=0) for own in found)
 
 

@@ -1,6 +1,6 @@
-"""Shifted checkpoints of the real megatron-core: how far each parameter is, what is in no file, what is no shift.
+"""Shifted checkpoints of the real megatron-core: each parameter's shift, lost elements, and other damage.
 
-The truth is what the ranks held when they saved: tests/programs/shifted_saving.py writes it beside the checkpoint.
+tests/programs/shifted_saving.py writes the true values, which the ranks had at the save, beside the checkpoint.
 """
 
 import json
@@ -35,7 +35,7 @@ Bits: TypeAlias = "npt.NDArray[np.uint32]"
 
 @dataclass(frozen=True)
 class Save:
-    """How a checkpoint is saved."""
+    """The options of a save."""
 
     version: str
     dp: int
@@ -44,7 +44,7 @@ class Save:
 
     @property
     def options(self) -> list[str]:
-        """The program's."""
+        """The program's options."""
         return ["--ranks", str(self.dp * self.tp), "--tp", str(self.tp), *(["--gloo"] if self.gloo else [])]
 
     def __str__(self) -> str:
@@ -73,12 +73,12 @@ def saved(how: Save, name: str = "shifted") -> Path:
 
 
 def rank_of(shard: Shard) -> int:
-    """The tensor-parallel rank that saved it; the models are cut in one way alone."""
+    """The tensor-parallel rank that saved a shard; the models are sharded along one axis only."""
     return max((int(part) for part in shard.label.split(".") if part), default=0)
 
 
 def live(path: Path, shard: Shard) -> dict[str, Any]:
-    """What the ranks held of a shard: its states by role, and the padding of the buckets before it."""
+    """A shard's true states by role, and the total padding of the buckets before it."""
     with np.load(f"{path}.{rank_of(shard)}.npz") as found:
         states = {role: found[f"{shard.parameter}/{state}"].view(np.uint32) for role, state in STATES.items()}
         return {**states, "shift": int(found[f"{shard.parameter}/shift"])}
@@ -89,7 +89,7 @@ def in_file(shard: Shard) -> dict[str, Bits]:
 
 
 def elements(states: dict[str, Any]) -> list[tuple[int, ...]]:
-    """The bits of an element's three states."""
+    """The bits of each element's three states."""
     return [tuple(bits) for bits in np.stack([states[role] for role in STATES], axis=1).tolist()]
 
 
@@ -106,7 +106,7 @@ def test_each_parameter_is_said_to_be_shifted_by_the_padding_before_it(how: Save
     truth = {shard.streams[MASTER].array + shard.label: live(path, shard)["shift"] for shard in shift.shards}
     assert sum(1 for by in truth.values() if by) > len(truth) / 2
     told = dict(zip(truth, shift.by, strict=True))
-    # Of what lies behind the end of the buffer nothing but zeros is saved.
+    # Only zeros are saved of parameters beyond the end of the buffer.
     zeros = {name for name, s in zip(truth, shift.shards, strict=True) if not any(v.any() for v in in_file(s).values())}
     assert told == {name: None if name in zeros else by for name, by in truth.items()}
     assert (report.verdict, names(report)) == (DAMAGED, {"shifted_state"})
@@ -121,7 +121,7 @@ def test_each_parameter_is_said_to_be_shifted_by_the_padding_before_it(how: Save
 
 @pytest.mark.parametrize("how", SAVES, ids=str)
 def test_what_is_in_no_file_is_listed(how: Save) -> None:
-    """Which an element is whose three states, as the ranks held them, are nowhere in the checkpoint."""
+    """The listed lost elements are those whose three true states are nowhere in the checkpoint."""
     path = saved(how)
     shift = shift_of(path)
     everywhere = Counter(element for shard in shift.shards for element in elements(in_file(shard)))
@@ -130,7 +130,7 @@ def test_what_is_in_no_file_is_listed(how: Save) -> None:
     for shard, own, ranges in zip(shift.shards, held, shift.lost, strict=True):
         listed = {number for begin, end in ranges for number in range(begin, end)}
         lost = {number for number, element in enumerate(own) if element not in everywhere}
-        # Elements without gradient can have the same three numbers as others.
+        # Elements without a gradient can have the same three values as others.
         alike = {number for number, element in enumerate(own) if often[element] > 1 or not any(element[1:])}
         assert lost <= listed <= lost | alike, (shard.parameter, shard.label)
 
@@ -143,7 +143,7 @@ def test_one_bucket_and_buckets_without_padding_are_whole(how: Save, name: str) 
 
 
 def set_masters(path: Path, parameter: str, make: Any) -> None:
-    """Write other masters into a checkpoint's file, as they are made from those that are there."""
+    """Replace a parameter's main parameters in a checkpoint file by values computed from them."""
     report = audit(path)
     shard = next(shard for shard in report.checkpoint.shards if shard.parameter == parameter)
     (extent,) = shard.streams[MASTER].extents
@@ -173,7 +173,7 @@ def test_other_wrong_masters_are_not_called_shifted(tmp_path: Path, make: Any) -
 
 
 def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
-    """Of one parameter the checkpoint has no weights."""
+    """A parameter without weights in a shifted checkpoint is named, and its repair is refused."""
     report = audit(saved(DEFAULT))
     found = report.checkpoint
     one = next(shard for shard in found.shards if shard.parameter == "module.layers.0.bias")
@@ -223,7 +223,7 @@ def test_after_the_repair_each_state_is_what_the_ranks_held_but_for_what_is_in_n
 
 
 def weights_of(shard: Shard) -> Bits:
-    """The bits in fp32."""
+    """The weights' bits in fp32."""
     weights = read_elements(shard.streams[WEIGHT], 0, shard.numel).view(np.uint16)
     return weights.astype(np.uint32) << np.uint32(16)
 

@@ -1,6 +1,6 @@
-"""Many layouts of a gradient buffer, cut as megatron-core since 0.15.0 cuts it: nothing goes to a wrong place.
+"""Many layouts of a gradient buffer, split like megatron-core since 0.15.0: no element moves to a wrong place.
 
-The buffers of real models are few, and cost a training each; tests/test_audit_shifted.py has these.
+tests/test_audit_shifted.py has the few buffers of real models, which need a training each.
 """
 
 import math
@@ -17,14 +17,14 @@ from ckpt_patches.audit.judging.scan import read_elements
 from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Extent, Shard, Stream
 from upstream import all_releases
 
-WAS_WRONG = 45  # of constants between the halves of gated parameters, which were taken for each other's neighbours
+WAS_WRONG = 45  # constants between the halves of gated parameters, which were once taken for neighbors
 ROLES = (MASTER, *MOMENTS)
 States: TypeAlias = "dict[str, npt.NDArray[np.float32]]"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of a buffer: how it is saved, its true states, and where it lies in the buffer with padding."""
+    """A parameter of a buffer: its name, true states, and place in the buffer with padding."""
 
     name: str
     label: str
@@ -34,7 +34,7 @@ class Parameter:
 
 
 def some_states(random: np.random.Generator, numel: int, *, constant: bool) -> States:
-    """Masters that round to one number where that is wanted, and moments of which some are zero."""
+    """Main parameters, all of which round to one number if `constant`, and moments, some of them zero."""
     masters = 1 + random.normal(size=numel) * 1e-4 if constant else random.normal(size=numel)
     averages, squares = random.normal(size=numel) * 1e-2, random.random(numel) + 0.1
     without_gradient = random.random(numel) < random.choice([0, 0.3])
@@ -43,7 +43,7 @@ def some_states(random: np.random.Generator, numel: int, *, constant: bool) -> S
 
 
 def some_buffer(seed: int, *, constants: bool) -> tuple[list[Parameter], States]:
-    """A buffer's parameters, and what it holds without the padding at the ends of buckets."""
+    """A buffer's parameters, and its states without the padding at the ends of buckets."""
     random = np.random.default_rng(seed)
     divisor = math.lcm(int(random.choice([2, 3, 5, 6, 12])), 128)
     bucket_size = int(random.choice([100, 300, 1000]))
@@ -75,7 +75,7 @@ def some_buffer(seed: int, *, constants: bool) -> tuple[list[Parameter], States]
 
 
 def save(parameters: list[Parameter], buffer: States, seed: int, file: Path) -> list[Shard]:
-    """The shards as the releases save them, in any order."""
+    """Write the shards as the releases save them, in random order."""
     shards = []
     with open(file, "wb") as out:
 
@@ -96,7 +96,7 @@ def save(parameters: list[Parameter], buffer: States, seed: int, file: Path) -> 
 
 
 def rounded(masters: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """To the nearest bf16, ties to even."""
+    """Round to the nearest bf16, ties to even."""
     bits = masters.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
@@ -133,12 +133,12 @@ def test_what_is_moved_belongs_there_and_what_is_said_is_so(seed: int, constants
         assert (own_covered == 1).all()
     if not constants:
         lost = sum(end - begin for ranges in found.lost for begin, end in ranges)
-        alike = 8  # elements; by chance a few can be of two parameters
+        alike = 8  # elements; by chance a few can match two parameters
         assert 0 <= lost - in_no_file(parameters, len(buffer[MASTER])) <= alike
 
 
 def in_no_file(parameters: list[Parameter], length: int) -> int:
-    """Elements of parameters that lie, without the padding, where no parameter lies with it."""
+    """The number of elements whose place without padding is in no parameter's place with padding."""
     saved = np.zeros(length + max(own.start + len(own.states[MASTER]) for own in parameters), np.bool_)
     for own in parameters:
         saved[own.start : own.start + len(own.states[MASTER])] = True

@@ -1,8 +1,8 @@
-"""No checkpoint is called whole while a tensor of it holds what can be told to be wrong, whatever the format.
+"""No checkpoint of any format is called WHOLE while a tensor has detectably wrong elements.
 
-In each tensor one element, a quarter, or all of it becomes NaN, infinity, zero, or what another tensor holds, with the
-right checksums. What must be told is what docs/audit.md says: NaN and infinity wherever they are, but for padding; of
-zeros and of other tensors' elements what another array of the same parameter contradicts.
+In each tensor, one element, a quarter, or all become NaN, infinity, zero, or another tensor's elements, with correct
+checksums. docs/audit.md defines what must be found: NaN and infinity everywhere except in padding; zeros and other
+tensors' elements if another array of the same parameter contradicts them.
 """
 
 import math
@@ -26,15 +26,15 @@ from upstream import all_releases
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 NAN, INFINITY, ZERO, FOREIGN = "nan", "infinity", "zero", "another tensor's"
-EXTENTS = {"one": (1 / 2, 0.0), "a quarter": (1 / 4, 1 / 4), "all": (0.0, 1.0)}  # begin, length; one element at least
+EXTENTS = {"one": (1 / 2, 0.0), "a quarter": (1 / 4, 1 / 4), "all": (0.0, 1.0)}  # begin, length; at least one element
 CHANGES = [(extent, value) for extent in EXTENTS for value in (NAN, ZERO, INFINITY, FOREIGN)]
 MASTER, AVG, SQ = "master", "exp_avg", "exp_avg_sq"
-LARGE = 1e-15  # of a first moment: its square is no zero
-RUN = 8  # elements: shorter runs of zeros can be chance
-ALIGNMENT = 64  # elements: where parameters begin in Megatron's buckets
+LARGE = 1e-15  # first moments above this have a nonzero square
+RUN = 8  # elements: shorter runs of zeros can occur by chance
+ALIGNMENT = 64  # elements; of parameters in Megatron's buckets
 
 Values: TypeAlias = "npt.NDArray[np.float64]"
-Key = tuple[object, ...]  # a parameter's, or a part's that one file holds
+Key = tuple[object, ...]  # identifies a parameter, or its part in one file
 
 
 def values(dtype: str, data: bytes) -> Values:
@@ -43,7 +43,7 @@ def values(dtype: str, data: bytes) -> Values:
 
 
 class Change(NamedTuple):
-    """Elements of a tensor that become others."""
+    """New values for elements of a tensor."""
 
     place: Place
     begin: int
@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 class Checkpoint:
-    """What the names in the files say of the tensors, of which are held against each other, and of padding."""
+    """A checkpoint's tensors. Their names in the files determine which are compared, and where padding is."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,13 +75,13 @@ class Checkpoint:
         self.weights = {self.parameter(place): place for place in self.places if not role_of(place)}
 
     def parameter(self, place: Place) -> object:
-        """By which a weight is found."""
+        """The key of a weight in `weights`."""
         if self.is_zero:
             return mp_of(place), place.name
         return re.sub(r"/[\d.]+$", "", place.name)  # zarr: the chunk's label
 
     def weight_of(self, place: Place) -> Place | None:
-        """A weight that the masters in a place round to; None if there is none beside them."""
+        """A weight that the main parameters of a place round to; None if they have no weight."""
         if self.is_universal:
             own = self.weights.get(f"module.{place.path.parent.name}")
             return own if len(self.models) == 1 else None
@@ -94,7 +94,7 @@ class Checkpoint:
         return self.weights.get(re.sub(r"^optimizer\.state\.\w+\.", "", str(self.parameter(place))))
 
     def is_compared(self, place: Place) -> bool:
-        """Whether masters are held against a weight."""
+        """Whether main parameters are compared with a weight."""
         if self.is_universal:
             is_trained = (self.folder / "zero" / place.name.removeprefix("module.") / "fp32.pt").exists()
             return len(self.models) == 1 and place.path in self.models and is_trained
@@ -111,7 +111,7 @@ class Checkpoint:
         return {f"module.{name}" for group in shapes for name in group}
 
     def meant(self, place: Place) -> list[tuple[int, int]]:
-        """The ranges of elements that are a parameter's; the others are padding."""
+        """The ranges of parameters' elements; all others are padding."""
         group = re.search(r"(?:state|fp32_flat_groups|single_partition_of_fp32_groups)\.(\d+)", place.name)
         if is_bucket(place):
             is_gap = len(place.first) == 1 and place.first[0] % ALIGNMENT > 0
@@ -125,7 +125,7 @@ class Checkpoint:
         return list(self._shares(place, int(group[1])))
 
     def _shares(self, place: Place, group: int) -> Iterator[tuple[int, int]]:
-        """Stage 3: of each parameter of a group an equal part, of which the last ranks have less."""
+        """Stage 3: equal shares of each parameter of a group; the last ranks may have less."""
         rank, mp = re.findall(r"rank_(\d+)", place.path.name)
         model = next(self.folder.glob(f"zero_pp_rank_0_mp_rank_{mp}_model_states.pt"))
         ranks, begin = len(list(self.folder.glob(f"*mp_rank_{mp}_optim_states.pt"))), 0
@@ -136,7 +136,7 @@ class Checkpoint:
             begin += each
 
     def must_be_told(self, change: Change) -> bool:
-        """By what docs/audit.md says."""
+        """Whether the audit must find a change, by docs/audit.md."""
         place, (before, after) = change.place, self.before_and_after(change)
         ranges, role = self.meant(place), role_of(place)
         is_meant = np.zeros(place.numel, np.bool_)
@@ -158,7 +158,7 @@ class Checkpoint:
             rounded = [torch.from_numpy(found).float().to(dtype).float().numpy() for found in (before, after)]
             return bool((is_meant & (rounded[0] != rounded[1])).any())
         others = self.states[key_of(place)]
-        if not {AVG, SQ} <= others.keys():  # a frozen weight's
+        if not {AVG, SQ} <= others.keys():  # a frozen weight
             return False
         avg, sq = (values(others[one].dtype, self.data[others[one]]) for one in (AVG, SQ))
         is_moving = zeroed & (np.abs(avg[: place.numel]) > LARGE) & (sq[: place.numel] > 0)
@@ -181,7 +181,7 @@ class Checkpoint:
                 yield Change(place, begin, new[begin * size : end * size])
 
     def _bytes(self, place: Place, value: str) -> bytes | None:
-        """So many as the tensor has."""
+        """As many bytes as the tensor has, of a kind of value; None without a different tensor of this dtype."""
         if value != FOREIGN:
             number = {NAN: math.nan, INFINITY: -math.inf, ZERO: 0.0}[value]
             one: bytes = torch.tensor([number], dtype=getattr(torch, place.dtype)).view(torch.uint8).numpy().tobytes()
@@ -195,7 +195,7 @@ class Checkpoint:
 
 
 def role_of(place: Place) -> str:
-    """Of the optimizer's states; empty for all other tensors."""
+    """The role of an optimizer state; empty for all other tensors."""
     if place.path.parent.parent.name == "zero":
         return {"fp32.pt": MASTER, "exp_avg.pt": AVG, "exp_avg_sq.pt": SQ}.get(place.path.name, "")
     if place.path.parent.name == "zero":  # a copy of a rank's groups beside a universal checkpoint's parameters
@@ -208,13 +208,13 @@ def role_of(place: Place) -> str:
 
 
 def mp_of(place: Place) -> str:
-    """The tensor- or pipeline-parallel rank of a file of ZeRO; none of an expert's."""
+    """The tensor- or pipeline-parallel rank in a ZeRO file's name; empty for an expert's file."""
     found = re.search(r"mp_rank_\d+", place.path.name)
     return "" if found is None else found[0]
 
 
 def key_of(place: Place) -> Key:
-    """The same of a parameter's, or a group's, three states."""
+    """A key shared by the three states of a parameter or a group."""
     if place.path.parent.parent.name == "zero":
         return (place.path.parent,)
     if found := re.search(r"(?:groups|state)\.(\d+)(?:\.exp_avg|\.exp_avg_sq)?$", place.name):
@@ -223,24 +223,24 @@ def key_of(place: Place) -> Key:
 
 
 def is_mask(found: Values) -> bool:
-    """Whether a tensor that no run trains may be a mask of attention: no NaN, and -inf in a quarter of it or more."""
+    """Whether an untrained tensor may be an attention mask: no NaN, and at least a quarter of it is -inf."""
     masked = np.isneginf(found)
     return bool(len(found) >= 4 and masked.mean() >= 0.25 and (np.isfinite(found) | masked).all())
 
 
 def is_bucket(place: Place) -> bool:
-    """Whether a tensor is a buffer of Megatron's, of many parameters."""
+    """Whether a tensor is a Megatron bucket, of many parameters."""
     return "bucket_idx" in place.name or "(bfloat16, " in place.name
 
 
 def longest_run(chosen: npt.NDArray[np.bool_], ranges: list[tuple[int, int]]) -> int:
-    """Elements in succession, in one of the ranges."""
+    """The most consecutive chosen elements in one of the ranges."""
     parts = ["".join("x" if one else " " for one in chosen[begin:end]) for begin, end in ranges]
     return max((len(run) for part in parts for run in part.split()), default=0)
 
 
 def sampled(places: list[Place]) -> list[tuple[Place, list[tuple[str, str]]]]:
-    """All tensors with all changes; in the default run a few, each with two of the changes in turn."""
+    """All tensors with all changes; in the default run a few, with two of the changes each."""
     if all_releases():
         return [(place, CHANGES) for place in places]
     chosen = places[:: max(len(places) // 8, 1)]
@@ -251,7 +251,7 @@ def sampled(places: list[Place]) -> list[tuple[Place, list[tuple[str, str]]]]:
 def test_what_can_be_told_of_any_tensor_is_not_called_whole(name: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
     report = audit(folder, workers=1)
-    may_be_odd = {"odd_in_bucket"} if name.endswith("buckets") else set()  # their padding is not initialised
+    may_be_odd = {"odd_in_bucket"} if name.endswith("buckets") else set()  # their padding is not initialized
     assert names(report) <= may_be_odd
     assert report.verdict == WHOLE or (report.verdict == UNKNOWN and may_be_odd)
     checkpoint = Checkpoint(folder)

@@ -1,4 +1,4 @@
-"""What a reader of the audit could not see, and what it took for damage and is none, each with the damage beside it."""
+"""Past errors of the audit: damage that it did not find, and healthy states that it called damaged."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def copy_of(kind: str, to: Path) -> Path:
 
 
 def test_every_chunk_of_a_bucket_is_judged_but_for_what_lies_between_parameters(tmp_path: Path) -> None:
-    """They are of different sizes, and two can begin at the same multiple of theirs."""
+    """All chunks of a bucket are judged, of any size, and NaN is ignored only between parameters."""
     path = copy_of("0.16, dp_reshardable", tmp_path)
     parts = [place for place in tensors(path) if "bucket_idx" in place.name]
     judged = [shard for shard in audit(path, workers=1).checkpoint.shards if not shard.has_rows]
@@ -50,7 +50,7 @@ def verdict_of(path: Path, place: Place) -> str:
 
 @pytest.mark.parametrize("byte", [b"\0", b"\1", b"\xff"], ids=["zeros", "denormal", "NaN"])
 def test_what_lies_between_parameters_can_hold_anything(byte: bytes, tmp_path: Path) -> None:
-    """Upstream saves memory there that nothing has written."""
+    """Any bytes between parameters are no finding: upstream saves uninitialized memory there."""
     path = copy_of("0.16, dp_reshardable", tmp_path)
     gaps = [place for place in tensors(path) if "bucket_idx" in place.name and place.first[0] % 64]
     assert {place.name.rpartition(".")[2] for place in gaps} == {"param", "exp_avg", "exp_avg_sq"}
@@ -60,7 +60,7 @@ def test_what_lies_between_parameters_can_hold_anything(byte: bytes, tmp_path: P
 
 
 def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
-    """In a rank's part of one that is no longer than its padding could be."""
+    """NaN in a rank's part of a bucket is UNKNOWN, even if all of that part could be padding."""
     path = copy_of("0.7, zarr, buckets", tmp_path)
     parts = [place for place in tensors(path) if "bucket_idx" in place.name]
     assert {place.numel for place in parts} == {1024}
@@ -68,11 +68,11 @@ def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
         assert verdict_of(path, place) == UNKNOWN
 
 
-# How masters and weights are cut
+# Shards of main parameters and weights
 
 
 def without_the_shapes(path: Path) -> None:
-    """As megatron-core up to 0.8 writes the index."""
+    """Remove the shapes from the index, as in megatron-core up to 0.8."""
     release = tree("megatron-core", "0.14.0")
     assert run_json("strip_shapes", path / ".metadata", tree=release) > 10
 
@@ -111,11 +111,11 @@ def test_a_weight_in_other_chunks_than_its_master_is_named(tmp_path: Path) -> No
     assert (report.verdict, finding.array) == (UNKNOWN, "module.norm.bias")
 
 
-# What is not sharded
+# State that is not sharded
 
 
 def test_what_torch_dist_keeps_beside_its_shards_is_judged(tmp_path: Path) -> None:
-    """In fp16 the loss scale stands there."""
+    """An infinite loss scale, which fp16 runs save there, is damage."""
     path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
     change(path / "common.pt", lambda value: value["optimizer"].update(grad_scaler=torch.tensor([float("inf")])))
     assert found_in(path) == (DAMAGED, {"not_finite"})
@@ -148,7 +148,7 @@ def test_a_step_that_is_no_number_is_damage_and_no_defect_of_the_audit(value: fl
 def test_a_checkpoint_is_known_by_its_files_where_its_metadata_do_not_say_it(
     kind: str, config: str, verdict: str, expected: set[str], tmp_path: Path
 ) -> None:
-    """It was left out of the report on the folder above it."""
+    """A checkpoint is found in its parent folder even if metadata.json has no known format."""
     path = copy_of(kind, tmp_path)
     (path / "metadata.json").write_text(config)
     assert list(saves(tmp_path)) == [path]
@@ -168,7 +168,7 @@ def test_an_index_of_another_program_is_no_checkpoint_of_megatron(tmp_path: Path
 def test_a_checkpoint_in_torch_format_without_distrib_optim(
     optimizer: str, expected: tuple[str, set[str]], tmp_path: Path
 ) -> None:
-    """The arguments of the run say whether there was to be one: without the distributed optimizer there is none."""
+    """A checkpoint without distrib_optim.pt is incomplete only if the run's arguments state a distributed optimizer."""
     case = plainer(SMALL["megatron"], [{"run": {"format": "torch", "optimizer": optimizer, "pp": 2}}])
     (tmp_path / "case.json").write_text(json.dumps(case))
     on = tree("megatron-core", newest("megatron-core"))
@@ -220,7 +220,7 @@ def test_an_element_too_many_or_a_missing_moment_is_told_there_as_well(kind: str
 
 
 def test_a_buffer_of_integers_is_no_weight_of_a_master(tmp_path: Path) -> None:
-    """The converter makes fp32 of all that the model holds."""
+    """An integer buffer is not a main parameter's weight, though the converter writes its fp32 file too."""
     path = copy_of("universal of stage 2", tmp_path)
     (path / "zero" / "positions").mkdir()
     torch.save({"param": torch.arange(64).float()}, path / "zero" / "positions" / "fp32.pt")
@@ -229,7 +229,7 @@ def test_a_buffer_of_integers_is_no_weight_of_a_master(tmp_path: Path) -> None:
 
 
 def test_what_a_universal_checkpoint_holds_beside_its_parameters_is_judged(tmp_path: Path) -> None:
-    """At stage 3 the optimizer's state, with a step for each group."""
+    """NaN in another file is damage, such as the step of a stage-3 group."""
     path = copy_of("universal of stage 2", tmp_path)
     torch.save(
         {"optimizer_state_dict": {"state": {0: {"step": torch.tensor(float("nan"))}}}}, path / "zero" / "other.pt"

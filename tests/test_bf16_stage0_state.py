@@ -1,4 +1,4 @@
-"""bf16_stage0_state: what the real DeepSpeed saves and loads in bf16 without ZeRO."""
+"""bf16_stage0_state: the real DeepSpeed saves and loads the optimizer state in bf16 without ZeRO."""
 
 import functools
 from pathlib import Path
@@ -12,7 +12,7 @@ from zero_resumes import exact, optimizers, resumed, trained
 
 FIX = "bf16_stage0_state"
 
-# No release of the default run saves without the state.
+# All releases of the default run save the state.
 STATELESS = releases("deepspeed", oldest="0.17.6", newest="0.18.4") or ["0.18.4"]
 LATER = releases("deepspeed", oldest="0.18.5")
 AFFECTED = [*STATELESS, *newest_by_default(LATER)]
@@ -26,7 +26,7 @@ def saves_state(version: str) -> bool:
 
 @functools.cache
 def resumes_without(version: str) -> dict[str, dict[str, Any]]:
-    """What comes of resumes from what the unedited release has saved; the last from one without the state."""
+    """Results of resumes from checkpoints of the unpatched release; "old" has no optimizer state."""
     folder = trained(version, "none", CASE, PIPELINE)
     assert optimizers(folder) == {CASE: UNFUSED, PIPELINE: BF16 if saves_state(version) else UNFUSED}
     return dict(zip(("own", "pipeline", "old"), resumed(version, "none", *saved_without_fix(version)), strict=True))
@@ -39,7 +39,7 @@ def saved_without_fix(version: str) -> tuple[Path, ...]:
 
 @functools.cache
 def resumes_with(version: str, delivery: str) -> dict[str, dict[str, Any]]:
-    """What comes of resumes from what was saved with the fix and without."""
+    """Results of resumes from checkpoints saved with the fix and without it."""
     folder = trained(version, delivery, CASE, PIPELINE)
     assert optimizers(folder)[CASE] == UNFUSED
     own, pipeline, old = saved_without_fix(version)
@@ -63,27 +63,27 @@ def test_upstream_saves_no_state_and_the_first_step_undoes_the_load(version: str
 
 @without_fix(FIX, newest_by_default(LATER))
 def test_upstream_dies_where_bf16_optimizer_runs_without_zero(version: str, delivery: str) -> None:
-    """In a load of what pipeline parallelism has saved, and of a checkpoint without the state."""
+    """Upstream's BF16_Optimizer without ZeRO fails to load a pipeline's checkpoint and one without the state."""
     found = resumes_without(version)
     assert found["pipeline"]["error"] in ("KeyError: 0", "KeyError: 1")  # the rank
     assert found["old"]["error"] == "TypeError: 'NoneType' object is not subscriptable"
     assert found["own"]["different"] == []
-    # The gradients of all steps before are in the steps of the run that is not interrupted.
+    # In 0.18.5 the uninterrupted run adds the gradients of all earlier steps to each step.
     assert exact(found["own"]) == (version != "0.18.5")
 
 
 @with_fix(FIX, AFFECTED)
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
-    """Every bit of weights, masters, moments, steps, settings and counters, after the load and two steps later."""
+    """Weights, main parameters, moments, steps, settings and counters are bit-equal after the load and two steps."""
     found = resumes_with(version, delivery)
     assert (exact(found["own"]), exact(found["pipeline"])) == (True, True), found
-    if saves_state(version):  # with pipeline parallelism upstream has saved it whole as well
+    if saves_state(version):  # with pipeline parallelism upstream saved all of it too
         assert exact(found["saved without"])
 
 
 @with_fix(FIX, AFFECTED)
 def test_a_checkpoint_without_the_state_is_refused(version: str, delivery: str) -> None:
-    """By an error that names what is missing, and how to load the rest."""
+    """The error names the missing state, and the option to load the rest."""
     found = resumes_with(version, delivery)
     for one in [found["old"]] if saves_state(version) else [found["old"], found["saved without"]]:
         assert one["error"].startswith("RuntimeError: expected the optimizer's state in ")
@@ -93,7 +93,7 @@ def test_a_checkpoint_without_the_state_is_refused(version: str, delivery: str) 
 
 @with_fix(FIX, AFFECTED)
 def test_it_keeps_its_weights_where_no_state_is_asked_for(version: str, delivery: str) -> None:
-    """The next step is one from these weights, with the moments of a new run."""
+    """The step after a load without states starts from the loaded weights, with new moments."""
     _, _, old = saved_without_fix(version)
     (one,) = resumed(version, delivery, old, states=False)
     assert one["masters are weights"]

@@ -1,4 +1,4 @@
-"""bf16_wrapper_name: which optimizer the real DeepSpeed runs in bf16 with fp32 gradient accumulation."""
+"""bf16_wrapper_name: the optimizer of the real DeepSpeed in bf16 with fp32 gradient accumulation."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ NO_FILES = "AttributeError: 'FP16_UnfusedOptimizer' object has no attribute 'dp_
 
 @functools.cache
 def found(version: str, delivery: str) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """The optimizers of trainings, and what comes of resumes from what they have saved."""
+    """The optimizers of trainings, and the results of resumes from their checkpoints."""
     folder = trained(version, delivery, *CASES)
     results = resumed(version, delivery, *(folder / case for case in CASES))
     return optimizers(folder), dict(zip(CASES, results, strict=True))
@@ -32,7 +32,7 @@ def test_upstream_runs_without_zero_and_nothing_can_be_resumed(version: str, del
 
 @with_fix(FIX, AFFECTED)
 def test_the_optimizer_that_was_asked_for_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
-    """Without ZeRO as well, by `bf16_stage0_state`."""
+    """Resumes are exact, without ZeRO too, due to `bf16_stage0_state`."""
     chosen, results = found(version, delivery)
     assert chosen == dict.fromkeys(CASES, "BF16_Optimizer")
     assert {case: exact(result) for case, result in results.items()} == dict.fromkeys(CASES, True), results

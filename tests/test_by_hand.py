@@ -1,4 +1,4 @@
-"""A failing test prints the command that runs its program again; `--no-forks` runs each in a process of its own."""
+"""A failing test prints the command that runs its program again; `--no-forks` runs each in a new interpreter."""
 
 import re
 import subprocess
@@ -42,7 +42,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 
 def printed(text: str) -> str:
-    """What the program has printed, but for its parent."""
+    """The program's output without its parent's process ID."""
     (line,) = set(re.findall(r"^(?:E\s+)?(\[.*\]) \d+$", text, re.MULTILINE))
     return str(line)
 

@@ -19,7 +19,7 @@ def test_is_zlibs(data: bytes, before: int) -> None:
 
 def test_is_isals_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checksum.crc32 is isal_zlib.crc32
-    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if it were not
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if not installed
     monkeypatch.setitem(sys.modules, "ckpt_patches.formats.checksum", None)
     del sys.modules["ckpt_patches.formats.checksum"]
     assert importlib.import_module("ckpt_patches.formats.checksum").crc32 is zlib.crc32

@@ -1,4 +1,4 @@
-"""The command: status, diff, apply, revert; bad input is one clear line and exit status 2."""
+"""The commands status, diff, show, apply, revert; bad input is one clear line and exit status 2."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_status_exit_tells_whether_a_needed_fix_is_missing() -> None:
 
 
 def test_status_fails_where_there_is_nothing_to_patch() -> None:
-    """Such as the wrong Python in a Dockerfile's RUN."""
+    """`status` fails without any package, as in the wrong Python in a Dockerfile's RUN."""
     done = command("status", on=Path("/"))
     assert done.returncode == 1
     packages = "megatron-core or deepspeed or nvidia-resiliency-ext or apex"
@@ -162,7 +162,7 @@ def test_folders_that_an_uninstall_has_left_are_no_package(left: str, tmp_path: 
 
 
 def test_status_finds_a_package_that_has_no_init_file() -> None:
-    """As nvidia-resiliency-ext has none before 0.5."""
+    """`status` finds a package without `__init__.py`, like nvidia-resiliency-ext before 0.5."""
     on = tree("nvidia-resiliency-ext", "0.4.1")
     assert not (on / "nvidia_resiliency_ext/__init__.py").exists()
     found = json.loads(command("status", "--json", on=on).stdout)
@@ -175,13 +175,13 @@ def test_status_finds_a_package_that_has_no_init_file() -> None:
     [
         ("0.16.1", "", "megatron-core 0.16.1: 2 of 2 fixes active"),
         (
-            "0.19.2",
+            newest("megatron-core"),
             "",
-            "nvrx by default, which is not installed, so by async_strategy_fallback megatron-core 0.19.2: 3 of 3 fixes "
-            "active",
+            "nvrx by default, which is not installed, so by async_strategy_fallback megatron-core "
+            f"{newest('megatron-core')}: 3 of 3 fixes active",
         ),
         (
-            "0.19.2",
+            newest("megatron-core"),
             "async_strategy_fallback",
             "nvrx by default, which is not installed: the first one fails (async_strategy_fallback is not active)",
         ),
@@ -202,7 +202,7 @@ def test_status_says_that_nvrx_saves_asynchronously(tmp_path: Path) -> None:
 
 
 def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
-    """The command finds what is installed; a training script what lies beside it."""
+    """`status --tree` reports the tree's package, which scripts in it import, not the installed one."""
     checkout, installed = tree("megatron-core", "0.16.1"), tree("megatron-core", "0.14.0")
     found = json.loads(command("status", "--json", "--tree", str(checkout), on=installed).stdout)
     core = {"name": "megatron-core", "version": "0.16.1", "location": str(checkout), "why": "--tree"}
@@ -243,7 +243,7 @@ def test_status_says_once_that_there_is_no_hook() -> None:
 
 
 def test_status_says_which_modules_another_import_hook_would_load(tmp_path: Path) -> None:
-    """Such as one that a .pth file or sitecustomize brings into every process."""
+    """`status` names modules that another import hook would load, such as a hook from sitecustomize."""
     make(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(
         "from typeguard import install_import_hook\ninstall_import_hook('megatron.core')\n"
@@ -290,7 +290,7 @@ def test_status_says_that_zarr_3_does_not_do(tmp_path: Path) -> None:
     both = f"{tmp_path}:{tree('megatron-core', '0.14.0')}"
     done = python("-m", "ckpt_patches", "status", tree=Path("/"), env={"PYTHONPATH": both}, check=False)
     assert "warning: zarr 3.1.6 is installed" in done.stdout
-    newer = f"{tmp_path}:{tree('megatron-core', '0.16.1')}"  # has no zarr strategy any more
+    newer = f"{tmp_path}:{tree('megatron-core', '0.16.1')}"  # without the zarr strategy
     done = python("-m", "ckpt_patches", "status", tree=Path("/"), env={"PYTHONPATH": newer}, check=False)
     assert "warning" not in done.stdout
 
@@ -508,7 +508,7 @@ SPELLED = [
 
 @pytest.mark.parametrize(("given", "found"), SPELLED)
 def test_underscores_in_the_names_of_options_are_dashes(given: list[str], found: list[str]) -> None:
-    """Not in their values, in paths, or behind `--`."""
+    """Underscores in option names become dashes, but not in values, paths, or after `--`."""
     assert spelled(given) == found
 
 
@@ -524,7 +524,7 @@ def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(caps
         command_line.main(["to-universal", "--help"])
     said = capsys.readouterr().out
     assert re.findall(r"--[a-z]+_\w+", said) == []
-    assert re.search("--workers( N)?, --num-extract-workers N", said)  # since Python 3.13 with N once
+    assert re.search("--workers( N)?, --num-extract-workers N", said)  # Python 3.13 prints N once
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("list",), ("diff",), ("diff", "--split", "patches")])

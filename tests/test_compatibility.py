@@ -1,4 +1,4 @@
-"""The compatibility page: a cell is a recorded result, and what was not recorded says so."""
+"""The compatibility page: each cell is a recorded result, or states that nothing was recorded."""
 
 import re
 import subprocess
@@ -38,7 +38,7 @@ def page_of(record: dict[str, dict[str, str]]) -> str:
 
 
 def columns(page: str, fix: str = "zarr_create_synchronizer") -> dict[str, str]:
-    """A fix's row, by the heads of its columns."""
+    """A fix's row, by column heading."""
     (row,) = (line for line in page.splitlines() if line.startswith(f"| [`{fix}`]"))
     return dict(zip(compatibility.HEADS, row[2:-2].split(" | "), strict=True))
 
@@ -71,7 +71,7 @@ def test_columns() -> None:
 def test_nothing_recorded_claims_nothing(fix: str) -> None:
     found = columns(page_of({}), fix)
     assert found["bug and fix shown on"] == "not run"
-    assert re.search(r" 0\.", found["applies to"])  # planned
+    assert re.search(r" 0\.", found["applies to"])  # from plans, without a run
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_row_of_a_fix_is_that_of_the_records(fix: str) -> None:
 
 @unless_made
 def test_the_page_has_nothing_else() -> None:
-    """The rows are in the order of the fixes; a fix without a row is a matter of the other test."""
+    """The page has no other lines, and its rows are in the order of the fixes. Another test finds missing rows."""
     page = compatibility.PAGE.read_text()
     for name, text in compatibility.blocks(compatibility.recorded()).items():
         shown = generated.block(page, name)
@@ -128,7 +128,7 @@ def test_the_page_has_nothing_else() -> None:
 
 
 def claims_of_main(text: str) -> list[str]:
-    """The paragraphs, lines of tables and lines of code that speak of a main branch, and not of which commit."""
+    """The paragraphs, table rows and code lines that mention a main branch without its commit."""
     text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", text)
     parts = re.split(r"\n\s*\n|\n(?=\||- )|(?<=\",)\n", text)
     spoken = [" ".join(part.split()) for part in parts if re.search(r"\bmain\b(?!\s+param|\()", part, re.IGNORECASE)]
@@ -227,7 +227,7 @@ def test_outcomes_are_recorded_and_merged(project: pytest.Pytester, monkeypatch:
 
 
 def test_outcomes_on_a_main_branch_are_not_recorded(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make upstream` records them."""
+    """Outcomes on a main branch are not in compatibility.json; `make upstream` records them."""
     monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
     (project.path / "tests" / "test_one.py").write_text(TESTS.replace('"0.7.0"', '"main"'))
     project.runpytest_subprocess("--rootdir=.", "tests").assert_outcomes(passed=2, failed=1, skipped=3)

@@ -1,4 +1,4 @@
-"""`ckpt-patches completion`: what real shells complete."""
+"""`ckpt-patches completion` in real shells."""
 
 import shutil
 import subprocess
@@ -18,12 +18,12 @@ def shell(request: pytest.FixtureRequest) -> str:
 
 
 def completed(shell: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """What the shell offers for the last of these words."""
+    """The shell's completions of the last of these words."""
     assert command_line.main(["completion", shell]) == 0
     line = " ".join(f"'{word}'" for word in ["ckpt-patches", *words])
     given = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}"
     ask, start = f"{given}; {FUNCTION}; printf '%s\n' \"${{COMPREPLY[@]}}\"", ["bash", "--norc", "-c"]
-    if shell == "zsh":  # as its own completion asks functions that are written for bash
+    if shell == "zsh":  # as its own completion calls functions written for bash
         begin = "autoload -U compinit; compinit -D"
         ask, start = f"words=({line}); {given}; compgen -F {FUNCTION} -- '{words[-1]}'", ["zsh", "-f", "-c"]
         program = f"{begin}\n{capsys.readouterr().out}\nask() {{ {ask}; }}; ask"

@@ -1,4 +1,4 @@
-"""The one-pass converter writes what upstream's (fixed) converter of the installed DeepSpeed writes."""
+"""The one-pass converter writes the same output as the installed DeepSpeed's (fixed) converter."""
 
 import errno
 import os
@@ -28,9 +28,9 @@ RELEASES = [pytest.param(v, id=v) for v in ("0.16.2", NEWEST)]
 if all_releases():
     RELEASES = releases("deepspeed")
 
-# Releases in between write the same; in some (0.17.6) `safe_get_full_fp32_param`, the trainings' truth, finds nothing.
+# Releases in between write the same. In some (0.17.6) `safe_get_full_fp32_param` returns nothing: no true values.
 WRITERS = ("0.16.2", NEWEST)
-# Of stage 1 and 2, and of stage 3, which is known since 0.14.5.
+# Checkpoints of stages 1 and 2, and of stage 3, which 0.14.5 and later convert.
 FLAT = ["bf16_optimizer", "stage2", "stage1_fp16"] + (["stage1", "stage2_fp16"] if all_releases() else [])
 ZERO3 = ["stage3"] + (["stage3_fp16"] if all_releases() else [])
 
@@ -42,7 +42,7 @@ def knows(version: str, oldest: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_real_trainings(version: str, tmp_path: Path) -> None:
-    """Every file, entry, type and bit, of both optimizers that write bf16, and of fp16."""
+    """Every file, entry, dtype and bit equals upstream's, for both bf16 optimizers and for fp16."""
     kinds = FLAT + (ZERO3 if knows(version, "0.14.5") else [])
     writer = version if version in WRITERS else "0.16.2"
     checkpoints = {kind: trained(writer, *FLAT, *ZERO3)[kind] for kind in kinds}
@@ -50,7 +50,7 @@ def test_of_real_trainings(version: str, tmp_path: Path) -> None:
 
 
 def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
-    """Since 0.18 upstream's converter reads more than the first."""
+    """All groups and sub-groups are converted, like upstream's converter since 0.18."""
     checkpoints = {"stage3_groups": trained(NEWEST, "stage3_groups")["stage3_groups"]}
     assert both(tmp_path, *checkpoints.values(), version=NEWEST) == {"stage3_groups": []}
 
@@ -58,8 +58,8 @@ def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
-    """Tied, replicated, averaged, row-parallel and vocabulary parameters, sub-parameters, none of no elements."""
-    # Before 0.12.5 upstream's converter stops at the first, at an assertion of `_sanity_check`.
+    """Output equals upstream's for tied, replicated, averaged, row-parallel, vocabulary and sub-parameters."""
+    # Before 0.12.5 upstream's converter fails an assertion of `_sanity_check` for the first.
     cases = ["megatron"] if knows(version, "0.12.5") else []
     cases += ["megatron_fp16"] if knows(version, "0.12.4") else []  # two sub-parameters, and a vocabulary
     cases += ["fused"] if knows(version, "0.14.1") else []
@@ -72,7 +72,7 @@ def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) ->
 
 
 def copied_with_layers(source: Path, folder: Path) -> Path:
-    """Up to 0.13 the converter takes pipeline checkpoints only; those of the first stage are of two ranks."""
+    """A copy with layer files of two ranks: up to 0.13 the converter accepts only pipeline checkpoints."""
     copy = shutil.copytree(source, folder / source.name)
     if not list(copy.glob("layer_*")):
         with_layers(copy)
@@ -83,20 +83,20 @@ def copied_with_layers(source: Path, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_of_the_dp768_report(tmp_path: Path) -> None:
-    """Partition 348, padding 1024, hundreds of ranks a parameter; and ZeRO-3 on 768 ranks."""
+    """Output equals upstream's with partition 348, padding 1024, hundreds of ranks per parameter; and for ZeRO-3."""
     checkpoints = dp768()
     assert both(tmp_path, *checkpoints.values(), version=NEWEST) == {"dp768": [], "dp768_stage3": []}
 
 
 RESUMED = [("bf16_optimizer", 2)]
 if all_releases():
-    # On 4 ranks one would own nothing of stage 1's second group, and DeepSpeed dies of that (`steps[0]`).
+    # With 4 ranks, one would own nothing of stage 1's second group, and DeepSpeed fails (`steps[0]`).
     RESUMED += [("stage1", 3), ("stage2", 2), ("stage3", 4), ("stage1_fp16", 2), ("stage3_fp16", 2)]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), RESUMED)
 def test_deepspeed_resumes_from_it(kind: str, ranks: int, tmp_path: Path) -> None:
-    """On another number of ranks: the same state, and to the last bit the losses that upstream's conversion gives."""
+    """On another number of ranks, the state is the saved one, and losses are bit-equal to upstream's conversion."""
     source = trained(NEWEST, *FLAT, *ZERO3)[kind]
     assert convert_upstream(tmp_path / "upstream", source, version=NEWEST, delivery="hook") == {kind: ""}
     ours(source, tmp_path / "ours" / kind)
@@ -109,7 +109,7 @@ def test_deepspeed_resumes_from_it(kind: str, ranks: int, tmp_path: Path) -> Non
     assert resumed["ours"]["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has 8 bits
 
 
-# How it is called
+# Interfaces
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, caps
 @pytest.mark.slow
 def test_the_options_change_nothing_in_the_output(source: Path, tmp_path: Path) -> None:
     expected = ours(source, tmp_path / "plain")
-    assert expected.stderr == ""  # quiet, no terminal
+    assert expected.stderr == ""  # no terminal, no output
     for name, options in {
         "small": ("--bytes_in_flight", "1K"),
         "no sync": ("--no_sync",),
@@ -170,7 +170,7 @@ def test_the_summary_for_programs(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_steps_of_a_group_are_one_file_under_several_names(source: Path, tmp_path: Path) -> None:
-    """Of a group alone: another one can be at another step."""
+    """The step files of one group share an inode. Another group can be at another step."""
     ours(source, tmp_path / "universal")
     groups = torch_file.read(source / "mp_rank_00_model_states.pt").value["param_shapes"]
     inodes = [{(tmp_path / "universal/zero" / name / "step.pt").stat().st_ino for name in group} for group in groups]
@@ -193,7 +193,7 @@ def test_a_file_system_without_links_has_every_file(
 
 
 def test_neither_torch_nor_deepspeed_is_imported(source: Path, tmp_path: Path) -> None:
-    """They take longer than the plan, and importing DeepSpeed runs what it finds installed."""
+    """Neither is imported: both take longer than the plan, and DeepSpeed's import runs code of other packages."""
     program = (
         "import sys; from deepspeed_patches.ds_to_universal import convert; convert(*sys.argv[1:]);"
         "print(sorted({'torch', 'deepspeed'} & sys.modules.keys()))"
@@ -204,7 +204,7 @@ def test_neither_torch_nor_deepspeed_is_imported(source: Path, tmp_path: Path) -
 
 
 def test_a_universal_info_may_be_missing_where_no_parameter_is_parallel(tmp_path: Path) -> None:
-    """As of Transformers and Accelerate. What upstream writes when it is told to go on; the copied files stay."""
+    """Without it, as with Transformers and Accelerate, the output equals that of --inject_missing_state."""
     folder = without_info(trained(NEWEST, *FLAT, *ZERO3)["bf16_optimizer"], tmp_path)
     outputs = {option: tmp_path / f"universal{option}" for option in ("", "--inject_missing_state")}
     for option, output in outputs.items():
@@ -230,7 +230,7 @@ def without_info(source: Path, tmp_path: Path) -> Path:
 
 
 def test_it_is_no_fix_and_no_part_of_the_start_up() -> None:
-    """Nothing of it is imported at interpreter start, and the registry does not know it."""
+    """The converter is not imported at interpreter start, and is not in the registry."""
     program = "import sys; print([name for name in sys.modules if 'universal' in name or 'torch_file' in name])"
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole, or not one, is one clear line, before a byte is written."""
+"""An incomplete or invalid checkpoint is one clear line, before a byte is written."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 @dataclass
 class Fragment:
-    """In place of DeepSpeed's own, so that its files can be loaded, changed and saved without it."""
+    """A stub of DeepSpeed's class, to load, change and save its files without DeepSpeed."""
 
     numel: int
     start: int
@@ -50,7 +50,7 @@ def model(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def moved(state: dict[str, Any]) -> None:
-    """The second of a partition's fragments begins one element early, in the first."""
+    """Move the start of a partition's second fragment into the first, by one element."""
     fragments = next(m for m in state["param_slice_mappings"] if len(m) > 1)
     second = list(fragments.values())[1]
     second.start, second.numel = second.start - 1, second.numel + 1
@@ -65,7 +65,7 @@ def other_step(state: dict[str, Any]) -> None:
 
 
 def in_codes(folder: Path) -> None:
-    """As 8-bit optimizers have it on every rank: codes and scales."""
+    """Add codes and scales to every rank, as 8-bit optimizers save them."""
 
     def change(state: dict[str, Any]) -> None:
         for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(damage: str, folder: Path, tmp_p
 
 
 def test_other_steps_at_stage_3(tmp_path: Path) -> None:
-    """No file of the output has them, and the model's files are of one checkpoint."""
+    """A rank at another step is refused at stage 3, though no output file has steps."""
     folder = shutil.copytree(parallel("zero3_uneven")["zero3_uneven"], tmp_path / "in" / "global_step7")
     (name,) = (path.name for path in folder.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     optimizer_state = "optimizer_state_dict"
@@ -208,14 +208,14 @@ def test_other_steps_at_stage_3(tmp_path: Path) -> None:
 
 
 def test_a_count_of_sub_parameters_is_refused_where_deepspeed_takes_it_for_a_width(tmp_path: Path) -> None:
-    """The slices were joined one behind the other, so that q, k and v of both ranks were mixed."""
+    """A count is refused: the converter once concatenated the slices and mixed q, k and v of both ranks."""
     folder = parallel("fused_counted")["fused_counted"]
     expected = "counted.weight: the checkpoint has the number 4 in place of the widths of its sub-parameters"
     check_refused(folder, tmp_path / "out", expected, version="0.16.2")
 
 
 def test_the_bias_of_sub_parameters_is_refused_where_nothing_states_its_own(tmp_path: Path) -> None:
-    """It was joined one slice behind the other, as if it were one."""
+    """A bias without a stated layout is refused: the converter once concatenated its slices."""
     expected = "fused.bias: the checkpoint does not state how it is cut, though fused.weight has sub-parameters"
     check_refused(parallel("fused_bias")["fused_bias"], tmp_path / "out", expected)
 
@@ -256,7 +256,7 @@ def test_an_input_folder_that_is_none(name: str, folder: Path, tmp_path: Path) -
 
 
 def test_a_trusted_foreign_class_is_carried_over_and_not_run(folder: Path, tmp_path: Path) -> None:
-    """It is written into the common state by its name, as upstream would write it."""
+    """The name of a trusted class is written into the common state, as upstream does, and its code is not run."""
     for path in folder.glob("*_optim_states.pt"):
         changed(path, lambda state: state["optimizer_state_dict"].update(extra=Evil(tmp_path / "touched")))
     refused = ours(folder, tmp_path / "universal", check=False)
@@ -264,7 +264,7 @@ def test_a_trusted_foreign_class_is_carried_over_and_not_run(folder: Path, tmp_p
     ours(folder, tmp_path / "universal", "--trust_checkpoint")
     assert not (tmp_path / "touched").exists()
     torch.load(tmp_path / "universal" / "zero" / "optimizer_state.pt", weights_only=False)
-    assert (tmp_path / "touched").exists()  # now it has run, in whoever loads the file as upstream does
+    assert (tmp_path / "touched").exists()  # run by a load like upstream's
 
 
 class Evil:
@@ -276,7 +276,7 @@ class Evil:
 
 
 def test_replicas_that_differ(tmp_path: Path) -> None:
-    """The headers cannot tell that; the parameter is named, and the folder stays unfinished."""
+    """Different replicas, which headers do not show, are an error with the parameter's name, and without output."""
     folder = shutil.copytree(parallel("megatron")["megatron"], tmp_path / "in" / "global_step7")
     path = folder / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
     changed(path, lambda s: s["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].data.add_(1))

@@ -19,7 +19,7 @@ from upstream import all_releases, newest, run, tree
 pytestmark = pytest.mark.long
 
 NEWEST = newest("deepspeed")
-NEIGHBOURS = "neighbours"  # ranks 0 and 1 share experts, and not 0 and 2
+NEIGHBOURS = "neighbours"  # ranks 0 and 1 share experts, instead of 0 and 2
 TRAINED_AT: dict[int, tuple[Any, ...]] = {1: (1, NEIGHBOURS), 3: (3,)}
 TRAINED = list(TRAINED_AT.values())
 if all_releases():
@@ -28,7 +28,7 @@ if all_releases():
 
 @functools.cache
 def autoep(stage: int, *options: str) -> Path:
-    """Of a real training: two layers of four experts, on two expert-parallel ranks of four."""
+    """A real AutoEP checkpoint of 4 ranks: two layers of four experts, on two expert-parallel ranks."""
     release, name = tree("deepspeed", NEWEST), "-".join(("autoep", str(stage), *options))
     return (
         shared.once(name, lambda out: run("autoep_training", out, str(stage), *options, tree=release)) / "global_step3"
@@ -40,7 +40,7 @@ CLASSIC = [1] + ([2] if all_releases() else [])
 
 @pytest.mark.parametrize("stage", CLASSIC)
 def test_the_classic_kind_has_a_folder_for_each_expert_by_its_number(stage: int, tmp_path: Path) -> None:
-    """With the masters, the moments and the steps of the training, of the dense part as well."""
+    """Each expert has a folder with the run's main parameters, moments and steps; so has each dense parameter."""
     source = experts(stage)
     done = ours(source, tmp_path / "universal", "--inject_missing_state")
     assert "the fix universal_experts" in done.stderr
@@ -59,7 +59,7 @@ def test_the_classic_kind_has_a_folder_for_each_expert_by_its_number(stage: int,
 
 
 def states(folder: Path) -> dict[str, dict[str, Any]]:
-    """What ranks had of each parameter when they saved; those that share one have the same."""
+    """The true states of each parameter at the save, equal on ranks that share it."""
     found: dict[str, dict[str, Any]] = {}
     for path in folder.glob("state-*.pt"):
         for name, state in load(path).items():
@@ -69,7 +69,7 @@ def states(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_experts_in_several_param_groups_are_counted_in_all() -> None:
-    """As groups are cut where they are too large."""
+    """Experts are counted over all param groups, as large groups are split."""
     layer = "layer.deepspeed_moe.experts.deepspeed_experts."
     found = local_experts(Path("model"), [[f"{layer}0.weight"], [f"{layer}1.weight"]], [2, 2], 4, neighbours=False)
     names = {name: expert.names for name, expert in found.items()}
@@ -88,7 +88,7 @@ def without_files(folder: Path) -> None:
 
 
 def without_shapes(folder: Path) -> None:
-    """As DeepSpeed saved it before 0.19.3."""
+    """Remove the shapes, as in DeepSpeed before 0.19.3."""
     path = folder / "mp_rank_00_model_states.pt"
     save({key: value for key, value in load(path).items() if key != "param_shapes"}, path)
 
@@ -112,7 +112,7 @@ CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def test_of_autoep_every_entry_is_what_upstream_writes(tmp_path: Path) -> None:
-    """At each stage, where neighbouring ranks share experts, and where ranks have not the next experts each."""
+    """Output equals upstream's at each stage, if neighboring ranks share experts, and with another placement."""
     sources = [*(autoep(*arguments) for arguments in TRAINED), placed_elsewhere(autoep(3), tmp_path)]
     found = both(tmp_path, *sources, version=NEWEST)
     assert found == {source.parent.name: [] for source in sources}
@@ -121,7 +121,7 @@ def test_of_autoep_every_entry_is_what_upstream_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [arguments for arguments in TRAINED if arguments[0] < 3], ids=str)
 def test_the_masters_of_an_expert_are_those_of_its_number(arguments: tuple[Any, ...], tmp_path: Path) -> None:
-    """In bf16 they are the weights, which lie in files by the expert's number."""
+    """An expert's main parameters, rounded to bf16, are its weights, which are in files by its number."""
     source = autoep(*arguments)
     ours(source, tmp_path / "universal")
     for path in source.glob("layer_*_expert_*"):
@@ -141,7 +141,7 @@ def test_the_experts_placement_decides_where_they_come(tmp_path: Path) -> None:
 
 
 def placed_elsewhere(source: Path, to: Path) -> Path:
-    """Experts 0 and 3 on the first expert-parallel rank, 1 and 2 on the second."""
+    """A copy with experts 0 and 3 on the first expert-parallel rank, 1 and 2 on the second."""
     folder = shutil.copytree(source, to / "placed" / source.name)
     for path in folder.glob("*_model_states.pt"):
         state = load(path)
@@ -197,7 +197,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "a rank with another placement": (
         3,
         layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[3, 2]), SECOND),
-        "says something else of the experts",
+        "contradict each other about the experts",
     ),
     "tensor-parallel ranks": (3, with_a_tensor_parallel_rank, "AutoEP's experts on 2 tensor-parallel ranks"),
     "a rank in another format": (

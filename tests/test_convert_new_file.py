@@ -1,4 +1,4 @@
-"""A file that is written past the page cache holds what one that is written through it does."""
+"""A file written with O_DIRECT has the same content as one written through the page cache."""
 
 import errno
 import os
@@ -50,7 +50,7 @@ def test_holds_what_was_written(sizes: list[int], direct: bool, lent: bool) -> N
 
 
 def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses to open the file."""
+    """The file is complete if the file system refuses O_DIRECT at open."""
     opened = os.open
 
     def refuse(path: Path, flags: int, mode: int) -> int:
@@ -64,7 +64,7 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_disk_with_other_pages(tmp_path: Path) -> None:
-    """It refuses to write from where the memory lies; here because that is at an odd address."""
+    """The file is complete if the disk refuses the alignment of the buffer, here an odd address."""
     buffer = pages(8 * PAGE)[1 : 1 + 4 * PAGE]
     file = NewFile(tmp_path / "file", buffer, direct=True)
     pieces = [os.urandom(3 * WORTH_IT), b"behind"]
@@ -76,9 +76,9 @@ def test_other_errors_are_raised(tmp_path: Path) -> None:
         NewFile(tmp_path / "none" / "file", pages(PAGE), direct=True)
 
 
-# Where files are written past the page cache
+# Where files are written with O_DIRECT
 
-# Of machines with these file systems: how their lines look, with optional fields and without, is from their manuals.
+# Lines of mountinfo for these file systems, with and without optional fields, as in their manuals.
 MOUNTS = """
 22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard
@@ -115,7 +115,7 @@ def test_the_type_of_a_mounted_file_system(device: tuple[int, int], expected: st
 
 @pytest.fixture(params=["disk", "tmpfs"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """On what the tests run on, and in memory."""
+    """A folder on the tests' disk, and one in memory."""
     if request.param == "disk":
         yield tmp_path
     elif not os.access("/dev/shm", os.W_OK):
@@ -145,7 +145,7 @@ def test_without_proc_nothing_is_known(tmp_path: Path, monkeypatch: pytest.Monke
 def test_files_are_written_as_asked_for(
     direct: Direct, sync: bool, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the flags that workers open files with; where the file system refuses them, through the page cache."""
+    """Workers open files with O_DIRECT as requested, and the output is the same if the file system refuses it."""
     local = type_by_df(folder) in ("ext4", "xfs")
     expected = {"on": True, "off": False, "auto": local and sync}[direct]
     log, opened = tmp_path_factory.mktemp("log") / "log", os.open

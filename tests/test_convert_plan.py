@@ -1,4 +1,4 @@
-"""The pure parts of the one-pass converter against a slow twin in torch: layouts, runs of bytes, plans."""
+"""Compare the pure parts of the one-pass converter with slow code in torch: layouts, runs of bytes, plans."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ DP, STATES = st.integers(1, 9), ("fp32", "exp_avg", "exp_avg_sq")
 
 
 class Memory:
-    """Stands for the files: slices are bytes, or runs of the bytes of files."""
+    """A stub of the files: slices are bytes, or runs of files' bytes."""
 
     def __init__(self, files: list[bytes] | None = None) -> None:
         self.files = files or []
@@ -55,7 +55,7 @@ class Memory:
 
 
 def placed(content: Content, window: int, memory: Memory) -> bytes:
-    """All of a storage, window by window."""
+    """A storage, placed window by window."""
     rows, found = memoryview(bytearray(max(window, 64))), b""
     for begin in range(0, content.nbytes, window):
         buffer = memoryview(bytearray(min(window, content.nbytes - begin)))
@@ -74,7 +74,7 @@ def by_layout(slices: list[torch.Tensor], where: Layout, window: int) -> torch.T
 
 
 def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Tensors in which every number is another one."""
+    """Tensors in which all elements differ."""
     begins = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
     return [
         torch.arange(b, b + math.prod(s), dtype=torch.float32).view(s) for b, s in zip(begins, shapes, strict=False)
@@ -122,7 +122,7 @@ def test_sub_params_of_any_widths(data: st.DataObject, tp: int, dim: int, window
 @SMALL
 @given(st.permutations(range(6)), st.integers(1, 40))
 def test_affine_blocks_in_any_order(order: list[int], window: int) -> None:
-    """Six blocks of two rows, three a rank."""
+    """The tensor is restored from six blocks of two rows, three per rank."""
     whole = numbered((12, 3))[0]
     blocks = whole.view(6, 2, 3)
     slices = [blocks[list(part)].reshape(6, 3) for part in (order[:3], order[3:])]
@@ -157,8 +157,8 @@ def test_a_transposed_affine_piece() -> None:
         {"dest": [0, [300, 1]]},
         {"shape": [1, 3]},
         {"scale": 0.5},
-        {"source": [0, [0, 1]]},  # every row in the first one's place
-        {"shape": [3, 2], "source": [0, [1, 2]], "dest": [0, [2, 1]]},  # an overlap, and a hole of its size
+        {"source": [0, [0, 1]]},  # every row at the first row's place
+        {"shape": [3, 2], "source": [0, [1, 2]], "dest": [0, [2, 1]]},  # an overlap, and a gap of its size
     ],
 )
 def test_an_affine_map_of_something_else_is_refused(change: dict[str, Any]) -> None:
@@ -216,14 +216,14 @@ def test_equal_pieces(ranks: int, start: int, length: int, data: st.DataObject) 
     assert b"".join(files[f][at : at + n] for f, at, n in equal.runs(begin, end)) == whole[begin:end]
 
 
-# Plans of whole checkpoints, in memory
+# Plans of complete checkpoints, in memory
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=2).map(tuple), min_size=1, max_size=6)
 
 
 def flattened(shapes: list[tuple[int, ...]], dp: int) -> tuple[Checkpoint, list[bytes], dict[str, torch.Tensor]]:
-    """A ZeRO-1 checkpoint of one group: one file a rank, with the states one behind the other."""
+    """A ZeRO-1 checkpoint of one group: one file per rank, with consecutive states."""
     truth = dict(zip((f"p{i}" for i in range(len(shapes))), numbered(*shapes), strict=True))
     flat = torch.cat([t.flatten() for t in truth.values()])
     size = -(-len(flat) // dp) or 1
@@ -305,7 +305,7 @@ def test_a_plan_of_stage_3(shapes: list[tuple[int, ...]], dp: int, window: int) 
 @SMALL
 @given(SHAPES, st.integers(2, 9), st.data())
 def test_a_fragment_that_is_moved_or_lost_is_found(shapes: list[tuple[int, ...]], dp: int, data: st.DataObject) -> None:
-    """Whatever is done to one fragment, the plan refuses it, or the bytes are still the right ones."""
+    """The plan refuses a fragment that was lost, moved or resized, if the others contradict it."""
     checkpoint, _, _ = flattened(shapes, dp)
     holders = [(r, n) for r in checkpoint.ranks for n in r.partitions[0].fragments]
     if not holders:
@@ -322,7 +322,7 @@ def test_a_fragment_that_is_moved_or_lost_is_found(shapes: list[tuple[int, ...]]
         spans = sum(name in other.partitions[0].fragments for other in checkpoint.ranks)
         fragments[name] = (start + 1, numel)
         if spans == 1 and start + 1 + numel <= rank.partitions[0].states["fp32"].numel:
-            return  # within one partition a start is all that says where a parameter is
+            return  # within one partition, only the start defines a parameter's place
     else:
         fragments[name] = (start, numel + (1 if change == "longer" else -1))
     with pytest.raises(UserError):
@@ -363,7 +363,7 @@ STEPS: dict[str, tuple[Step, Step, bool]] = {
 
 
 def at_steps(*steps: Step) -> Checkpoint:
-    """As many parameters, each on a rank of its own."""
+    """A checkpoint of one parameter per step, each on its own rank."""
     checkpoint, _, _ = flattened([(4,)] * len(steps), len(steps))
     ranks = (
         Rank(rank, 0, 0, rank, (replace(checkpoint.ranks[rank].partitions[0], step=step),))
@@ -383,7 +383,7 @@ def test_equal_steps_of_a_group_are_names_of_one_file(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["../../home", "a/../../b", ".."])
 def test_a_name_that_leaves_the_output_folder_is_refused(name: str) -> None:
-    """Parameters' names are folders' names, and a checkpoint's."""
+    """A parameter's name, which is a folder name, cannot lead out of the output folder."""
     checkpoint, _, _ = flattened([(5, 5)], 1)
     model = ModelFile(1, ({name: (5, 5)},), {})
     partition = checkpoint.ranks[0].partitions[0]
@@ -394,13 +394,13 @@ def test_a_name_that_leaves_the_output_folder_is_refused(name: str) -> None:
 
 
 def with_states(checkpoint: Checkpoint, **of_first: Any) -> Checkpoint:
-    """The first rank's partition changed."""
+    """Change the first rank's partition."""
     own = replace(checkpoint.ranks[0].partitions[0], **of_first)
     return replace(checkpoint, ranks=(replace(checkpoint.ranks[0], partitions=(own,)), *checkpoint.ranks[1:]))
 
 
 def test_states_that_are_no_tensors_are_named() -> None:
-    """NAdam's product of its rates, and whatever else a file has there, cut to a length."""
+    """A warning of limited length names states that are not tensors, such as NAdam's."""
     checkpoint, _, _ = flattened([(5, 5)], 2)
     assert plan(checkpoint, Traits()).warnings == ()
     (warning,) = plan(with_states(checkpoint, scalars=("mu_product", "x" * 10**6)), Traits()).warnings
@@ -410,7 +410,7 @@ def test_states_that_are_no_tensors_are_named() -> None:
 
 
 def test_tensors_of_other_elements_are_refused() -> None:
-    """The codes and scales of 8-bit optimizers; without `strict` they are named in a warning."""
+    """States of 8-bit optimizers are refused; without `strict`, a warning names them."""
     checkpoint, _, _ = flattened([(5, 5)], 2)
     eight_bits = with_states(checkpoint, others=("state1", "absmax1"))
     with pytest.raises(UserError, match=r"rank_0\.pt: the optimizer's states 'absmax1', 'state1' cannot be converted"):

@@ -1,4 +1,4 @@
-"""A parameter that two pipeline stages hold converts where both hold the same, with the real DeepSpeed."""
+"""A parameter of two pipeline stages is converted if its values agree, with the real DeepSpeed."""
 
 import functools
 import re
@@ -51,7 +51,7 @@ def test_it_converts_and_loads_on_another_number_of_ranks(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("state", ["exp_avg_sq", "fp32"])
 def test_stages_that_differ_are_an_error_with_both(state: str, tmp_path: Path) -> None:
-    """By the first element of the last rank, which is of the embedding."""
+    """Different values, here of the embedding's first element on the last rank, are an error with both stages."""
     folder = shutil.copytree(trained() / "global_step2", tmp_path / "global_step2")
     (path,) = folder.glob("*zero_pp_rank_1_mp_rank_01_optim_states.pt")
     own = torch_file.read(path, trust=True).value["optimizer_state_dict"]
@@ -68,7 +68,7 @@ def test_stages_that_differ_are_an_error_with_both(state: str, tmp_path: Path) -
 
 
 def test_averages_of_two_stages_are_not_compared(tmp_path: Path) -> None:
-    """Only a pattern tells which is right."""
+    """Averages of two stages are refused: only a pattern states which is right."""
     info = {"parameter_to_average_patterns": [re.escape(TIED)]}
     folder = shutil.copytree(trained() / "global_step2", tmp_path / "global_step2")
     for path in folder.glob("mp_rank_*_model_states.pt"):

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own converter does is read from its syntax; a release that was not tested is named in a warning."""
+"""The traits of DeepSpeed's converter are read from its syntax; a warning names an untested release."""
 
 import ast
 import shutil
@@ -12,7 +12,7 @@ from ckpt_patches.convert.traits import CONVERTER, Traits
 from universal import ours, parallel
 from upstream import all_releases, in_place, newest, newest_affected, numbers, releases, tree
 
-# The first release whose converter has it.
+# The first release whose converter has each trait.
 SINCE = {
     "vocab_tensor": "0.12.3",
     "two_sub_params": "0.12.4",
@@ -33,7 +33,7 @@ if all_releases():
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_what_the_converter_of_a_release_does(version: str) -> None:
-    """As it is, and with this project's fixes in it."""
+    """A release's converter has the expected traits, with our fixes and without."""
     expected = Traits(**{name: numbers(version) >= numbers(since) for name, since in SINCE.items()})
     assert traits.in_tree(tree("deepspeed", version)) == (expected, "")
     assert traits.in_tree(in_place(tree("deepspeed", version))) == (expected, "")
@@ -44,7 +44,7 @@ def test_every_trait_has_a_release() -> None:
 
 
 def changed(folder: Path, text: str, version: str = NEWEST) -> Path:
-    """A tree with this converter, and the release's own version."""
+    """A tree with this converter and version."""
     package = tree("deepspeed", NEWEST) / "deepspeed"
     (folder / CONVERTER).parent.mkdir(parents=True)
     (folder / CONVERTER).write_text(text)
@@ -61,7 +61,7 @@ def converter(version: str) -> str:
 
 @pytest.mark.parametrize("formatted", ["quotes", "unparsed"])
 def test_a_reformatted_converter_is_the_same(formatted: str, tmp_path: Path) -> None:
-    """Other quotes, or all comments gone and every line broken elsewhere."""
+    """Other quotes, or removed comments and other line breaks, do not change the traits."""
     text = converter(NEWEST)
     other = text.replace('step.pt"', "step.pt'").replace('"step.pt', "'step.pt")
     if formatted == "unparsed":

@@ -1,4 +1,4 @@
-"""What the one-pass converter writes without torch is what torch.save would have written, as torch loads it."""
+"""Files that the one-pass converter writes without torch load like files of torch.save."""
 
 import argparse
 import io
@@ -38,7 +38,7 @@ VALUES: dict[str, Any] = {
 
 
 def rewritten(value: Any, folder: Path) -> Path:
-    """Saved by torch, read as headers, and written again."""
+    """Save with torch, read the headers, and write them again."""
     torch.save(value, folder / "torch.pt")
     header = torch_file.read(folder / "torch.pt").value
     original = (folder / "torch.pt").read_bytes()
@@ -55,7 +55,7 @@ def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """As whole checkpoints are compared."""
+    """Whether two values are equal, by the comparison of checkpoints."""
     from same_universal import differences
 
     return differences(one, other) == []
@@ -64,13 +64,13 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("large", [False, True])
 def test_torch_loads_what_it_had_saved(name: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read or mapped; also with the sizes of 64 bits that records of more than 1 GiB get."""
+    """torch loads the value, read or mapped, also with the 64-bit sizes of records over 1 GiB."""
     if large:
         monkeypatch.setattr(stored_zip, "LARGE", 0)
     path = rewritten(VALUES[name], tmp_path)
     for options in ({}, {"mmap": True}):
         assert same(torch.load(path, weights_only=False, **options), VALUES[name])
-    if name not in ("containers", "objects", "plain"):  # frozenset, Namespace, bytes() are refused of torch itself
+    if name not in ("containers", "objects", "plain"):  # torch refuses frozenset, Namespace, bytes()
         assert same(torch.load(path, weights_only=True), VALUES[name])
 
 
@@ -102,7 +102,7 @@ def test_the_zip_is_sound_and_aligned(tmp_path: Path) -> None:
 
 
 def test_a_tensor_on_a_gpu_becomes_one_on_the_cpu() -> None:
-    """As upstream loads it with map_location: the location in the file is not carried over."""
+    """A GPU's tensor is written for the CPU, as upstream loads it with map_location."""
     tensor = TensorHeader(StorageHeader("0", "float32", 2, 0), "float32", 0, (2,), (1,))
     assert b"cpu" in torch_writer.pickled(tensor)
 

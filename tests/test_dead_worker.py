@@ -1,4 +1,4 @@
-"""async_dead_worker, nvrx_dead_worker: the end of a worker is an error on all ranks at their next call."""
+"""async_dead_worker, nvrx_dead_worker: after a worker ends, all ranks raise an error at their next call."""
 
 from pathlib import Path
 from typing import Any

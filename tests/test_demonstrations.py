@@ -1,4 +1,4 @@
-"""How a demonstration is read and run; tests/contract/test_fix_contract.py runs that of each fix."""
+"""Reading and running demonstrations. tests/contract/test_fix_contract.py runs each fix's."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def test_a_fix_without_a_demonstration_fails_the_quick_tests(tmp_path: Path) -> 
     ]
 
 
-# How one is read and run
+# Reading and running
 
 
 def program(folder: Path, text: str) -> Path:
@@ -58,7 +58,7 @@ print(json.dumps({"bug": not hook, "found": os.environ.get("RANK", "no rank")}))
 @pytest.mark.quick
 @pytest.mark.parametrize("patched", [True, False])
 def test_it_runs_with_the_hook_on_or_off(patched: bool, tmp_path: Path) -> None:
-    """And with nothing of a launcher in its environment."""
+    """It runs with the hook on or off, and without a launcher's variables."""
     environ = environment({"PATH": "/usr/bin", "RANK": "1", "CKPT_PATCHES": "off"}, patched=patched)
     assert run(read(program(tmp_path, SWITCHED)), environ) == Outcome(not patched, "no rank")
 
@@ -96,7 +96,7 @@ def leaves_a_worker(folder: Path, then: str = "") -> Demonstration:
 
 
 def has_ended(left: Demonstration) -> bool:
-    """Whether its worker has ended, at once or in a moment."""
+    """Whether its worker ends within 10 s."""
     process = Path("/proc", left.path.with_suffix(".pid").read_text(), "stat")
     deadline = time.monotonic() + 10
     while process.exists() and process.read_text().split()[2] != "Z":
@@ -132,7 +132,7 @@ def test_workers_are_ended_that_one_of_several_leaves_behind(tmp_path: Path) -> 
 
 @pytest.mark.quick
 def test_several_that_take_too_long_together(tmp_path: Path) -> None:
-    """What the others have shown is not lost."""
+    """The outcomes of others are printed if one takes too long."""
     (tmp_path / "first.py").write_text('print(\'{"bug": false, "found": "it"}\')')
     slow = leaves_a_worker(tmp_path, then="time.sleep(600)")
     (tmp_path / "last.py").touch()

@@ -1,4 +1,4 @@
-"""Several ranks of one command, under torchrun and with --distributed: they do what one process does, and end alike."""
+"""Several ranks of one command, by torchrun or --distributed: the results of one process, and all fail if one does."""
 
 import json
 import os
@@ -29,12 +29,12 @@ POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PO
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
 SMALL = "migration_plan.FILE = copies.AT_A_TIME = scan.SPAN = scan.BLOCK = 1000"  # so that there are many pieces
-# A loaded machine starts and steps slowly: only what is lost waits as long as this.
+# Timeouts for a loaded machine. Only a wait for a lost rank takes this long.
 SHORT = "distributed.STEP, distributed.START = timedelta(seconds=30), timedelta(minutes=2)"
 HOST = os.uname().nodename
 
 
-# Which ranks there are
+# Ranks
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_one_that_works_alone_says_so_where_it_looks_otherwise() -> None:
 
 
 def test_the_processors_of_a_host_are_divided_among_its_ranks() -> None:
-    places = [("a", {0, 1, 2, 3}), ("a", {0, 1, 2, 3}), ("b", {0, 1}), ("b", {2, 3, 4})]  # those of b are bound
+    places = [("a", {0, 1, 2, 3}), ("a", {0, 1, 2, 3}), ("b", {0, 1}), ("b", {2, 3, 4})]  # b binds its ranks to CPUs
     assert [distributed._with_processors(rank, places).workers for rank in range(4)] == [2, 2, 2, 2]
     assert Ranks(processors=96).workers == 16
 
@@ -121,9 +121,9 @@ sys.exit(status)
         return subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
 
     def by_hand(self, *changes: str, largest_file: int = -1, lost: int = -1) -> list[tuple[int, str, str]]:
-        """A rank for each change, with --distributed, the last one with a disk of this size: status, output, errors.
+        """Run a rank per change, with --distributed; limit the last one's file sizes. Returns status, output, errors.
 
-        Of those that have not ended by themselves when all others have, `lost` is one.
+        `lost` is a rank that does not end by itself. It is killed after all others.
         """
         shared = {"WORLD_SIZE": str(len(changes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         running = []
@@ -178,7 +178,7 @@ COMMANDS = [name if name == "audit" else pytest.param(name, marks=pytest.mark.sl
 
 
 def check_same(own: Work, single: Work) -> None:
-    """The outputs, and nothing beside them."""
+    """Check that the outputs are equal, with nothing beside them."""
     if own.command != "audit":
         assert contents(own.output) == contents(single.output)
     assert sorted(path.name for path in own.output.parent.iterdir() if path.suffix != ".py") == BESIDE[own.command]
@@ -200,7 +200,7 @@ def test_ranks_of_torchrun_do_what_one_process_does(command: str, tmp_path: Path
 
 @pytest.mark.parametrize("command", BESIDE)
 def test_one_process_needs_no_torch_and_waits_for_nobody(command: str, tmp_path: Path) -> None:
-    """In a pod, whose variables name ranks that do not run."""
+    """One process imports no torch, and in a pod does not wait for the ranks in its variables."""
     done = work(command, tmp_path, "alone").alone("status = 9 if 'torch' in sys.modules else status", **POD)
     assert done.returncode == (1 if command == "audit" else 0), done.stderr
     lines = [line for line in done.stderr.splitlines() if "--distributed" in line]
@@ -216,14 +216,14 @@ def test_a_wrong_path_under_torchrun(tmp_path: Path) -> None:
     print(f"a wrong path under torchrun: {seconds:.1f} s, torchrun and its imports included")
     assert done.returncode == 1  # torchrun's
     assert f"ckpt-patches: {path}: expected a checkpoint or a folder of checkpoints, found no folder\n" in done.stderr
-    assert seconds < 60  # on a busy machine; nobody has waited for ten minutes
+    assert seconds < 60  # on a busy machine; no rank waited for ten minutes
 
 
 # A rank that fails
 
 
 def once(message: str, found: Sequence[tuple[int, str, str]]) -> None:
-    """All failed, and one said why."""
+    """Check that all failed, and one printed the message."""
     assert all(status not in (0, 1) for status, _, _ in found), found
     assert sum(errors.count(message) for _, _, errors in found) == 1, found
 

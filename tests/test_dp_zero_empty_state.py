@@ -1,4 +1,4 @@
-"""dp_zero_empty_state: the real megatron-core saves an optimizer state that is empty, or has lost entries."""
+"""dp_zero_empty_state: the real megatron-core saves an empty optimizer state; lost entries are an error."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ NEWEST = newest_affected(FIX)[1]
 def save_and_resume(
     version: str, delivery: str, tmp_path: Path, *options: str, only: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
-    """What the save in each format did on all ranks, by format."""
+    """The results of save and resume on all ranks, by format."""
     names = [name for name in checkpoint_formats(version) if not only or name in only]
     lines = run_lines(
         "empty_state",
@@ -69,7 +69,7 @@ def test_under_hybrid_cpu_offload(precision_aware: tuple[str, ...], tmp_path: Pa
 
 
 def test_skipped_fp16_steps_leave_an_empty_state_that_is_no_loss(tmp_path: Path) -> None:
-    """The loss scaler starts at 2^32, so the first steps overflow and are skipped."""
+    """An empty state is saved after skipped steps: they overflow, as the loss scale starts at 2^32."""
     found = save_and_resume(NEWEST, "hook", tmp_path, "--fp16", "--steps", "2", only=("torch",))
     assert found["torch"]["error"] == ""
 
@@ -83,7 +83,7 @@ def test_a_lost_state_is_an_error(lose: str, inner: str, tmp_path: Path) -> None
     lost = "exp_avg_sq" if lose == "moment" else "exp_avg, exp_avg_sq"
     moments, step = f"save: KeyError: '{lost}: lost from the optimizer state", "save: AssertionError: "
     for name in only:
-        # torch's Adam keeps the step in each state: where it is saved first, upstream's own assertion misses it.
+        # torch's Adam has a step in each state: if it is saved first, upstream's own assertion finds it missing.
         is_step_first = (lose, inner) == ("all", "torch") and name != "torch"
         assert found[name]["error"].startswith(step if is_step_first else moments), name
 

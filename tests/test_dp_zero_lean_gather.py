@@ -1,6 +1,6 @@
-"""dp_zero_lean_gather: the real megatron-core gathers the same state, in its final place.
+"""dp_zero_lean_gather: the real megatron-core gathers the same state, directly into its final place.
 
-The program holds the package's methods against those of upstream's own file, in one process and on one state.
+The program compares the package's methods with those of upstream's file, in one process and on one state.
 """
 
 import shutil
@@ -32,14 +32,14 @@ NEWEST = newest_affected(FIX)[1]
 # The other fixes that edit the same module.
 NEIGHBOURS = [name for name, modules in FIXES.items() if DISTRIB_OPTIMIZER in modules and name != FIX]
 SLACK = 0.7  # MiB; a shard of the memory tests has 0.5, a bucket 2
-LOOKED_AT = 0.5  # MiB; `param_remainders` looks at a piece of what is loaded, by functions called first there
+LOOKED_AT = 0.5  # MiB; `param_remainders` checks a piece of the loaded state, with functions first called there
 PIECES = 256  # MiB
 
 
 def lean_gather(
     version: str, delivery: str, *options: str, env: dict[str, str] | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by part."""
+    """Each rank's results, by part."""
     on = tree("megatron-core", version)
     file = on / "megatron/core/optimizer/distrib_optimizer.py"
     lines = run_lines("lean_gather", file, *options, tree=on, delivery=delivery, env=env)
@@ -67,18 +67,18 @@ def test_the_same_state_in_its_place(version: str, delivery: str) -> None:
 
 
 def check_equal(ranks: list[dict[str, Any]]) -> None:
-    """Every rank saves and loads, bit for bit, what it does with upstream's methods."""
+    """Check that every rank saves and loads the same bits as with upstream's methods."""
     padded, unpadded = ranks[0]["buckets"][-1]
     assert len(ranks[0]["buckets"]) > 2
-    assert unpadded < padded / len(ranks)  # a bucket with ranks that hold nothing but padding
-    assert any(rank["split"] for rank in ranks)  # parameters that are on two ranks
+    assert unpadded < padded / len(ranks)  # a bucket with ranks that have only padding
+    assert any(rank["split"] for rank in ranks)  # parameters split between two ranks
     for rank in ranks:
         assert set(rank["save"].values()) == {""}, rank["save"]
         assert rank["load"] == ""
 
 
 def check_collectives(ranks: list[dict[str, Any]]) -> None:
-    """To rank 0 by Gloo a message for each state of each shard; else one collective for a state of a bucket."""
+    """Check the calls: with Gloo to rank 0, a message per state and shard; else a collective per state and bucket."""
     states = 3 * len(ranks[0]["buckets"])
     sent = [3 * shards_of(rank, ranks) for rank in range(len(ranks))]
     for rank, found in enumerate(ranks):
@@ -92,26 +92,26 @@ def check_collectives(ranks: list[dict[str, Any]]) -> None:
 
 
 def shards_of(rank: int, ranks: list[dict[str, Any]]) -> int:
-    """In how many buckets a rank has more than padding."""
+    """The number of buckets in which a rank has more than padding."""
     return sum(rank * padded // len(ranks) < unpadded for padded, unpadded in ranks[0]["buckets"])
 
 
 def check_memory(ranks: list[dict[str, Any]], pieces: int = PIECES) -> None:
-    """What the process grew by, beyond the state that a rank returns."""
+    """Check the memory growth of each process beyond the state that it returns."""
     bucket, shard = ranks[0]["bucket"], ranks[0]["shard"]
     pieces = min(bucket, pieces)  # of all ranks, in one buffer; Gloo has another one
     assert ranks[0]["gloo"] < SLACK
     for rank in ranks:
         assert rank["gloo"] < 3 * shard + SLACK  # of all three states
         assert rank["load"] < max(bucket, 3 * shard) + SLACK + LOOKED_AT  # of all three states, which are set together
-        for name in ("nccl", "gloo, all ranks", "nccl, all ranks"):  # the stand-in GPU is this process too
+        for name in ("nccl", "gloo, all ranks", "nccl, all ranks"):  # the fake GPU uses this process's memory
             assert rank.get(name, 0) < 3 * shard + 2 * pieces + 2 * pieces / len(ranks) + SLACK, (name, rank)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", releases("megatron-core", oldest=NEWEST))
 def test_what_goes_through_a_buffer_does_so_in_pieces(version: str, tmp_path: Path) -> None:
-    """Of a bucket that is four times as large as they are; they are made smaller, so that it need not be 1 GiB."""
+    """A bucket of four pieces needs buffers for pieces only. Pieces are reduced here, to avoid a bucket of 1 GiB."""
     pieces = 8  # MiB
     copy = tmp_path / f"megatron-core-{version}"
     shutil.copytree(in_place(tree("megatron-core", version)), copy)

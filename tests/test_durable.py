@@ -1,4 +1,4 @@
-"""Waiting for the disk: what is swallowed, and what is an error."""
+"""Syncing to disk: ignored failures, and errors."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ def test_every_new_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_converter_waits_for_many_folders_and_misses_no_error(
     bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are waited for by several threads, and an error in a thread is nobody's by itself."""
+    """Several threads sync the folders, and an error in any of them is raised."""
     folders = [tmp_path / str(index) for index in range(20)]
     for folder in folders:
         folder.mkdir()
@@ -113,7 +113,7 @@ def test_a_new_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_is_not_taken_for_that_of_a_process_of_the_same_number(tmp_path: Path) -> None:
-    """In another container, or of one that was killed."""
+    """A folder of a killed process, or of one in another container, with the same process ID is kept."""
     of_killed = [tmp_path / f".new.{os.getpid()}", tmp_path / f".new.{os.getpid()}" / "file"]
     of_killed[0].mkdir()
     of_killed[1].touch()

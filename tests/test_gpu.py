@@ -1,4 +1,4 @@
-"""On a real GPU, without the stand-in, as the other tests do it on the CPU.
+"""On a real GPU, without the stub, as the other tests do it on the CPU.
 
 Several ranks share the GPU: NCCL takes them for ranks of different hosts, and sends over sockets.
 """

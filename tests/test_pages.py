@@ -1,16 +1,18 @@
-"""The commands of README.md and docs/: each block marked `run` is executed as it stands, one environment a page.
+"""The commands of README.md and docs/ print what the pages show. Each block marked `run` is executed unchanged.
 
-A block is a fence of ```console run. A line that begins with `$ ` is a command; the lines after it are its output, in
-which `…` stands for any text, and a line with nothing else for any lines. A command without output may print anything.
-It has to exit with 0. The commands find
+A block is a fence of ```console run. A line that starts with `$ ` is a command; the lines after it are its output. In
+the output, `…` matches any text, and a line with only `…` matches any lines. A command without output may print
+anything. Each command must exit with 0. Each page has its own environment, with these variables:
 
     REPO         a git URL of this repository, with the files of the working tree
     TREE         a git checkout of megatron-core 0.16.1
     CHECKPOINTS  a folder with a checkpoint of a real DeepSpeed run
-    OLD          a Megatron checkpoint of the form that releases before 0.16 saved
-    DAMAGED      a zarr checkpoint of a real run that lost slices, and OLDER, a complete one of the same run
-    FSDP         a folder with a checkpoint of torch.distributed.checkpoint, RESHARDED the same on another mesh, and
-                 FSDP_DAMAGED one of which a rank has lost a slice
+    OLD          a Megatron checkpoint in the format that releases before 0.16 saved
+    DAMAGED      a zarr checkpoint of a real run that lost slices
+    OLDER        a complete checkpoint of the same run
+    FSDP         a folder with a checkpoint of torch.distributed.checkpoint
+    RESHARDED    the same checkpoint on another mesh
+    FSDP_DAMAGED the same checkpoint with a lost slice of one rank
     COMMIT       the commit of REPO
 """
 
@@ -44,7 +46,7 @@ class Command:
     """One command of a page."""
 
     text: str
-    output: str  # as the page shows it; empty where it shows none
+    output: str  # as on the page; empty if the page shows none
 
 
 def commands(page: str) -> list[Command]:
@@ -77,7 +79,7 @@ def committed(folder: Path) -> Path:
 
 @pytest.fixture
 def world(tmp_path: Path) -> dict[str, str]:
-    """What the commands find, and the programs of an environment with pip."""
+    """The environment variables of the commands, with `PATH` set to an environment that has pip."""
     source = committed(installs.copy_working_tree(tmp_path / "source"))
     upstream = tmp_path / "upstream"
     shutil.copytree(tree("megatron-core", CORE) / "megatron", upstream / "megatron")
@@ -91,7 +93,7 @@ def world(tmp_path: Path) -> dict[str, str]:
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     (site_packages,) = environment.glob("lib/python*/site-packages")
-    # What a container has: torch, NumPy and zarr of the tests, DeepSpeed and megatron-core.
+    # As in a container: the torch, NumPy and zarr of the tests, DeepSpeed and megatron-core.
     folders = [
         sysconfig.get_path("purelib"),
         str(tree("megatron-core", CORE)),
@@ -153,7 +155,7 @@ NOT_RUN = {
 
 
 def test_a_block_of_commands_is_run_or_cannot_run_here() -> None:
-    """Blocks without a language are commands; a page with one that is not run has its reason here."""
+    """Blocks without a language are commands. Each page with such blocks is listed in NOT_RUN with a reason."""
     unmarked = {page.stem for page in ALL if "" in languages(page.read_text(encoding="utf-8"))}
     assert unmarked <= NOT_RUN.keys()
     known = ("console run", "text", "python", "dockerfile")

@@ -1,4 +1,4 @@
-"""param_remainders: the real megatron-core in formats that gather main parameters, and the audit of what it saved."""
+"""param_remainders: the real megatron-core in formats that gather main parameters, and the audit of its checkpoints."""
 
 from pathlib import Path
 
@@ -44,5 +44,5 @@ def test_the_audit_calls_them_unknown_and_not_damaged(tmp_path: Path) -> None:
     found = audit(tmp_path / "fully_reshardable")
     assert found.verdict == UNKNOWN
     told = [finding for finding in found.findings if "whole numbers of 16 bits" in finding.detail]
-    assert len(told) == 4  # of as many parameters
+    assert len(told) == 4  # one per parameter
     assert {finding.kind.name for finding in found.findings if finding.kind.severity != "note"} == {"not_judged"}

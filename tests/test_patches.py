@@ -1,7 +1,7 @@
-"""The patches for upstream, as they are shipped: `diff --split`, `git am` on a clean tree, and their tests there.
+"""The patches for upstream as shipped: `diff --split`, `git am` on a clean tree, and their tests there.
 
-No hook is active: what is tested is the text of the patch. The releases are those that contributors work on, and for a
-fix that applies to none of them its newest affected release.
+No hook is active: these tests check the text of the patches. They use the releases that contributors work on. A fix
+that applies to none of them is tested on its newest affected release.
 """
 
 import os
@@ -28,7 +28,7 @@ from upstream_suites import as_installed
 
 pytestmark = pytest.mark.long
 
-# The releases that contributors work on; the last of each is in the default run.
+# The releases that contributors work on. The last of each is in the default run.
 PINNED = {
     "megatron-core": ("0.16.1", newest("megatron-core")),
     "deepspeed": ("0.16.9", newest("deepspeed")),
@@ -47,7 +47,7 @@ def fixes_of(distribution: str) -> list[str]:
 
 
 def chosen_releases() -> list[Any]:
-    """Parameters: a distribution, a release, and the fixes to test there; none names all that apply."""
+    """Parameters: a distribution, a release, and the fixes to test there; no fixes means all that apply."""
     found: list[tuple[str, str, tuple[str, ...]]] = [
         (distribution, version, ()) for distribution, pinned in PINNED.items() for version in pinned
     ]
@@ -73,10 +73,10 @@ def _marks(version: str) -> list[pytest.MarkDecorator]:
 def test_each_patch_alone_and_all_as_a_series(
     distribution: str, version: str, only: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Each test fails before its patch and passes after it; there is nothing else but what the patch depends on.
+    """Each test fails before its patch and passes after it, with only the patch's dependencies applied as well.
 
-    On the older pinned releases all pass with the whole series, and those are tried alone that the newest release does
-    not need; with CKPT_PATCHES_TEST_ALL=1 each is.
+    On the older pinned releases, all tests run with the full series, and only fixes that the newest release does not
+    need are also tested alone. With CKPT_PATCHES_TEST_ALL=1 every fix is tested alone.
     """
     clean = checkout_of(distribution, version, tmp_path / "clean")
     patches = split(clean, tmp_path / "patches", only)
@@ -96,7 +96,7 @@ def test_each_patch_alone_and_all_as_a_series(
         path, text = upstream_test(name)
         (base / path).parent.mkdir(parents=True, exist_ok=True)
         (base / path).write_bytes(text)
-        before |= outcomes(base, [name], "--exitfirst")  # a rank that fails may leave others waiting
+        before |= outcomes(base, [name], "--exitfirst")  # a failing rank may leave other ranks waiting
     am(clean, list(patches.values()))
     together = outcomes(clean, list(patches))
 
@@ -112,15 +112,15 @@ def test_each_patch_alone_and_all_as_a_series(
 
 
 def foreign_lines(patch: Path) -> list[str]:
-    """Added lines about what a reviewer of one release does not have: other releases, or the tools of this project."""
+    """Added lines that a reviewer of one release cannot know: about other releases or this project's tools."""
     lines = patch.read_text().partition("\ndiff --git")[2].splitlines()
     return [line for line in lines if line.startswith("+") and FOREIGN.search(line)]
 
 
 def checkout_of(distribution: str, version: str, folder: Path) -> Path:
-    """A clean tree in git, as a contributor has it: the release's package, or all of the main branch."""
+    """A clean git tree, as a contributor has it: the package of a release, or the complete main branch."""
     source = tree(distribution, version)
-    checkout = folder / source.name  # by which its environment is chosen
+    checkout = folder / source.name  # the name selects the environment
     if version == MAIN:
         shutil.copytree(source, checkout, ignore=shutil.ignore_patterns(".git", "__pycache__"), symlinks=True)
         if distribution == "deepspeed":
@@ -128,7 +128,7 @@ def checkout_of(distribution: str, version: str, folder: Path) -> Path:
     else:
         top = PACKAGES[distribution].partition(".")[0]
         shutil.copytree(source / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        if distribution == "nvidia-resiliency-ext":  # whose package does not say its release
+        if distribution == "nvidia-resiliency-ext":  # its package does not state its release
             (checkout / f"nvidia_resiliency_ext-{version}.dist-info").mkdir()
     git(checkout, "init", "--quiet")
     git(checkout, "add", "--all", "--force")
@@ -141,14 +141,14 @@ def copy_of(checkout: Path, folder: Path) -> Path:
 
 
 def split(checkout: Path, folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
-    """By fix and in their order, the patches that `ckpt-patches diff --split` writes."""
+    """The patches that `ckpt-patches diff --split` writes, by fix and in their order."""
     command = [sys.executable, "-m", "ckpt_patches", "diff", *names, "--split", str(folder), "--tree", str(checkout)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **IDENTITY})
     return {re.sub(r"^\d{4}-", "", path.stem): path for path in sorted(folder.iterdir())}
 
 
 def dependencies(patches: Mapping[str, Path], name: str) -> list[str]:
-    """What a patch says that it depends on, and what that depends on, in the order of the series."""
+    """The direct and indirect dependencies that a patch states, in the order of the series."""
     subjects = {message_of(path)[0]: other for other, path in patches.items()}
     found: set[str] = set()
     pending = [name]
@@ -196,7 +196,7 @@ def git(checkout: Path, *arguments: str) -> str:
 
 
 def outcomes(checkout: Path, names: Sequence[str], *options: str) -> dict[str, set[str]]:
-    """What pytest reports of the tests of some fixes in a checkout; no hook is active."""
+    """The outcomes that pytest reports for the tests of some fixes in a checkout; no hook is active."""
     is_deepspeed = fixes.package_of(names[0]) == DEEPSPEED
     plugin = "apex_on_cpu" if fixes.package_of(names[0]) == APEX else "python_312"
     try:
@@ -210,21 +210,21 @@ def outcomes(checkout: Path, names: Sequence[str], *options: str) -> dict[str, s
                 *options,
                 *(("-p", "unit.common") if is_deepspeed else ("--noconftest", "-p", plugin)),
             ),
-            env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "300"},  # of DeepSpeed's own harness: ranks, seconds a test
+            env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "300"},  # DeepSpeed harness: ranks, seconds per test
             timeout=1800,
             imports=zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
         )
     except subprocess.TimeoutExpired:
-        if "--exitfirst" not in options:  # without the patch a rank that fails can leave another one waiting for ever
+        if "--exitfirst" not in options:  # without the patch, a failing rank can leave another rank waiting forever
             raise
         return {name: {"FAILED"} for name in names}
     assert "not enough GPUs" not in found, found
-    found = re.sub(r"\x1b\[[\d;]*m", "", found)  # DeepSpeed's own harness colors it, whatever the options
+    found = re.sub(r"\x1b\[[\d;]*m", "", found)  # DeepSpeed's own harness always prints colors
     by_fix: dict[str, set[str]] = {name: set() for name in names}
     for outcome, name in re.findall(r"^(PASSED|FAILED|ERROR) .*?test_(\w+)\.py", found, re.MULTILINE):
         by_fix[name].add(outcome)
-    if "Test hanged" in found:  # in DeepSpeed's harness, where a rank fails and another waits for it
+    if "Test hanged" in found:  # DeepSpeed's harness prints it if a rank fails and another rank waits for it
         by_fix[names[0]].add("FAILED")
     if any(outcome != {"PASSED"} for outcome in by_fix.values()):
-        print(found)  # for a test that fails
+        print(found)  # shown if the test fails
     return by_fix

@@ -1,4 +1,4 @@
-"""What a fix does in a tree: all of its edits or none, decided by structure, for all of its modules at once."""
+"""A fix in a tree: all of its edits or none, in all of its modules, decided by code structure."""
 
 import gc
 import warnings
@@ -57,7 +57,7 @@ def test_both_modules_are_edited(tree: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_invalid_escape_of_upstreams_is_no_warning_and_no_error(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """apex has one in a docstring; since Python 3.12 each process of a job would say it, twice."""
+    """Invalid escapes stay silent: apex has one in a docstring, and since Python 3.12 each process would warn twice."""
     path = tree.joinpath(*FIRST.split(".")).with_suffix(".py")
     path.write_text(f'"""A \\: in it."""\n{path.read_text()}')
     with warnings.catch_warnings():
@@ -71,7 +71,7 @@ def test_an_invalid_escape_of_upstreams_is_no_warning_and_no_error(tree: Path, m
 def test_no_garbage_is_looked_for_meanwhile_and_after_it_as_before(
     enabled: bool, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an edit raises what nobody has foreseen."""
+    """Planning turns garbage collection off and restores it, even after an unexpected exception."""
     during: list[bool] = []
 
     def look(source: Source) -> None:
@@ -99,7 +99,7 @@ def test_one_unknown_module_leaves_both_alone(tree: Path, monkeypatch: pytest.Mo
 
 
 def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork took one half of it."""
+    """Partly present edits are unknown code, and the missing part is named, as in a fork with half of the fix."""
     (tree / "megatron/core/first.py").write_text("value = new(1)\n")
     found, reason, files = outcome(tree, monkeypatch, make())
     assert (found, files) == (Outcome.NO_MATCH, [])
@@ -107,7 +107,7 @@ def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkey
 
 
 def test_edits_that_are_right_alone_complete_each_other(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some releases have one of them."""
+    """Each independent edit applies alone: some releases already have one of them."""
     (tree / "megatron/core/first.py").write_text("value = new(1)\n")
     fix = Fix("fix", upstream=(), test="")
     fix.edit(FIRST, SECOND, independent=True)(rename)
@@ -151,7 +151,7 @@ def test_a_release_that_does_not_have_the_code_is_not_concerned(tree: Path, monk
 
 
 def bad(text: str, name: str = "bad") -> Fix:
-    """A fix to both modules, of which the edit of the second is bad."""
+    """A fix for both modules; its edit of the second module is bad."""
     fix = Fix(name, upstream=(), test="")
     fix.edit(FIRST)(lambda source: source.insert_after(source.tree.body[-1], "other = 1"))
     fix.edit(SECOND)(lambda source: source.insert_after(source.tree.body[-1], text))
@@ -219,7 +219,7 @@ def test_bytecode_alone_has_no_source(tree: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second finds it no other than the first."""
+    """A module without source is reported for every fix, not only the first."""
     second = tree / "megatron/core/second.py"
     second.rename(f"{second}c")
     results = planned(tree, monkeypatch, make("one"), make("two", optional=True)).results
@@ -228,7 +228,7 @@ def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: p
 
 
 def test_what_is_ours_alone_is_not_for_upstream(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is edited here, and left out of a diff for upstream."""
+    """An `ours_alone` edit is applied here and left out of a diff for upstream."""
 
     def log(source: Source) -> None:
         source.insert_before(source.one("value = ..."), "print('ours')")

@@ -1,4 +1,4 @@
-"""Fixes that another installed distribution brings: planned, reported, applied and proven as ours are."""
+"""Fixes from another installed distribution are planned, reported, applied and proven like the project's own fixes."""
 
 import json
 import shutil
@@ -14,14 +14,14 @@ from packaging.version import Version
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.engine.requirements import _holds, parse
 from small_tree import IS_PATCHED, MODULE, make, python
-from upstream import REPOSITORY, needed, tree
+from upstream import REPOSITORY, needed, newest, tree
 
 pytestmark = pytest.mark.long
 
 EXAMPLE = REPOSITORY / "tests" / "plugin" / "example_fixes"
 EXAMPLES = ("skyrl_fp32_params", "skyrl_loaded_step", "torch_save_format")
 OURS_SKIPPED = {"CKPT_PATCHES_SKIP": ",".join(FIXES)}
-# A module that no fix of ours edits.
+# A module that none of the project's own fixes edits.
 OTHER = "megatron.core.their_module"
 FIX = """\"\"\"Answer with two.\"\"\"
 from ckpt_patches.engine.fix import Fix
@@ -40,7 +40,7 @@ ANSWER = f"import {OTHER} as m; print(m.answer())"
 
 
 def distribution(folder: Path, name: str, points: Mapping[str, str], files: Mapping[str, str] | None = None) -> Path:
-    """Install one into a folder: its modules, and the metadata with its entry points by fix."""
+    """Install a distribution into a folder: its modules, and its metadata with one entry point per fix."""
     info = folder / f"{name.replace('-', '_')}-1.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
@@ -52,7 +52,7 @@ def distribution(folder: Path, name: str, points: Mapping[str, str], files: Mapp
 
 
 def theirs(folder: Path, module: str = OTHER, more: str = "") -> Path:
-    """A small tree with a module of theirs, and beside it a distribution with a fix for that."""
+    """A small tree with a module that only a plugin edits, and a distribution with a fix for it."""
     make(folder)
     path = folder.joinpath(*OTHER.split(".")).with_suffix(".py")
     path.write_text("def answer():\n    return 1\n")
@@ -65,7 +65,7 @@ def example(folder: Path) -> Path:
 
 
 def status(root: Path, *arguments: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit status, and by fix its state and the reason."""
+    """The exit status, and the state and the reason of each fix."""
     done = python("-m", "ckpt_patches", "status", "--json", *arguments, tree=root, env=env, check=False)
     assert done.stdout, done.stderr
     fixes = {fix["name"]: (fix["state"], fix["reason"]) for fix in json.loads(done.stdout)["fixes"]}
@@ -73,7 +73,7 @@ def status(root: Path, *arguments: str, **env: str) -> tuple[int, dict[str, tupl
 
 
 def on_release(version: str, folder: Path) -> dict[str, str]:
-    """The path for a release of megatron-core, with the example behind it."""
+    """The environment with the path for a release of megatron-core and the example plugin."""
     root = tree("megatron-core", version)
     return {"PYTHONPATH": ":".join(map(str, (root, example(folder), *needed(root))))}
 
@@ -103,9 +103,9 @@ def test_one_that_is_off_by_default_is_used_where_it_is_enabled(tmp_path: Path) 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("version", ["0.12.3", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.12.3", newest("megatron-core")])
 def test_a_module_of_a_release_is_edited_though_our_fixes_leave_it_alone(tmp_path: Path, version: str) -> None:
-    """By the file of the release alone: nothing of torch is imported."""
+    """A plugin edits a module that no other fix edits. Only that module's file is needed; torch is not imported."""
     module = "megatron.core.package_info"
     (source,) = tree("megatron-core", version).glob("megatron/core/package_info.py")
     (tmp_path / "megatron/core").mkdir(parents=True)
@@ -140,7 +140,7 @@ def test_a_root_of_a_plugins_own_is_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_the_file_of_a_root_itself_is_edited(tmp_path: Path) -> None:
-    """One that no fix of ours is for, at the moment when plug-ins are read."""
+    """A plugin can edit the `__init__` of a root for which the project has no fix. Its import makes plugins load."""
     (tmp_path / "nvidia_resiliency_ext").mkdir()
     (tmp_path / "nvidia_resiliency_ext/__init__.py").write_text("def answer():\n    return 1\n")
     (tmp_path / "nvidia_resiliency_ext-0.4.1.dist-info").mkdir()
@@ -214,7 +214,7 @@ def test_a_plugin_that_imports_what_it_edits_is_reported(tmp_path: Path) -> None
     assert "the fix two is NOT active" in line
 
 
-# Where it does not match
+# Fixes that do not match
 
 
 @pytest.mark.quick
@@ -333,18 +333,21 @@ def test_a_broken_plugin_is_an_error_of_status_and_a_warning_of_the_others(tmp_p
     assert strict.returncode == 2
 
 
-# The example of docs/plugins.md, on releases
+# The example of docs/plugins.md, on real releases
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
         ("0.12.3", {"skyrl_fp32_params": "active", "skyrl_loaded_step": "not present", "torch_save_format": "active"}),
-        ("0.19.2", {"skyrl_fp32_params": "active", "skyrl_loaded_step": "active", "torch_save_format": "not needed"}),
+        (
+            newest("megatron-core"),
+            {"skyrl_fp32_params": "active", "skyrl_loaded_step": "active", "torch_save_format": "not needed"},
+        ),
     ],
 )
 def test_the_example_works(tmp_path: Path, version: str, expected: dict[str, str]) -> None:
-    """Without ours, SkyRL's two replaced methods and verl's patch are shown to work, and their bugs without them."""
+    """The fixes for SkyRL and verl work without the project's own fixes, and their bugs appear without them."""
     env = {**on_release(version, tmp_path), **OURS_SKIPPED}
     done = python("-m", "ckpt_patches", "status", "--json", "--prove", tree=tmp_path, env=env, check=False)
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""precision_aware_reload: a run goes on from the weights that were loaded into it."""
+"""precision_aware_reload: a run continues from the weights that were loaded into it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ FIX = "precision_aware_reload"
 @pytest.mark.parametrize("kind", ["fully_reshardable", "dp_zero_gather_scatter"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weights_that_are_loaded_into_a_run_stay(kind: str, frozen: bool) -> None:
-    """By a real model's state before and after the next steps; without the fix main parameters are the old ones."""
+    """Loaded weights stay through the next steps of a real model. Without the fix, old main parameters replace them."""
     _, version = newest_affected(FIX)
     run = {"precision_aware": True, "format": kind, "frozen": frozen}
     load = {"restore": "weights", "trained": True}

@@ -1,4 +1,4 @@
-"""Work that forked processes share: the same results in the same order, whatever becomes of a process."""
+"""Forked processes that share work return equal results in equal order, even if one of them is killed."""
 
 import os
 import re
@@ -28,13 +28,13 @@ def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def source() -> Path:
-    """A checkpoint; the process that writes it goes on to live."""
+    """A checkpoint. The process that writes it stays alive."""
     return parallel("megatron")["megatron"]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(source: Path) -> Any:
-    """No process, and no descriptor; those of the tests before are none of ours."""
+    """No process and no descriptor is left; those of earlier tests are ignored."""
     before = os.listdir("/proc/self/fd"), children()
     yield
     assert (os.listdir("/proc/self/fd"), children()) == before
@@ -144,7 +144,7 @@ def test_too_little_memory_is_not_a_defect() -> None:
 
 
 def test_where_no_second_process_can_be_made_the_first_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `ulimit -u`, which does not hold for root."""
+    """The first process is stopped if no second can start, as with `ulimit -u` (which root ignores)."""
     fork, forks = os.fork, iter([True, False])
 
     def limited() -> int:
@@ -160,7 +160,7 @@ def test_where_no_second_process_can_be_made_the_first_is_stopped(monkeypatch: p
 
 @pytest.mark.slow
 def test_with_sigchld_ignored_as_some_parents_leave_it() -> None:
-    """The system then takes away processes that have ended, and nobody is told how they did."""
+    """Workers run, and a killed one is reported, though the system reaps it and discards its exit status."""
     program = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
@@ -187,7 +187,7 @@ with started([tests.killed, tests.paused]) as workers:
 
 
 def test_no_process_outlives_one_that_is_killed() -> None:
-    """Both have more to send than a pipe holds; that they are gone is seen by the end of the output they share."""
+    """No worker outlives a killed parent: their shared output closes. All have more to send than a pipe holds."""
     program = """
 import signal
 from ckpt_patches.runtime.processes import ready, started
@@ -268,7 +268,7 @@ sys.exit(command.main())
 
 
 def converting(tmp_path: Path, write: str) -> subprocess.Popen[str]:
-    """The command, in a process group of its own; its workers do something else for each file."""
+    """The command in its own process group; `write` replaces the code that workers run for each file."""
     python, _, _, *options = command(parallel("megatron")["megatron"], tmp_path / "universal")
     return subprocess.Popen(
         [python, "-c", WRITE.format(write), *options],
@@ -287,7 +287,7 @@ def test_a_defect_of_the_converter_is_told_with_the_workers_traceback(tmp_path: 
     assert "this is a defect, please report it" in err
     assert re.search(
         r"in write\n(    raise KeyError\('group'\)\n)?KeyError: 'group'\n", err
-    )  # since Python 3.13 with it
+    )  # Python 3.13 and later show this line
 
 
 STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(600)"
@@ -297,8 +297,8 @@ def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
     process = converting(tmp_path, STOPS)
     assert process.stdout
     process.stdout.readline()
-    os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to all of them
-    _, err = process.communicate(timeout=TIMEOUT)  # until the last worker has closed its output
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes of the group
+    _, err = process.communicate(timeout=TIMEOUT)  # returns when the last worker has closed its output
     assert (process.returncode, err) == (130, "ds_to_universal: interrupted; the same command goes on from here\n")
 
 

@@ -1,4 +1,4 @@
-"""`ckpt-patches status --prove`: whether the active fixes work in this environment, by what they do."""
+"""`ckpt-patches status --prove` reports whether the active fixes work in this environment, by running their demos."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from upstream import TIMEOUT, environment_for, newest, tree
 
 pytestmark = pytest.mark.long
 
-# Takes the import hook out of the processes that run demonstrations, and of those that they start.
+# Removes the import hook from the processes that run demonstrations, and from their child processes.
 WITHOUT = """
 import sys
 if "status" not in sys.orig_argv:
@@ -76,7 +76,7 @@ def test_without_it_nothing_is_run() -> None:
     ],
 )
 def test_what_a_demonstration_says(text: str, found: tuple[bool | None, str], tmp_path: Path) -> None:
-    """Beside another one, which ends well."""
+    """The outcome of a demonstration is read from its output; another demonstration beside it passes."""
     (tmp_path / "one.py").write_text(text)
     (tmp_path / "two.py").write_text('print(\'{"bug": false, "found": "it"}\')')
     shown = [Demonstration(name, tmp_path / f"{name}.py", name, ()) for name in ("one", "two")]

@@ -1,4 +1,4 @@
-"""The same on every Python that setup.py allows: the edits, what apply and revert write, and what the hook runs."""
+"""The edits, the output of apply and revert, and the code that the hook runs are equal on all supported Pythons."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from small_tree import MODULE, make
 from upstream import newest
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
-SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback of the interpreter itself
+SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback that the interpreter itself prints
 NEWEST = {"megatron-core": "0.16.1", "deepspeed": newest("deepspeed")}
 OLDER = {"megatron-core": ["0.7.0", "0.14.0"], "deepspeed": ["0.12.6", "0.16.2"]}
 TREES = {
@@ -49,7 +49,7 @@ def tree(name: str) -> Path:
 
 
 def test_a_python_that_is_not_here_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is one that answers to the name alone."""
+    """A Python that is not installed is not found, even if another Python has its name."""
     (tmp_path / "python3.99").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert find_python("3.99") is None
@@ -57,10 +57,10 @@ def test_a_python_that_is_not_here_is_not_found(tmp_path: Path, monkeypatch: pyt
 
 @dataclass(frozen=True)
 class Installed:
-    """The project's wheel in a fresh environment of a Python."""
+    """The project's wheel in a fresh environment of one Python version."""
 
     version: str
-    python: str  # the interpreter that the environment was made with
+    python: str  # the interpreter that created the environment
     environment: Environment
 
 
@@ -74,7 +74,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if python is None:
         pytest.skip(f"no Python {version} on this machine")
     environment = Environment.make(tmp_path_factory.mktemp(f"python-{version}") / "venv", python)
-    # Not by the environment's own Python, as the pip at hand may be older than that.
+    # The pip of the environment's own Python can be too old.
     options = ("--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(environment.site_packages))
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel())], check=True)
     return Installed(version, python, environment)
@@ -86,7 +86,7 @@ def check_succeeded(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def copies(to: Path) -> list[str]:
-    """A copy of what the command reads of every tree: the targets, the release's number, the record of its files."""
+    """Copy all files that the command reads from each tree: the target modules, the release number, the file record."""
     for name, (distribution, _) in TREES.items():
         for pattern in [*READ[distribution], *TARGETS_OF[distribution]]:
             for path in tree(name).glob(pattern):
@@ -98,7 +98,7 @@ def copies(to: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """What the Python that runs the tests does to the trees, from the checkout."""
+    """The results of the Python that runs the tests, on the trees, from the checkout."""
 
     def edit(folder: Path) -> None:
         program = upstream.PROGRAMS / "own_fixes.py"
@@ -121,7 +121,7 @@ def test_every_module_of_ours_compiles_without_a_warning(installed: Installed) -
 
 
 def test_the_trees_are_edited_alike(installed: Installed, expected: dict[str, Any], tmp_path: Path) -> None:
-    """Byte for byte, with the same words, and no warning of the interpreter's; and revert takes all of it out."""
+    """The edited trees and the messages are equal, without warnings, and revert restores the originals."""
     program = str(upstream.PROGRAMS / "own_fixes.py")
     done = installed.environment.python("-W", "error", program, *copies(tmp_path))
     assert done.stderr == ""
@@ -135,7 +135,7 @@ def test_the_trees_are_edited_alike(installed: Installed, expected: dict[str, An
         assert "active" in {fix["state"] for fix in results["fixes"]}
 
 
-# Prints what ran, the source that Python shows of it, and what a worker process ran; fails in it at the end.
+# Prints the result, the source that Python shows for the function, and a worker process's result; then raises.
 IN_SMALL_TREE = f"""
 import inspect, multiprocessing
 
@@ -152,9 +152,10 @@ if __name__ == "__main__":
 
 
 def test_the_hook_runs_and_shows_the_edited_code(installed: Installed, tmp_path: Path) -> None:
-    """Of a small tree, without torch: in strict mode, in a worker process, in a traceback; and not where it is off.
+    """The hook runs and shows the edited code in strict mode, and does nothing if off.
 
-    Before 3.13 the interpreter itself prints a traceback's lines as they are on disk.
+    It uses a small tree without torch, a worker process and a traceback. Before 3.13 the interpreter itself prints the
+    lines of a traceback as they are on disk.
     """
     make(tmp_path)
     (tmp_path / "numpy.py").write_text("import math\n\nprod = math.prod\n")
@@ -171,7 +172,7 @@ def test_the_hook_runs_and_shows_the_edited_code(installed: Installed, tmp_path:
 
 
 def torch_for(installed: Installed) -> Path:
-    """The folder with a torch for this Python. The default run takes its own alone; others take minutes to install."""
+    """The folder with a torch for this Python. The default run uses only its own; others take minutes to install."""
     if installed.version == RUNNING:
         return Path(sysconfig.get_path("purelib"))
     if not upstream.all_releases():
@@ -185,7 +186,7 @@ def torch_for(installed: Installed) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """What the program what_runs found, and what was printed of its uncaught error."""
+    """The findings of the program what_runs, and the output for its uncaught error."""
 
     found: dict[str, Any]
     said: str
@@ -193,7 +194,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(installed: Installed) -> dict[str, Run]:
-    """By the mode of the hook; both at once, as they mostly wait for imports."""
+    """The runs by mode of the hook. Both run in parallel: they mostly wait for imports."""
     path = os.pathsep.join(map(str, (tree(MEGATRON), tree(DEEPSPEED), torch_for(installed))))
     modes = ("strict", "off")
     with ThreadPoolExecutor(len(modes)) as pool:
@@ -223,7 +224,7 @@ EDITED = {
 
 @pytest.mark.slow
 def test_the_hook_runs_what_apply_writes_and_shows_it(installed: Installed, runs: dict[str, Run]) -> None:
-    """In the real packages, in strict mode: in the source that Python shows, in what happens, and in a traceback."""
+    """The strict hook and `apply` give the same code in real packages: shown source, behavior and traceback."""
     found, said = runs["strict"].found, runs["strict"].said
     for package, (name, module) in EDITED.items():
         assert found["shown"][package] == Path(module_path(str(upstream.in_place(tree(name))), module)).read_text()

@@ -1,4 +1,4 @@
-"""Reading ranges of many files: what is read, how many are open, and what is said of one that cannot be read."""
+"""Ranges of many files are read correctly, with few files open, and an unreadable file is named."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 def descriptors(paths: list[str]) -> list[str]:
-    """Those of the files that this process has open."""
+    """The files among `paths` that this process has open."""
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     return sorted(target for link in links if os.path.islink(link) and (target := os.readlink(link)) in paths)
 

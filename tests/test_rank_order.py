@@ -1,4 +1,4 @@
-"""rank_order: in which order DeepSpeed's own converter joins what many ranks have written."""
+"""rank_order: the order in which DeepSpeed's own converter joins the fragments of many ranks."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ FIX = "rank_order"
 AFFECTED = affected(FIX)
 OLD = "0.12.6"
 
-# Above 10 the files' names are in another order than the ranks; above 100 the fragments' are, too.
+# Above 10 ranks, file names sort differently than ranks; above 100, fragments do.
 COUNTS = (11, 101)
 
 
@@ -22,12 +22,12 @@ COUNTS = (11, 101)
 def test_upstream_joins_the_right_elements_in_the_wrong_order(
     version: str, delivery: str, count: int, tmp_path: Path
 ) -> None:
-    """Silently: every file has its size, and no element is lost."""
+    """Upstream silently joins the right elements in the wrong order: no size is wrong, no element lost."""
     source = of_ranks(count)
     assert convert(tmp_path, source, version=version, delivery=delivery) == {str(count): ""}
     found = converted(tmp_path / str(count))
     wrong = {name.partition(".")[0] for name in differences(found, source)}
-    assert wrong == ({"scale"} if count == 11 else {"weight", "scale"})  # of 11 ranks the last one alone is misplaced
+    assert wrong == ({"scale"} if count == 11 else {"weight", "scale"})  # of 11 ranks only the last is misplaced
     assert differences(found, source, in_order=False) == []
 
 
@@ -38,7 +38,7 @@ def test_upstream_is_right_on_10_ranks(tmp_path: Path) -> None:
 
 @with_fix(FIX, AFFECTED)
 def test_joins_them_in_the_order_of_the_ranks(version: str, delivery: str, tmp_path: Path) -> None:
-    """Bit for bit what was saved, and on few ranks as ever."""
+    """The result is bit-equal to the saved state, also with few ranks."""
     counts = (10, *COUNTS)
     outcome = convert(tmp_path, *map(of_ranks, counts), version=version, delivery=delivery)
     assert outcome == {str(count): "" for count in counts}
@@ -48,7 +48,7 @@ def test_joins_them_in_the_order_of_the_ranks(version: str, delivery: str, tmp_p
 
 @pytest.mark.parametrize("version", [OLD, newest("deepspeed")])
 def test_the_one_pass_converter_has_that_order(version: str, tmp_path: Path) -> None:
-    """It does what the release's converter does, but for its mistakes."""
+    """The one-pass converter joins in rank order, even where the release's own does not."""
     for count in COUNTS:
         ours(of_ranks(count), tmp_path / str(count), version=version)
         assert differences(converted(tmp_path / str(count)), of_ranks(count)) == []

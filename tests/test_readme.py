@@ -1,4 +1,4 @@
-"""What README.md and the pages beside it have to contain, and in which order; their commands run in test_pages."""
+"""README.md and the pages beside it have the required content in the required order. test_pages runs their commands."""
 
 import re
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_the_end_has_support_reports_security_and_affiliation_in_order() -> None
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_units_are_binary(page: Path) -> None:
-    """As in the output of all tools: KiB, MiB, GiB."""
+    """Sizes use KiB, MiB and GiB, as in the output of all tools."""
     assert re.findall(r"\b\d[\d.,]* ?[kKMGT]B\b", page.read_text(encoding="utf-8")) == []
 
 

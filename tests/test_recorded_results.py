@@ -1,4 +1,4 @@
-"""Recorded results: every row of every release is read as it was written, and equal ones are stored once."""
+"""Recorded results: every row of every release is read back as written, and equal rows are stored once."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_the_records_of_the_repository_are_as_they_are_written(tmp_path: Path) -
 
 
 def test_recorded_data_is_small() -> None:
-    """At most 2 MB, so that a clone and a review stay small."""
+    """Recorded data takes at most 2 MB, so that a clone and a review stay small."""
     folder = REPOSITORY / "tests" / "recorded"
     assert sum(path.stat().st_size for path in folder.glob("*.json")) <= 2_000_000
 

@@ -1,4 +1,4 @@
-"""remainder_rounding: apex from before its checkpoints had masters."""
+"""remainder_rounding: apex before its checkpoints had main parameters."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ MODULE = "apex.contrib.optimizers.distributed_fused_adam"
 
 
 def test_apex_without_masters_in_its_state_is_left_alone(tmp_path: Path) -> None:
-    """Every commit calls itself 0.1, so that no release can say that they are not there yet."""
+    """Apex without main parameters in its state needs no fix. All of its commits have version 0.1."""
     copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
     edits.rewrite(copy, MODULE, "state_dict_v2", "state_dict")
     edits.rewrite(copy, MODULE, "state_dict_format", "format")

@@ -1,7 +1,7 @@
-"""Everything in checkpoints in turn deleted, or replaced by its neighbor or by the next save's: never silent.
+"""Deleting or replacing any checkpoint entry (with its neighbor or the next save's value) is never silent.
 
-The judge is the real DeepSpeed or megatron-core: where it loads the changed checkpoint to the same live state, WHOLE is
-right. A value that was replaced by another that could be it cannot be told without a record; with a record it must be.
+The real DeepSpeed or megatron-core is the reference: if it loads the changed checkpoint to the same live state, WHOLE
+is right. Without a record, a value replaced by another plausible value cannot be detected; with a record it must be.
 """
 
 import functools
@@ -26,7 +26,7 @@ from upstream import all_releases, newest, run, run_json, tree
 pytestmark = pytest.mark.long
 
 NEWEST = newest("megatron-core")
-# What differs from others in its data type, its optimizer or its layout alone, which some of those have as well.
+# Kinds that differ from others only in dtype, optimizer or layout, which other kinds cover.
 ALIKE = ("stage0_fp16", "stage3_fp16", "stage1, NAdam", "stage2, RMSprop")
 KINDS = [
     "stage2",
@@ -53,16 +53,16 @@ KINDS = [
     ),
 ]
 PAGE = Path(__file__).parent.parent / "docs/audit.md"
-# By package and kind: the changes, those that are reported, those that are harmless, and those that are not detected.
+# By package and kind: the numbers of all changes, and of reported, harmless and undetected ones.
 RECORD = Path(__file__).parent / "recorded/removals.json"
 
 
 class Found(NamedTuple):
-    """The changes of a checkpoint by what came of each."""
+    """The changes of a checkpoint by result."""
 
     reported: list[Change]
     same: list[Change]  # WHOLE, and loaded to the same live state
-    missed: list[Change]  # WHOLE, and not
+    missed: list[Change]  # WHOLE, but loaded to another state or not at all
 
     def check_recorded(self, package: str, kind: str) -> None:
         counts = [sum(map(len, self)), *map(len, self)]
@@ -72,7 +72,7 @@ class Found(NamedTuple):
 
 @functools.cache
 def written(kind: str, recorded: str) -> Path:
-    """The run's folder, of two saves."""
+    """The folder of a run with two saves."""
 
     def write(out: Path) -> None:
         env = {"CKPT_PATCHES_FINGERPRINT": recorded}
@@ -82,7 +82,7 @@ def written(kind: str, recorded: str) -> Path:
     return shared.once(f"removals-{kind.replace(', ', '-').replace(' ', '-')}-{recorded}", write)
 
 
-# Rows of the page: a package, and how the recorded kinds begin.
+# Rows of the page: a package, and a pattern for the start of the recorded kinds.
 ROWS = {
     "DeepSpeed without ZeRO": ("deepspeed", "stage0"),
     "ZeRO 1, 2": ("deepspeed", "stage[12]|bf16_optimizer"),
@@ -114,11 +114,11 @@ def test_the_page_has_the_sums_of_the_record_and_states_the_share_that_is_not_de
     assert said.format(**shares) in page.replace("\n", " ")
 
 
-Loads = Callable[[Path], Any]  # of a file that lists folders: by folder the live state, or {"error": "..."}
+Loads = Callable[[Path], Any]  # from a file that lists folders, to the live state of each folder, or {"error": "..."}
 
 
 def judged(folder: Path, later: Path, tmp_path: Path, loads: Loads) -> Found:
-    """What comes of each change of a checkpoint; `later` is the next one of the run."""
+    """Sort the changes of a checkpoint by result; `later` is the next checkpoint of the run."""
     assert audit(folder).verdict == audit(later).verdict == WHOLE, audit(folder).findings
     reported, whole = [], {}
     for number, change in enumerate(changes(folder, later)):
@@ -153,7 +153,7 @@ def of_megatron(made: Configuration, tmp_path: Path) -> Found:
 
 
 def of_universal(kind: str, tmp_path: Path) -> Found:
-    """The judge is DeepSpeed with the fixes: without, it does not load experts."""
+    """The reference is DeepSpeed with the fixes: without them it does not load experts."""
 
     def convert(out: Path) -> None:
         for name in ("global_step2", "global_step4"):
@@ -184,7 +184,7 @@ def test_with_a_record_no_state_is_missed(kind: str, tmp_path: Path) -> None:
 
 
 def is_counter(change: Change) -> bool:
-    """Of the engine or the client: they are no states of an optimizer, and are not recorded."""
+    """Whether it is a counter of the engine or the client. These are not optimizer states and are not recorded."""
     return re.search("model_states", change.file) is not None and len(change.key) == 1
 
 
@@ -193,26 +193,26 @@ def is_counter(change: Change) -> bool:
 def test_nothing_of_a_universal_checkpoint_is_missed_but_a_value_that_could_be(kind: str, tmp_path: Path) -> None:
     found = of_universal(kind, tmp_path)
     missed = [str(change) for change in found.missed if change.how == DELETED]
-    assert [text for text in missed if "['loss_scaler']" not in text] == []  # of bf16, which does not scale
+    assert [text for text in missed if "['loss_scaler']" not in text] == []  # in bf16 runs, which do not scale the loss
     found.check_recorded("deepspeed", f"universal, {kind}")
 
 
-# What cannot be told by the files of Megatron alone.
+# Changes that cannot be detected from Megatron's files alone.
 UNTOLD = (
-    r"param_groups'\]\[\d\] deleted",  # one of several groups, beside buckets: nothing says how many there are
-    r"\['param_state_sharding_type'\] deleted",  # zarr: another optimizer has states of these names, and no such type
-    r"\['consumed_train_samples'\] deleted",  # of the run's arguments, which differ between releases
+    r"param_groups'\]\[\d\] deleted",  # one of several groups, with buckets: the number of groups is stored nowhere
+    r"\['param_state_sharding_type'\] deleted",  # zarr: another optimizer has states with these names and no such type
+    r"\['consumed_train_samples'\] deleted",  # an argument of the run; these differ between releases
     r"^module\.frozen\.\w+ deleted",  # zarr: a weight that no optimizer state names
-    r"^module\.\w+\.\w+ deleted",  # zarr: a small weight beside buckets, which name no parameter
+    r"^module\.\w+\.\w+ deleted",  # zarr: a small weight with buckets, which name no parameter
     r"\['model'\]\['[\w.]+'\] deleted",  # the same in a file
-    r"__\d_0\.distcp from the next step",  # of one rank: no file states its step
+    r"__\d_0\.distcp from the next step",  # from one rank: no file states its step
     r"(distrib_optim|param_state/shard_0_1)\.pt from the next step",  # all buckets at once; they state no step
 )
 
 
 def megatron(version: str, backend: str, kind: str, *, parallel: int = 1, recorded: bool = False) -> Configuration:
     made = Configuration(version, 2 * parallel, parallel, iterations="1,3", format=kind, backend=backend, pp=parallel)
-    # Buckets have padding. What is in it would make a change that a load does not see, or none, by chance.
+    # Buckets have padding. Random padding would make a change invisible to a load, or no change at all.
     return replace(made, recorded=recorded, memory="zeros")
 
 
@@ -242,7 +242,7 @@ CASES = [case for case in MEGATRON if all_releases() or case not in ALIKE_OF_MEG
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (n > 0)) for n, c in enumerate(CASES)])
 def test_nothing_of_megatron_is_missed_but_a_value_that_could_be(case: str, tmp_path: Path) -> None:
     found = of_megatron(MEGATRON[case], tmp_path)
-    # What is in the place of another is a value, but a whole file that no array has by itself.
+    # A replacement is a plausible value, except for a file that holds more than one array.
     absent = [change for change in found.missed if change.how == DELETED or is_file_of_many(change)]
     texts = [str(change) for change in absent]
     assert [text for text in texts if not any(re.search(pattern, text) for pattern in UNTOLD)] == []
@@ -251,7 +251,7 @@ def test_nothing_of_megatron_is_missed_but_a_value_that_could_be(case: str, tmp_
 
 @pytest.mark.slow
 def test_nothing_of_experts_of_megatron_is_missed_but_a_value_that_could_be(tmp_path: Path) -> None:
-    """On two expert-parallel ranks."""
+    """Megatron's experts on two expert-parallel ranks: only replacements with a plausible value are missed."""
     release = tree("megatron-core", NEWEST)
     out = shared.once("removals-gpt-experts", lambda out: run("gpt_removals", "write", out, tree=release))
     found = judged(
@@ -278,7 +278,7 @@ def test_with_a_record_no_state_of_megatron_is_missed(case: str, tmp_path: Path)
     assert [text for text in texts if not any(re.search(pattern, text) for pattern in known)] == []
 
 
-# No states: settings, the run's arguments, and weights that are not trained; beside buckets, which name none, all.
+# Not optimizer states: settings, the run's arguments, untrained weights. Buckets name no weight: there, all weights.
 WEIGHTS = r"\['chunk'\]\[\d+\]\['module\.[\w.]+'\] from the next step"
 UNRECORDED = (
     r"\['param_groups'\]\[\d\]",

@@ -1,4 +1,4 @@
-"""An index whose repetitions are read as arrays is the one that Python's own unpickler reads."""
+"""Reading an index with its repetitions as arrays gives the same result as Python's own unpickler."""
 
 import pickle
 import pickletools
@@ -25,13 +25,13 @@ from ckpt_patches.formats.torch_dist import Index
 from ckpt_patches.formats.torch_file import BadFileError
 
 SEEDS = range(6)
-AXES, CHUNKS = 6, 150  # tensors, of none to five axes; chunks of each
+AXES, CHUNKS = 6, 150  # tensors of zero to five axes; chunks per tensor
 FOLDER = Path("/a/checkpoint")
 LIMITS = [70_000, 3_000_000_000, 5 << 40]  # of offsets: two, four and more bytes
 
 
 def metadata(seed: int, chunks: int = CHUNKS) -> Metadata:
-    """Of a few tensors, as torch and megatron-core make it; what varies is drawn."""
+    """Random metadata of a few tensors, in the form that torch and megatron-core write."""
     draw = random.Random(seed)
     described: dict[str, Any] = {}
     stored: list[tuple[MetadataIndex, _StorageInfo]] = []
@@ -47,7 +47,7 @@ def metadata(seed: int, chunks: int = CHUNKS) -> Metadata:
         for hint, chunk in enumerate(own):
             index = MetadataIndex(name, chunk.offsets, index=draw.choice([hint, None]) if seed % 2 else None)
             if seed > 3:
-                object.__setattr__(index, "offset", chunk.offsets)  # the same object, of which torch makes another one
+                object.__setattr__(index, "offset", chunk.offsets)  # the same object, but torch creates a copy
             file = "".join([*draw.choice(files)]) if seed % 3 == 0 else draw.choice(files)
             if draw.random() > 0.03:  # a chunk in no file
                 stored.append((index, _StorageInfo(file, draw.randrange(draw.choice(LIMITS)), 1200)))
@@ -71,7 +71,7 @@ def ordinary(data: bytes) -> Index:
 
 
 def by_repetitions(data: bytes) -> tuple[Index, int]:
-    """The same, and of how many objects it was in arrays."""
+    """The index from the repetitions reader, and the number of objects that it read as arrays."""
     loaded = repetitions.Loaded(data, torch_dist._found_class, torch_dist.REPEATED)
     index = torch_dist._index(FOLDER, loaded.value.fields, repetitions.starmap)
     loaded.check()
@@ -79,14 +79,14 @@ def by_repetitions(data: bytes) -> tuple[Index, int]:
 
 
 def in_order(index: Index) -> Any:
-    """All of an index, with the order of what it lists."""
+    """All content of an index, in stored order."""
     tensors = [(own, list(own.chunks.items()), list(own.places.items())) for own in index.tensors.values()]
     return tensors, list(index.objects.items()), index.absent
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder is there; and an index is large, and of several blocks, from a few kilobytes on."""
+    """Skip the check for the folder, and use the reader for large indexes and several blocks from a few KiB on."""
     monkeypatch.setattr(torch_dist, "path_within", lambda folder, file: folder / file)
     monkeypatch.setattr(torch_dist, "LARGE", 0)
     monkeypatch.setattr(repetitions, "BLOCK", 5000)
@@ -127,7 +127,7 @@ def test_a_damaged_index_is_the_same_or_refused(seed: int) -> None:
 
 @pytest.mark.parametrize("more", ["within a number", 1, 1 << 40])
 def test_a_frame_that_ends_within_an_opcode_is_refused(more: int | str) -> None:
-    """Python's unpickler reads such a file otherwise than its opcodes tell."""
+    """A frame that ends within an opcode is refused: Python's unpickler would not follow the opcodes."""
     data = pickle.dumps(metadata(0), 4)
     assert data[2:3] == pickle.FRAME
     end = 11 + int.from_bytes(data[3:11], "little")
@@ -150,7 +150,7 @@ def test_a_large_index_is_read_by_its_repetitions(tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_no_repetition_is_read_the_ordinary_way(tmp_path: Path) -> None:
-    """Plans of the objects themselves that say where a chunk lies: nothing is known of those in arrays."""
+    """The ordinary reader is used for plans that share index objects with `storage_data`."""
     made = metadata(0)
     items = [WriteItem(index=index, type=WriteItemType.SHARD) for index in made.storage_data]
     vars(made)["all_local_plans"] = [SavePlan(items)]

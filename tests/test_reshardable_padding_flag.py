@@ -14,12 +14,12 @@ TWO_STEPS = ("--precision-aware", "--steps", "2")
 
 
 def reshardable(version: str) -> str:
-    """What the format is called in a release."""
+    """The name of the format in a release."""
     return "dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space"
 
 
 def leaves_the_flag_out(version: str) -> bool:
-    """Since Megatron-LM#3537 (23dd639cf3, 2026-02-23) the load passes over what is no tensor, the flag with it."""
+    """Whether the load skips non-tensors, such as the flag: since Megatron-LM#3537 (23dd639cf3, 2026-02-23)."""
     return numbers(version) >= (0, 17)
 
 

@@ -1,4 +1,4 @@
-"""reshardable_padding_save: the real megatron-core saves buckets whose padding is more than the end of one rank."""
+"""reshardable_padding_save: the real megatron-core saves buckets with padding beyond the end of one rank's shard."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ EMPTY = ("small bucket", "gap", "rank without parameters")
 
 
 def cases(version: str) -> tuple[str, ...]:
-    """Those whose save dies. Up to 0.14 the end padding is saved as well, and no gap reaches beyond it."""
+    """The cases whose save fails. Up to 0.14 the end padding is saved as well, and no gap extends beyond it."""
     return ("shared embedding", *EMPTY) if numbers(version) >= (0, 15) else EMPTY
 
 
@@ -27,7 +27,7 @@ def results(
     load: Path | None = None,
     kind: str = "",
 ) -> dict[str, str]:
-    """What became of each case's save and load, in the format of buckets, or another."""
+    """The result of each case's save and load, in the format of buckets or in `kind`."""
     options = ["--format", kind or reshardable(version), "--ranks", str(ranks), "--cases", ",".join(names)]
     options += ["--load", str(load)] if load else []
     lines = run_lines("padded_saving", folder, *options, tree=tree("megatron-core", version), delivery=delivery)

@@ -26,14 +26,14 @@ WITH_COLLISIONS = "0.18.2"
 
 Run = dict[str, Any]
 
-# What a run is started with that saves a checkpoint, and the one that loads it: each resumes as it was saved.
+# The settings of a saving and a loading run. Each pair resumes with the saved settings.
 SAME: dict[str, tuple[Run, Run]] = {
     "plain": ({}, {}),
     "decoupled": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 1e-4}),
     "mup": ({"mup": True}, {"mup": True}),
     "new_lr": ({}, {"lr": 5e-4, "keep": "checkpoint"}),
     "new_lr_decoupled": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 2e-4, "lr": 5e-4, "keep": "checkpoint"}),
-    # The new rate is what the old one of the embedding was.
+    # The new rate equals the embedding's old rate.
     "exchanged": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 1e-5, "lr": 1e-4, "keep": "checkpoint"}),
 }
 
@@ -45,7 +45,7 @@ def cases(version: str) -> list[str]:
 def resumes(
     version: str, saved_by: str, loaded_by: str, folder: Path, names: list[str], *options: str, loading: str = ""
 ) -> dict[str, list[str]]:
-    """What does not resume as it was saved, by case: groups, by parameters and rank, or an error."""
+    """By case, what does not resume as saved: groups, by rank and parameters, or an error."""
     saves = [{"do": "save", "name": name, **SAME[name][0]} for name in names]
     loads = [{"do": "load", "name": name, **SAME[name][1]} for name in names]
     if (saved_by, loading or version) == (loaded_by, version):
@@ -60,7 +60,7 @@ def resumes(
 def programs(
     version: str, delivery: str, folder: Path, runs: list[Run], *options: str, fixes: Sequence[str] = ()
 ) -> Any:
-    """What each run found, by rank, in the format that has the groups of the first rank for all."""
+    """The findings of each run, by rank, in the format that stores the first rank's groups for all ranks."""
     root = tree("megatron-core", version)
     format_ = "fully_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_model_space"
     if numbers(version) < (0, 8):
@@ -84,13 +84,13 @@ def differences(saved: list[Any], loaded: list[Any]) -> list[str]:
     return wrong
 
 
-# What upstream loads otherwise than it was saved, by release.
+# The groups that upstream resumes with other settings than the saved ones.
 SECOND_STAGE = ["1/a.weight,a.bias,b.bias/now", "1/a.weight,a.bias,b.bias/end", "1/b.weight/now", "1/b.weight/end"]
 
 
 def stages(version: str, saved_by: str, loaded_by: str, folder: Path) -> list[str]:
-    """Of two pipeline stages with their groups in another order, what does not resume as it was saved."""
-    optimizers = ["distributed"] if numbers(version) >= (0, 8) else ["float16"]  # it shares the groups since 0.8
+    """The groups of two pipeline stages, in different orders, that do not resume as saved."""
+    optimizers = ["distributed"] if numbers(version) >= (0, 8) else ["float16"]  # shares the groups since 0.8
     if numbers(version) == (0, 12, 0):
         optimizers.append("float16")
     wrong = []
@@ -143,7 +143,7 @@ def test_without_the_distributed_optimizer(version: str, name: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "bug"), [("0.12.0", "stages"), (WITH_COLLISIONS, "decoupled")])
 def test_the_fix_is_in_the_load_alone(version: str, bug: str, tmp_path: Path) -> None:
-    """A checkpoint that a run without it has saved loads right, and one that a run with it has saved is the same."""
+    """A load with the fix also corrects checkpoints saved without it; saved files stay the same."""
 
     def wrong(saved_by: str, loaded_by: str) -> list[str]:
         folder = tmp_path / f"{saved_by} {loaded_by}"
@@ -157,7 +157,7 @@ def test_the_fix_is_in_the_load_alone(version: str, bug: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("newer", ["0.16.1", NEWEST])
 def test_a_checkpoint_of_an_older_release_with_decoupled_rates(newer: str, tmp_path: Path) -> None:
-    """Up to 0.15 a group says `is_decoupled_lr`, later ones `default_config`."""
+    """Older checkpoints resume: up to 0.15 groups have `is_decoupled_lr`, later ones `default_config`."""
     names = ["decoupled", "new_lr_decoupled"]
     upstreams = resumes("0.15.3", "none", "none", tmp_path / "none", names, loading=newer)
     assert all(wrong != [] for wrong in upstreams.values())
@@ -183,7 +183,7 @@ def test_only_the_first_rank_says_so(tmp_path: Path) -> None:
 
 
 def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_path: Path) -> None:
-    """Decoupled rates are turned on: the embedding's group is new. Upstream goes on at the main rate, or dies."""
+    """The error for an unpaired group lists the groups of both sides. Upstream continues at the main rate or fails."""
     runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", "decoupled_lr": 1e-4}]
     _, ((found,)) = programs(NEWEST, "hook", tmp_path, runs)
     assert found["error"].splitlines()[1:-1] == [
@@ -197,7 +197,7 @@ def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_p
 
 
 def test_what_an_unpatched_resume_has_saved_goes_on_as_it_was_and_is_told(tmp_path: Path) -> None:
-    """All weights train on at the embedding's rate there, and the checkpoint says so."""
+    """A checkpoint with all weights at the embedding's rate resumes as saved, with a warning."""
     decoupled = {"decoupled_lr": 1e-4}
     runs: list[Run] = [
         {"do": "save", "name": "x", **decoupled},
@@ -230,7 +230,7 @@ def test_code_of_another_shape_is_left_alone(tmp_path: Path, module: str, old: s
     edits.check_left_alone(copy, FIX, module, old, new)
 
 
-# What is wrong, for the reviewer of a release; no other release's patch says it.
+# By release, the text about its bug. No other release's patch contains it.
 WRONG = {
     **dict.fromkeys(("0.12.0", "0.13.1"), "paired by index"),
     "0.16.1": "the last one wins",
@@ -246,7 +246,7 @@ def test_the_message_of_the_patch_is_about_the_bug_of_the_release(version: str) 
     assert ("dictionary" in message) == (WRONG[version] != "paired by index")
 
 
-# The pairing itself. Each of these is one group; kinds are their own.
+# The pairing function. Each group has its own traits; its kind is the first two of them.
 
 KINDS = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([1.0, 0.1, 0.0]), st.booleans())
 RATES = st.tuples(st.sampled_from([1e-2, 1e-3, 1e-4]), st.sampled_from([0.0, 1e-5]))
@@ -270,7 +270,7 @@ TRAITS = st.lists(st.tuples(KINDS, st.booleans(), RATES), min_size=1, max_size=6
 
 
 def scaled(groups: list[dict[str, Any]], factor: float) -> list[dict[str, Any]]:
-    """As a new learning rate makes them."""
+    """The groups after a change of the learning rate."""
     return [{**one, "max_lr": factor * one["max_lr"], "min_lr": factor * one["min_lr"]} for one in groups]
 
 
@@ -283,7 +283,7 @@ def shuffled(data: st.DataObject, groups: list[dict[str, Any]]) -> tuple[list[in
 def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
     data: st.DataObject, traits: list[Any], factor: float
 ) -> None:
-    """All of them at the saved rates, and at new ones each that is the only one of its kind; of others none."""
+    """At the saved rates all groups are paired; at new rates each group that is the only one of its kind."""
     groups = [group(*one) for one in traits]
     order, saved = shuffled(data, groups)
     kinds = [one[:2] for one in traits]
@@ -295,14 +295,14 @@ def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
 
 @given(traits=TRAITS, factor=st.sampled_from([0.1, 1.0, 3.0]))
 def test_a_run_that_loads_its_own_groups_changes_nothing(traits: list[Any], factor: float) -> None:
-    """As every load of a sharded format does first, with groups that are the same as well."""
+    """Groups paired with themselves stay in place, also with duplicates. Every sharded load does this first."""
     groups = scaled([group(*one) for one in [*traits, *traits[:2]]], factor)
     assert _pair_param_groups(groups, groups) == {index: index for index in range(len(groups))}
 
 
 @given(ours=TRAITS, theirs=TRAITS)
 def test_a_group_gets_its_own_settings_or_those_of_the_only_one_of_its_kind(ours: list[Any], theirs: list[Any]) -> None:
-    """And whether a rate is a group's own is a part of the kind."""
+    """A group pairs with an equal one, or with the only one of its kind. A rate of its own is part of the kind."""
     pairs = _pair_param_groups([group(*one) for one in ours], [group(*one) for one in theirs])
     assert len(set(pairs.values())) == len(pairs)
     for index, pair in pairs.items():
@@ -325,7 +325,7 @@ def test_two_groups_that_nothing_tells_apart_take_the_settings_of_one() -> None:
 
 
 def test_optimizers_tell_groups_apart_where_all_say_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of upstream's keys since 0.19."""
+    """The key `optimizer` counts only if all groups have it. Upstream has it since 0.19."""
     monkeypatch.setattr(resume_param_groups, KEYS, (*resume_param_groups.param_group_identifier_keys, "optimizer"))
     adam, muon = ({**MAIN, "optimizer": name} for name in ("adam", "muon"))
     assert _pair_param_groups([adam, muon], [muon, adam]) == {0: 1, 1: 0}
@@ -338,11 +338,11 @@ def test_optimizers_tell_groups_apart_where_all_say_theirs(monkeypatch: pytest.M
         ([MAIN, BIASES], [BIASES]),
         ([EMBEDDING, BIASES], [MAIN, BIASES]),  # up to 0.13.1: the first stage has no such group
         ([MAIN, EMBEDDING], [MAIN, BIASES]),
-        # two groups with rates of their own, both new: their order says nothing
+        # two groups with rates of their own, both new: the order does not identify them
         ([group(ORDINARY, True, (n, 1.0)) for n in (2.0, 4.0)], [group(ORDINARY, True, (n, 1.0)) for n in (10.0, 5.0)]),
-        # two saved groups for one, at other rates than both
+        # two saved groups for one, with rates that differ from both
         ([group(ORDINARY, True, (2.0, 1.0))], [group(ORDINARY, True, (3.0, 1.0)), group(ORDINARY, True, (4.0, 1.0))]),
-        # two of this run at one rate, and two in the checkpoint
+        # two groups of this run with one rate, and two in the checkpoint
         ([group(ORDINARY, True, (2.0, 1.0))] * 2, [group(ORDINARY, True, (n, 1.0)) for n in (3.0, 4.0)]),
         ([{**MAIN, "wd_mult": 0.5}], [MAIN]),
         ([MAIN], [group((1.0, 1.0, True), False, (1e-3, 1e-4))]),
@@ -367,5 +367,5 @@ def test_names_of_nemo_and_of_older_releases() -> None:
 
 
 def test_groups_that_say_nothing_are_taken_in_their_order() -> None:
-    """Of an optimizer that somebody has made otherwise."""
+    """Groups without these keys are paired in order, as for an optimizer built in another way."""
     assert _pair_param_groups([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == {0: 0, 1: 1}

@@ -1,4 +1,4 @@
-"""Which room of the code may know which: a room knows those below it and none above, and no two modules each other."""
+"""The layers of the code import only layers below them, and no two modules import each other."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 from upstream import REPOSITORY
 
-# What a module's name begins with, its room's first: the rooms that it may know besides its own.
+# By module prefix, which names the layer: the other layers that it may import.
 COMMON = {"ckpt_patches", "ckpt_patches.errors", "ckpt_patches.runtime"}
 ROOMS = {
     "ckpt_patches.runtime": {"ckpt_patches", "ckpt_patches.errors"},
@@ -33,7 +33,7 @@ ROOMS = {
     "nvrx_patches": {"ckpt_patches.engine"},
     "apex_patches": {"ckpt_patches.engine"},
 }
-# The entrances know all rooms, and nobody knows them but for the package itself, which every interpreter has loaded.
+# The entry points import all layers. No layer imports them, except the package itself, which is always loaded.
 CLI = "ckpt_patches.cli"
 ENTRANCES = ("ckpt_patches", "ckpt_patches.__main__", "ckpt_patches.startup")
 FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
@@ -51,7 +51,7 @@ MODULES = modules()
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of ours that a module imports, in functions as well; not for type checkers alone."""
+    """The project's modules that a module imports, also in functions, but not for type checkers only."""
     found = set()
     for node in _nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -63,7 +63,7 @@ def imported(path: Path) -> set[str]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module, but for what is under `if TYPE_CHECKING:`."""
+    """The nodes of a module, except those under `if TYPE_CHECKING:`."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.If) or ast.unparse(child.test) != "TYPE_CHECKING":
             yield child
@@ -83,7 +83,7 @@ def test_a_room_knows_the_rooms_below_it_and_none_above(name: str) -> None:
 
 
 def test_no_two_modules_know_each_other() -> None:
-    """Nor do more of them in a circle. The package itself is left out: what it holds imports the rooms when needed."""
+    """No cycle of imports exists. The package itself is left out: it imports the layers when needed."""
     package = {"ckpt_patches"}
     graph = {name: imported(path) - package for name, path in MODULES.items() if name not in package}
     done: set[str] = set()

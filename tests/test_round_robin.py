@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO 1 and 2 with `round_robin_gradients`, which upstream's `param_slice_mappings` misaddress."""
+"""Checkpoints of ZeRO 1 and 2 with `round_robin_gradients`: upstream's `param_slice_mappings` has wrong addresses."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ STEP = "global_step2"
 def test_existing_files_are_read_in_the_order_in_which_the_optimizer_wrote_them(
     version: str, ranks: int, tmp_path: Path
 ) -> None:
-    """Each state is what the optimizers held in memory, in the audit, in a conversion and in its fingerprints."""
+    """The audit accepts the files, converted states equal the optimizers' memory, and all have fingerprints."""
     saved = trained(version, "none", *CASES, ranks=ranks)
     for case in CASES:
         report = audit(saved / case / STEP)

@@ -1,4 +1,4 @@
-"""round_robin_links: what the real DeepSpeed links, converts and loads with `round_robin_gradients`."""
+"""round_robin_links: links, conversions and loads of the real DeepSpeed with `round_robin_gradients`."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ TAG, UNIVERSAL = "global_step2", "universal"
 
 
 def converted(version: str, delivery: str, saved: Path, out: Path, *fixes: str) -> list[Path]:
-    """Copies of the folders of the cases, each with what upstream's converter makes of its checkpoint."""
+    """Copies of the case folders, each with the universal checkpoint from upstream's converter."""
     folders = [shutil.copytree(saved / case, out / case) for case in CASES]
     sources = [with_layers(folder / TAG) for folder in folders]
     outcome = convert(out / "converted", *sources, version=version, delivery=delivery, fixes=fixes)
@@ -34,7 +34,7 @@ def converted(version: str, delivery: str, saved: Path, out: Path, *fixes: str) 
 
 
 def wrong(folder: Path) -> int:
-    """In how many states the universal checkpoint differs from what the optimizers have held."""
+    """The number of states in which the universal checkpoint differs from the optimizers' memory."""
     truth = torch.load(folder / "truth.pt", weights_only=False)["saved"]
     names = [name.removesuffix(".fp32") for name in truth if name.endswith(".fp32")]
     assert len(names) == 7
@@ -49,7 +49,7 @@ def wrong(folder: Path) -> int:
 def test_upstream_converts_and_loads_the_data_of_other_parameters(
     version: str, delivery: str, ranks: int, tmp_path: Path
 ) -> None:
-    """Without an error; its own resume is right, as it takes no address."""
+    """Upstream silently uses other parameters' data. Its own resume is right: it uses no addresses."""
     saved = trained(version, "none", *CASES, ranks=ranks)
     stage1, stage2 = converted(version, "hook", saved, tmp_path, *OTHERS)
     assert wrong(stage2)
@@ -60,7 +60,7 @@ def test_upstream_converts_and_loads_the_data_of_other_parameters(
 @pytest.mark.parametrize("ranks", RANKS)
 @with_fix(FIX, AFFECTED)
 def test_each_parameter_gets_its_own(version: str, delivery: str, ranks: int, tmp_path: Path) -> None:
-    """Files saved with the fix and without are converted; what they become is loaded on 2 ranks and on 3."""
+    """Each parameter gets its own data: saved with the fix or without, converted, and loaded on 2 and on 3 ranks."""
     for written_by in (delivery, "none"):
         saved = trained(version, written_by, *CASES, ranks=ranks)
         folders = converted(version, delivery, saved, tmp_path / written_by)

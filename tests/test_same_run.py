@@ -1,4 +1,4 @@
-"""`repair --from` takes an earlier checkpoint of the same run, and refuses another run's: real trainings."""
+"""`repair --from` accepts an earlier checkpoint of the same run and refuses another run's, on real trainings."""
 
 import functools
 import itertools
@@ -69,7 +69,7 @@ def test_the_bound_is_between_longer_runs(rate: float) -> None:
 
 @pytest.fixture(params=[1, 3])
 def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
-    """With a lost first moment; and the stage."""
+    """A checkpoint with a lost first moment, and its ZeRO stage."""
     folder = shutil.copytree(of_seed(0, request.param) / "global_step10", tmp_path / "run" / "global_step10")
     place = max((p for p in tensors(folder) if p.name.endswith("exp_avg")), key=lambda place: place.numel)
     put(place, np.full(10, np.nan, np.float32).tobytes())

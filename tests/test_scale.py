@@ -1,4 +1,4 @@
-"""What grows with ranks, layers and bytes grows no faster with the fixes than without: docs/scale.md."""
+"""Costs that grow with ranks, layers and bytes grow no faster with the fixes: docs/scale.md."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(run.release))
 def test_nothing_grows_faster_than_upstreams(run: growth.Run, tmp_path: Path) -> None:
-    """Messages, bytes, files, other metadata operations and what is written, of all fixes together."""
+    """With all fixes, messages, bytes, files, metadata operations and written bytes grow no faster."""
     small, large = (
         {side: growth.counted(run, size, side, tmp_path / str(size.ranks)) for side in growth.DELIVERIES}
         for size in (SMALL, LARGE)
@@ -34,7 +34,7 @@ def test_nothing_grows_faster_than_upstreams(run: growth.Run, tmp_path: Path) ->
 
 
 def test_no_rank_makes_the_chunk_files_of_others(tmp_path: Path) -> None:
-    """Twenty arrays of two chunks: those of the second tensor-parallel rank its two data-parallel ranks make."""
+    """Ranks 2 and 3 create the second chunk of each of 20 arrays: they share that tensor-parallel rank."""
     ours = growth.counted(growth.ZARR, Size(ranks=4, chunks=40), "ours", tmp_path)["save"]
     assert sum(rank["created"] for rank in ours[2:]) >= 20
 

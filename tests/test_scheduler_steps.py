@@ -1,4 +1,4 @@
-"""scheduler_steps: after a load the schedule is at the step of the checkpoint, whatever the run has done before."""
+"""scheduler_steps: after a load the schedule is at the checkpoint's step, whatever the run did before."""
 
 import pytest
 
@@ -12,7 +12,7 @@ FIX = "scheduler_steps"
 
 @pytest.mark.parametrize("load", [{"trained": True}, {"times": 2}, {"trained": True, "override": True}])
 def test_a_training_that_rolls_back_goes_on_as_it_was_saved(load: dict[str, object]) -> None:
-    """With a real model and optimizer; without the fix each of these is silent."""
+    """A rolled-back run gets the saved schedule. Without the fix each case is a silent error."""
     _, version = newest_affected(FIX)
     case = plainer(SMALL["megatron"], [{"run": {"scheduler": True}, "load": load}])
     with_all, without = (outcome(case, Stack("megatron", version, without=name)) for name in ("", FIX))

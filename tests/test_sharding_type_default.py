@@ -1,4 +1,4 @@
-"""sharding_type_default: what a caller saves that names no format is `dp_reshardable` to all others."""
+"""sharding_type_default: the save of a caller that names no format is `dp_reshardable` for all readers."""
 
 from pathlib import Path
 

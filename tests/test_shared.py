@@ -1,4 +1,4 @@
-"""What is made once a run: by one of many processes, again after a failure, and gone with the last of them."""
+"""Content shared in a run is created by one of many processes, again after a failure, and removed with the last."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 import shared
 
-# Makes a folder, slowly; says how often it did, and what it finds.
+# Creates a folder slowly; prints each creation and the content.
 ASK = """
 import sys, time
 import shared
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 def ask(run: str) -> "subprocess.Popen[str]":
-    """Another process of a run, which ends when its input does."""
+    """Start another process of a run. It ends when its input closes."""
     return subprocess.Popen(
         [sys.executable, "-c", ASK],
         env={**os.environ, "PYTEST_XDIST_TESTRUNUID": run, "PYTHONPATH": str(Path(shared.__file__).parent)},
@@ -38,7 +38,7 @@ def ask(run: str) -> "subprocess.Popen[str]":
 
 
 def read(process: "subprocess.Popen[str]") -> list[str]:
-    """What it says, up to where the folder lies."""
+    """Its output, up to the line with the folder."""
     assert process.stdout is not None
     lines = [process.stdout.readline()]
     if lines == ["made\n"]:

@@ -1,4 +1,4 @@
-"""The site of `make docs` is built without a warning, every page is in its navigation, and a broken link fails it."""
+"""`make docs` builds the site without warnings and with every page in the navigation; a broken link is an error."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from upstream import REPOSITORY, TIMEOUT
 pytestmark = pytest.mark.long
 
 SOURCES = ("docs", "ckpt_patches", "megatron", "deepspeed_patches", "nvrx_patches", "apex_patches", "mkdocs.yml")
-# What pip prints where no index can be reached; a requirement that the index lacks fails the tests.
+# The output of pip without a reachable index. A requirement that the index lacks fails the tests.
 OFFLINE = re.compile(r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Network is unreachable")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("CKPT_PATCHES", "PYTHON"))}
 
@@ -31,7 +31,7 @@ def make(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def mkdocs() -> Path:
-    """The Python of an environment with what docs/requirements.txt pins."""
+    """The Python of an environment with the packages from docs/requirements.txt."""
     done = make(".venv-docs/ready")
     printed = done.stdout + done.stderr
     if done.returncode and OFFLINE.search(printed):
@@ -74,13 +74,14 @@ def test_the_site_is_built_and_has_every_page(mkdocs: Path, tmp_path: Path) -> N
     text = re.sub(r"<[^>]+>", "", (tmp_path / "numpy2_product.html").read_text())
     assert "has no attribute" in text
     assert "Upstream message" not in text
+    assert "megatron/patches/demos/numpy2_product.py shows the bug" in text
 
 
 def test_tables_lists_and_fences_are_recognized(mkdocs: Path, tmp_path: Path) -> None:
     assert build(mkdocs, REPOSITORY, tmp_path).returncode == 0
     for page in tmp_path.glob("*.html"):
         text = re.sub(r"(?s)<(pre|code|script)\b.*?</\1>", "", page.read_text())
-        assert not re.search(r"<code>[^<\n]*\\\|", page.read_text()), page.name  # a bar of a table's code
+        assert not re.search(r"<code>[^<\n]*\\\|", page.read_text()), page.name  # an escaped bar in a table's code
         assert re.findall(r"<p>(?:\||```|- |1\. ).*|<!-- .* begin -->", text) == [], page.name
 
 

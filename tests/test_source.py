@@ -1,4 +1,4 @@
-"""The engine's edits: anchors in the syntax tree, edits in the text, everything else byte for byte."""
+"""The engine's edits: anchors come from the syntax tree, edits change the text, all other bytes stay."""
 
 import ast
 import builtins
@@ -222,7 +222,7 @@ def test_a_function_is_inserted_with_two_blank_lines() -> None:
     assert '"call(1)"\n\n\ndef example(x: int) -> int:\n    return x + 1\n\n\nclass Box:' in changed
 
 
-# A statement that shares its line with another one: an insertion there could mean something else, and compile.
+# A statement that shares its line with another one. An insertion there could compile with another meaning.
 SHARED = [
     ("def f(a):\n    if a: return\n    go()\n", "return"),
     ("def f(a):\n    if a: x = 1; return\n", "return"),

@@ -1,4 +1,4 @@
-"""The rows of `make stacks`: each names what can be installed, and is recorded, or not run with a reason."""
+"""Each row of `make stacks` names installable packages, and is recorded, or not run for a stated reason."""
 
 import re
 import sys
@@ -43,7 +43,7 @@ def test_the_edges_are_the_newest_and_the_oldest_releases() -> None:
 
 
 def test_the_python_of_a_row_is_one_that_its_megatron_core_supports() -> None:
-    """Its wheels ask for 3.12 since 0.17."""
+    """Rows with megatron-core 0.17 and later have Python 3.12 or 3.13, as its wheels require."""
     newer = [row for row in ROWS if row.megatron_release in RECORDED[CORE][RECORDED[CORE].index("0.17.0") :]]
     assert newer
     assert {row.python for row in newer} <= {"3.12", "3.13"}

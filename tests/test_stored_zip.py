@@ -1,4 +1,4 @@
-"""The zip archives of torch: what it reads is what zipfile reads, and what it writes zipfile and torch can read."""
+"""Zip archives of torch are read as zipfile reads them, and zipfile and torch can read the archives written here."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def same_as_zipfile(path: Path) -> None:
 @settings(max_examples=200, deadline=None)
 @given(RECORDS, st.sampled_from([0, 200, 1 << 30]))
 def test_what_is_written_is_what_zipfile_reads(folder: Path, records: dict[bytes, list[bytes]], large: int) -> None:
-    """Also with the sizes of 64 bits that records of `large` bytes and more have."""
+    """zipfile reads what is written, also the 64-bit sizes of records of `large` bytes and more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_zip, "LARGE", large)
         path = written(records, folder / "state.pt")
@@ -95,7 +95,7 @@ ZEROS = bytes(64 << 20)
 
 
 def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
-    """Their sizes and positions do not fit into 32 bits, in the records nor in the directory."""
+    """The records and the directory store sizes and positions beyond 32 bits."""
     numel = 80 * len(ZEROS)
     keys = {"0": ("uint8", numel), "1": ("float32", 3)}
     value = [TensorHeader(StorageHeader(k, dtype, n, 0), dtype, 0, (n,), (1,)) for k, (dtype, n) in keys.items()]
@@ -129,7 +129,7 @@ def test_more_than_65535_records(tmp_path: Path) -> None:
 
 
 def test_two_records_of_one_name_are_refused(folder: Path) -> None:
-    """Readers would take one or the other."""
+    """Duplicate names are refused: readers would take different records."""
     with zipfile.ZipFile(folder / "twice.zip", "w") as archive:
         archive.writestr("a", b"1234")
         with pytest.warns(UserWarning, match="Duplicate"):
@@ -140,7 +140,7 @@ def test_two_records_of_one_name_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("begin", [0, 1000])
 def test_an_archive_within_a_file_and_its_new_checksum(folder: Path, begin: int) -> None:
-    """Of torch, and of ours, whose checksums stand behind the data."""
+    """A changed record gets a valid checksum, in archives of torch and zipfile, at the start or inside a file."""
     torch.save(torch.arange(5000), folder / "torch.pt")
     (folder / "zipfile.pt").write_bytes(b"")
     with zipfile.ZipFile(folder / "zipfile.pt", "w") as archive:
@@ -153,6 +153,8 @@ def test_an_archive_within_a_file_and_its_new_checksum(folder: Path, begin: int)
             os.pwrite(file.fileno(), b"changed", stored.offset)
             with pytest.raises(BadArchiveError, match="checksum"):
                 Archive(file.fileno(), size, begin).read(b"torch/data/0")
+            with pytest.raises(BadArchiveError, match="expected 1000000 bytes"):
+                stored_zip.update_checksum(file.fileno(), (begin, size), stored._replace(nbytes=10**6))
             stored_zip.update_checksum(file.fileno(), (begin, size), stored)
             assert Archive(file.fileno(), size, begin).read(b"torch/data/0")[:7] == b"changed"
         (folder / "inner.pt").write_bytes(path.read_bytes()[begin : begin + size])
@@ -168,7 +170,7 @@ def test_an_archive_that_was_cut_off(folder: Path) -> None:
 
 
 def test_a_flipped_bit_in_headers_is_told_or_harmless(folder: Path) -> None:
-    """The same records with the same bytes, or an error."""
+    """Reading an archive with a flipped bit gives the same records, or an error."""
     records = {b"a": [b"1234"], b"b": [bytes(100)]}
     whole = written(records, folder / "whole.pt").read_bytes()
     for at in range(len(whole)):

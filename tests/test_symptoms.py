@@ -1,4 +1,4 @@
-"""`ckpt-patches explain "ERROR TEXT"`: the fix is found by what a user sees, in any run's paths and numbers."""
+"""`ckpt-patches explain "ERROR TEXT"` finds the fix by the error that a user sees, with any run's paths and numbers."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_a_fix_is_found_by_its_symptom(name: str) -> None:
 
 
 def of_another_run(error: str) -> str:
-    """With other numbers, folders and quotes, behind a rank and a traceback."""
+    """The error with other numbers, folders and quotes, after a rank and a traceback."""
     text = re.sub(r"(?<=[ (\[_-])\d+(?=[ )\]._,-])", "77", error) if not error.startswith("KeyError: 0") else error
     text = re.sub(r"(?:\.\.\.|…)/", "/scratch/someone/", text)
     frames = '[rank3]:   File "/opt/venv/lib/python3.12/site-packages/train.py", line 77, in <module>\n    main()\n'

@@ -11,7 +11,7 @@ from upstream import affected, checkpoint_formats, releases, run, tree, with_and
 
 FIX = "torch_adam_step"
 AFFECTED = affected(FIX)
-# Only a run over all releases has it.
+# Only a run over all releases includes it.
 WITHOUT_TORCHS_ADAM = releases("megatron-core", oldest="0.9.0", newest="0.9.0") or [
     pytest.param("0.9.0", marks=pytest.mark.skip(reason="not a default release; CKPT_PATCHES_TEST_ALL=1 runs it"))
 ]
@@ -36,7 +36,7 @@ def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_
 def test_a_release_that_refuses_torchs_adam_goes_on_to_do_so(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """It has the same code, which nothing can reach: it stays as it is."""
+    """Upstream still refuses, and its same but unreachable code stays unchanged."""
     edits.check_not_needed(tree("megatron-core", version), FIX)
     arguments = (tmp_path / "out", "--formats", "torch", *THREE_STEPS)
     done = run("empty_state", *arguments, tree=tree("megatron-core", version), delivery=delivery, check=False)
@@ -45,7 +45,7 @@ def test_a_release_that_refuses_torchs_adam_goes_on_to_do_so(
 
 
 def test_the_dp_reshardable_format_of_0_15_leaves_the_step_out_too(tmp_path: Path) -> None:
-    """Between the bucket-space format before it, which has to be edited, and 0.16, which leaves it out by itself."""
+    """With the fix, 0.15 omits the step, like the bucket-space format before it. 0.16 omits it without the fix."""
     died = save_and_resume("0.15.3", "none", tmp_path / "none", *THREE_STEPS, only=("dp_reshardable",))
     assert died["dp_reshardable"]["error"].startswith("save: AssertionError")
     found = save_and_resume("0.15.3", "hook", tmp_path / "hook", *THREE_STEPS, only=("dp_reshardable",))

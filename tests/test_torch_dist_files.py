@@ -1,4 +1,4 @@
-"""The reader of torch.distributed.checkpoint's files, on those that torch writes."""
+"""The reader of torch.distributed.checkpoint reads the files that torch writes."""
 
 import io
 import json
@@ -36,11 +36,11 @@ def common() -> dict[str, Any]:
 
 
 class Common:
-    """What is not sharded."""
+    """A placeholder for the unsharded state."""
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """As Megatron's, it serializes objects itself: a list of one."""
+    """Serializes objects itself, as a list of one, like Megatron's planner."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         if isinstance(object, Common):
@@ -51,7 +51,7 @@ class Planner(dcp.DefaultSavePlanner):
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As megatron-core 0.19 writes it: what is not sharded is an object in the sharded files."""
+    """A checkpoint as megatron-core 0.19 writes it: the unsharded state is an object in the sharded files."""
     folder = tmp_path_factory.mktemp("dcp") / "iter_0000007"
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
     dcp.save({**TENSORS, torch_dist.COMMON_OBJECT: Common()}, storage_writer=writer, planner=Planner(), no_dist=True)
@@ -85,7 +85,7 @@ def test_what_is_not_sharded_is_read_from_its_object(written: Path) -> None:
 
 
 def test_a_file_of_what_is_not_sharded_is_read_first(folder: Path) -> None:
-    """As megatron-core does where there are both."""
+    """A file of unsharded state is read before the object, as in megatron-core."""
     torch.save({"optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
     assert audit(folder).checkpoint.step == 3
 
@@ -116,7 +116,7 @@ def the_key(index: Any, name: str) -> Any:
     return next(key for key in index.storage_data if key.fqn == name)
 
 
-# Names that lead elsewhere
+# Names that point to other folders
 
 
 def leave(folder: Path, name: str) -> None:
@@ -162,7 +162,7 @@ def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
     assert audit(folder).verdict == WHOLE
 
 
-# What is damaged, and what is only unknown
+# Damaged and unknown content
 
 
 def test_another_tensor_than_the_index_says(folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_an_unknown_type_of_elements_is_not_read_and_no_damage(folder: Path) -> 
 
 
 def test_a_flipped_bit_is_a_finding_and_no_traceback(folder: Path) -> None:
-    """In what stands around the tensors' data; in the data it is for the checksums of the audit."""
+    """A flip around the tensors' data is refused or harmless. The audit's checksums find flips in the data."""
     index = torch_dist.read_index(folder)
     tensor = index.tensors["weight"]
     place = tensor.places[(0, 0)]

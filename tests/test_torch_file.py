@@ -1,4 +1,4 @@
-"""The reader of torch files: what is in a torch file, without torch or tensor data, and without running anything."""
+"""The reader of torch files needs no torch and no tensor data, and runs nothing of a file."""
 
 import argparse
 import io
@@ -57,7 +57,7 @@ TENSORS = {
 
 
 def can_be_saved(dtype: torch.dtype, path: Path) -> bool:
-    """Types of a few bits have no name in a file."""
+    """Whether torch can save the dtype: sub-byte dtypes have no name in a file."""
     if str(dtype).startswith("torch.q"):
         return True
     try:
@@ -96,7 +96,7 @@ def test_a_quantized_tensor_keeps_its_scales(path: Path) -> None:
 
 
 def test_an_unknown_type_of_elements_is_not_corrupt(path: Path) -> None:
-    """Of a torch that comes after this: the tensors beside it are read."""
+    """An unknown dtype, as from a newer torch, leaves the other tensors readable."""
     torch.save({"new": BASE.to(torch.float8_e8m0fnu), "other": BASE}, path)
     found = torch_file.read(with_other_name(path, b"float8_e8m0fnu", b"float9_e9m0fnu"), trust=True).value
     assert data(path, found["other"]) == BASE.numpy().tobytes()
@@ -129,7 +129,7 @@ def test_a_transposed_tensor_is_not_contiguous(path: Path) -> None:
 
 
 def test_a_tensor_with_attributes(path: Path) -> None:
-    """As DeepSpeed's partitions at stage 3 have them."""
+    """A tensor's attributes are read, as on DeepSpeed's partitions at stage 3."""
     tensor = BASE.clone()
     tensor.ds_id = "0_6"
     header = saved(tensor, path)
@@ -149,7 +149,7 @@ def test_plain_values_come_out_as_they_are(path: Path) -> None:
     assert isinstance(found, OrderedDict)
 
 
-def test_classes_come_out_as_stand_ins(path: Path) -> None:
+def test_classes_come_out_as_stubs(path: Path) -> None:
     found = saved({"args": argparse.Namespace(tp=2), "size": torch.Size([2, 3]), "dtype": torch.bfloat16}, path)
     assert torch_file.instance(found["args"], "Namespace")
     assert found["args"].fields == {"tp": 2}
@@ -167,7 +167,7 @@ def test_neither_torch_nor_a_class_of_the_file_is_imported(path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-# What is not listed, and what is evil
+# Unlisted classes and malicious files
 
 
 class Unknown:
@@ -184,7 +184,7 @@ def test_a_class_that_is_not_listed(path: Path) -> None:
 
 
 class Call:
-    """Pickled as a call of a function; `state` is set on what it returns."""
+    """Pickled as a call of a function; `state` is set on the result."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
         self.reduced = (function, args, state) if state is not None else (function, args)
@@ -202,7 +202,7 @@ def with_pickle(path: Path, pickled: bytes) -> Path:
 
 
 def touched(path: Path) -> bool:
-    """The side effect that no evil file may have."""
+    """Whether the side effect that no malicious file may have has happened."""
     return (path.parent / "touched").exists()
 
 
@@ -225,7 +225,7 @@ def evil_calls(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", evil_calls(Path("x")))
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_a_call_of_a_file_is_never_made(name: str, protocol: int, path: Path) -> None:
-    """Not even if the file is trusted; and weights_only=True refuses what is refused here."""
+    """Even a trusted file runs nothing; and weights_only=True refuses what is refused here."""
     with_pickle(path, pickle.dumps({"x": evil_calls(path)[name]}, protocol=protocol))
     with pytest.raises(UserError):
         torch_file.read(path)
@@ -268,7 +268,7 @@ def test_a_crafted_pickle_is_one_clear_line(name: str, path: Path, monkeypatch: 
     with suppress(UserError):
         torch_file.read(path, trust=True)
     assert not touched(path)
-    # The reader is as it was.
+    # The reader's own state is unchanged.
     assert torch_file.read(save_tensor(path)).value.shape == (24,)
     assert torch_file.Ordered(a=1) == {"a": 1}
 
@@ -365,7 +365,7 @@ def test_a_truncated_file_is_told_wherever_it_was_cut(path: Path) -> None:
 
 
 def test_a_flipped_byte_is_told_or_harmless(path: Path) -> None:
-    """Outside of the tensors' data: what is read has a checksum, or is checked against what is read elsewhere."""
+    """A flip outside the tensors' data is detected or harmless: values have checksums or are cross-checked."""
     header = saved({"tensor": BASE, "name": "value"}, path)["tensor"]
     whole, expected = path.read_bytes(), torch_file.read(path).value
     for position in [p for p in range(len(whole)) if not header.offset <= p < header.offset + header.nbytes]:

@@ -1,4 +1,4 @@
-"""Chunks that are saved alike are read by what the first one was: and as any reader reads them."""
+"""Chunks with the layout of an earlier one are read by its template, with the result of the ordinary reader."""
 
 import io
 import os
@@ -56,7 +56,7 @@ def test_alike_ones_are_read_as_each_by_itself(
 
 
 def test_the_short_way_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the long one for each."""
+    """Only the first chunk is read by the ordinary reader."""
     spans = write(tmp_path / "file", [saved(torch.full((9, 9), float(number))) for number in range(3)])
     assert isinstance(read(tmp_path / "file", spans[0]), TorchFile)
     monkeypatch.setattr(torch_file, "_Archive", None)

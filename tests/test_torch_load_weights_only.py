@@ -1,4 +1,4 @@
-"""torch_load_weights_only: what DeepSpeed does with its own checkpoints, under a torch that checks their classes."""
+"""torch_load_weights_only: DeepSpeed and its own checkpoints, with a torch that checks their classes."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
 FIX = "torch_load_weights_only"
 
-# The newest with the bug is in every run: unlike that of 0.12.6, its converter knows ZeRO-3.
+# The newest release with the bug is in every run: unlike 0.12.6, its converter supports ZeRO-3.
 NEWEST = "0.15.4"
 AFFECTED = [
     *releases("deepspeed", newest=NEWEST),
@@ -45,7 +45,7 @@ def convertible(version: str) -> tuple[str, ...]:
 
 @cache
 def written(version: str, delivery: str = "none") -> Path:
-    """Checkpoints of real trainings on 2 ranks, by kind, and what the trainings held when they saved and at the end."""
+    """Checkpoints of real trainings on 2 ranks, by kind, with the trainings' states at the save and at the end."""
 
     def train(folder: Path) -> None:
         run(
@@ -59,7 +59,7 @@ def written(version: str, delivery: str = "none") -> Path:
 
 @with_and_without_fix(FIX, AFFECTED)
 def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> None:
-    """Resumed, converted and resumed from there, and put together in fp32: bit for bit the uninterrupted training."""
+    """Files resume, convert and resume, and merge to fp32: all bit-equal to the uninterrupted training."""
     universal = convertible(version)
     arguments: tuple[str | Path, ...] = (written(version), tmp_path, *KINDS, "--universal", *universal)
     found = run_json("own_files", *arguments, tree=tree("deepspeed", version), delivery=delivery)
@@ -77,7 +77,7 @@ def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_converts_to_the_same_files(tmp_path: Path) -> None:
-    """As without this fix, and torch told from outside to take every class."""
+    """The output equals that without this fix, with torch set to accept every class."""
     sources = [written(NEWEST) / kind / "global_step2" for kind in KINDS]
     for name, env in (("without", {**PERMISSIVE, "CKPT_PATCHES_SKIP": FIX}), ("with", {})):
         arguments: tuple[str | Path, ...] = (*sources, "--output", tmp_path / name)
@@ -89,7 +89,7 @@ def test_converts_to_the_same_files(tmp_path: Path) -> None:
         assert all(one[name][key].equal(other[name][key]) for name in one for key in one[name])
 
 
-# zero_to_fp32.py is a program, too. From 0.15.0 on it asks for a package from the Hugging Face hub.
+# zero_to_fp32.py is also a program. Since 0.15.0 it needs a package from the Hugging Face hub.
 
 SCRIPT = "zero_to_fp32.py"
 WITH_SCRIPT = "0.12.6"
@@ -102,7 +102,7 @@ def check_fp32(output: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
-    """`python -m` goes through the hook."""
+    """`python -m` uses the hook and writes the right weights."""
     folder = written(WITH_SCRIPT) / "stage2"
     command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder), str(tmp_path / "fp32")]
     subprocess.run(command, env=environment_for(tree("deepspeed", WITH_SCRIPT), "hook"), check=True)
@@ -111,14 +111,14 @@ def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reader", [WITH_SCRIPT, newest("deepspeed")])
 def test_the_copied_script_needs_no_patched_deepspeed(reader: str, tmp_path: Path) -> None:
-    """DeepSpeed copies it into the folder, which outlives the install: there it works with upstream's package."""
+    """The script works with upstream's package: DeepSpeed copies it into the folder, which outlives the install."""
     folder = written(WITH_SCRIPT, "in place") / "stage2"
     run(folder / SCRIPT, folder, tmp_path / "fp32", tree=tree("deepspeed", reader), imports=DEEPSPEED_MODULES)
     check_fp32(tmp_path / "fp32", folder)
 
 
 def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
-    """With the hook it is upstream's: DeepSpeed copies the file on the disk, where nothing is changed."""
+    """The copied script fails with the hook, too: DeepSpeed copies the file on disk, which is unchanged."""
     folder = written(WITH_SCRIPT) / "stage2"
     root = tree("deepspeed", WITH_SCRIPT)
     on: dict[str, Any] = {"tree": root, "delivery": "hook", "imports": DEEPSPEED_MODULES}
@@ -126,7 +126,7 @@ def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
     assert "GLOBAL deepspeed." in done.stderr
 
 
-# Files with other classes in them
+# Files with other classes
 
 
 def foreign(tmp_path: Path, delivery: str, **keywords: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_other_classes_are_refused(delivery: str, tmp_path: Path) -> None:
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in unknown
     assert "numpy.dtype, numpy.ndarray." in found["numpy state"]
     assert found["allowed by the user"] == ""
-    assert found["changed"] == 0  # also for a class that is both in our list and in the user's
+    assert found["changed"] == 0  # also for a class that is in both lists, ours and the user's
 
     assert "by itself: numpy.ndarray." in found["raw memory"]
     assert all("by itself: builtins.exec." in error for error in found["attack"].values())
@@ -159,7 +159,7 @@ def test_other_classes_are_refused(delivery: str, tmp_path: Path) -> None:
 
 
 def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> None:
-    """Who sets it says that the file is trusted: everything in it is loaded, and run."""
+    """With torch's own switch the file is trusted: everything in it is loaded and run."""
     found = foreign(tmp_path, "hook", env=PERMISSIVE)
     assert found["unknown classes"] == ""
     assert set(found["attack"].values()) == {""}
@@ -171,7 +171,7 @@ def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("version", AFFECTED)
 def test_no_other_file_is_loaded(version: str) -> None:
-    """In all of the package; but for inference, which loads weights that others wrote."""
+    """Only inference code still calls torch.load by itself: it loads weights from others."""
     root = tree("deepspeed", version)
     _, plan = edits.plan(root, FIX)
     patched = {Path(file.path): file.patched for file in plan.files.values()}
@@ -186,7 +186,7 @@ def test_no_other_file_is_loaded(version: str) -> None:
 
 @pytest.fixture(params=["0.12.6", NEWEST])
 def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The edited files of a release, free to change."""
+    """The edited files of a release, writable."""
     return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_calls_that_are_repaired_stay(copy: Path) -> None:
 
 
 def test_where_the_engine_is_repaired_no_other_module_imports_from_it(copy: Path) -> None:
-    """It would import a function that is not there."""
+    """If the engine has another fix, no file is edited: modules would import a missing function."""
     engine = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
     edits.rewrite(copy, engine, "torch.load(path,", "torch.load(path, weights_only=False,")
     result, plan = edits.plan(copy, FIX)
@@ -219,6 +219,6 @@ def test_where_the_engine_is_repaired_no_other_module_imports_from_it(copy: Path
     ],
 )
 def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str) -> None:
-    """All files or none."""
+    """All files are edited or none."""
     reason = edits.check_left_alone(copy, FIX, f"deepspeed.{module}", old, new)
     assert f"{module.rpartition('.')[2]}.py: expected" in reason

@@ -1,4 +1,4 @@
-"""Fixes of megatron.training: of the package megatron-core, and planned when a program imports it."""
+"""Fixes of megatron.training belong to the package megatron-core and are planned when a program imports it."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import pytest
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, FIXES, TARGETS
 from small_tree import IS_PATCHED, MODULE, command, make, python
-from upstream import tree
+from upstream import newest, tree
 
 FIX = "expert_rng"
 TRAINING = "megatron.training.checkpointing"
-# What the fix looks at, in a module that imports nothing.
+# The code that the fix reads, in a module that imports nothing.
 TEXT = """Any = CheckpointType = ShardedObject = dist_checkpointing = get_args = mpu = print_rank_0 = None
 tensor_parallel = torch = None
 
@@ -47,7 +47,7 @@ def training(root: Path, text: str = TEXT) -> Path:
 
 
 def test_it_is_planned_when_it_is_imported(tmp_path: Path) -> None:
-    """A file that cannot be read is no matter for a program with megatron.core alone."""
+    """An unreadable file does not affect programs that use only megatron.core."""
     make(tmp_path)
     path = training(tmp_path, "def get_rng_state(:\n")
     assert python("-c", IS_PATCHED, tree=tmp_path, env=STRICT).stdout == "True\n"
@@ -72,7 +72,7 @@ def test_where_it_needs_nothing_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_it_may_come_from_another_tree(tmp_path: Path) -> None:
-    """As of a checkout behind an installed megatron-core: neither is missed in the other's."""
+    """Both trees get their fixes without warnings, as with a checkout behind an installed megatron-core."""
     make(tmp_path / "core")
     training(tmp_path / "training")
     path = {**STRICT, "PYTHONPATH": f"{tmp_path / 'core'}:{tmp_path / 'training'}"}
@@ -92,7 +92,7 @@ def test_its_fixes_are_of_megatron_core(tmp_path: Path) -> None:
     assert path.read_text() == TEXT
 
 
-@pytest.mark.parametrize("version", ["0.19.2"])
+@pytest.mark.parametrize("version", [newest("megatron-core")])
 def test_a_tree_of_a_release_without_it_lacks_nothing(version: str, tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron/core").symlink_to(tree("megatron-core", version) / "megatron/core")

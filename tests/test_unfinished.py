@@ -1,4 +1,4 @@
-"""A folder that several processes begin to write at once is never taken for somebody else's."""
+"""An output folder that several processes start to write at once is never taken for a foreign one."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def _look(event: str, _: tuple[object, ...]) -> None:
 
 
 def check_while_another(path: Path, act: Callable[[], None], look: int) -> bool:
-    """Whether the check has looked at the disk so many times; another process acts right before that."""
+    """Run the check while another process acts before its look number `look`; return whether it looked that often."""
     looks = 0
 
     def at_each() -> None:

@@ -1,4 +1,4 @@
-"""universal_all_moments: which states the real DeepSpeed loads from a universal checkpoint, before and after a step."""
+"""universal_all_moments: states that the real DeepSpeed loads from a universal checkpoint, before and after a step."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
 AFTER_A_STEP = ("--steps", "1")
-# This one dies in a training step at stages 1 and 2 where a rank owns nothing of a group, upstream's own trouble.
+# An upstream bug: at stages 1 and 2 this release fails in a training step if a rank owns nothing of a group.
 TWO_GROUPS = "0.13.2"
 OTHER_GROUPS = {"w1.bias", "ln.weight", "ln.bias", "w2.bias", "scale"}
 
 
 def small(version: str) -> bool:
-    """Three groups, and of one a rank owns nothing; else two."""
+    """Whether to train three groups, one without elements on some rank, instead of two."""
     return version != TWO_GROUPS
 
 
@@ -32,10 +32,10 @@ def test_upstream_dies_before_a_step(version: str, delivery: str) -> None:
 
 @without_fix(FIX, AFFECTED)
 def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, delivery: str) -> None:
-    """And is one step ahead of the run that saved; silently."""
+    """Upstream silently loads only the first group's moments, and is one step ahead."""
     for kind, found in resumed(version, delivery, *AFTER_A_STEP, small=small(version)).items():
         moments = {name for name in found["loaded"] if ".exp_avg" in name}
-        expected = set() if kind == "bf16_optimizer" else OTHER_GROUPS  # that steps all groups at once
+        expected = set() if kind == "bf16_optimizer" else OTHER_GROUPS  # it steps all groups at once
         assert {name.rpartition(".")[0] for name in moments} == expected
         assert set(found["loaded"]) - moments == {
             f"group {number}.steps" for number in range(3 if small(version) else 2)
@@ -46,7 +46,7 @@ def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, deli
 @with_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_A_STEP], ids=["before a step", "after a step"])
 def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
-    """Bit for bit, the steps of all ranks as well; and the next two losses are those of the uninterrupted run."""
+    """The load is bit-equal, with all ranks' steps, and the next two losses equal the uninterrupted run's."""
     for found in resumed(version, delivery, *options, small=small(version)).values():
         assert found["loaded"] == found["loaded again"] == []
         assert found["masters are"] == ["fp32"]
@@ -56,7 +56,7 @@ def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence
 
 @pytest.mark.slow
 def test_without_the_other_fixes() -> None:
-    """It makes its own links, as far as the load needs them."""
+    """The fix works alone: it creates the links that the load needs."""
     found = resumed(NEWEST, "hook", *AFTER_A_STEP, small=small(NEWEST), fixes=[FIX, "torch_load_weights_only"])
     assert all(result["loaded"] == result["loaded again"] == [] for result in found.values())
     assert all(result["losses"] == result["expected"] for result in found.values())

@@ -14,8 +14,8 @@ FIX = "universal_empty_group"
 
 AFFECTED = affected(FIX)
 
-# Upstream's own trouble: these die in a training step at stages 1 and 2, of `tensor_list[0]`, where a rank has nothing
-# of a group. They load what the release before them has trained.
+# An upstream bug: at stages 1 and 2 these fail in a training step (`tensor_list[0]`) if a rank has nothing of a group.
+# They load what the release before them has trained.
 TRAIN_NO_SMALL_GROUP, TRAINED_BY = ("0.17.6", "0.18.2"), "0.17.5"
 
 
@@ -33,7 +33,7 @@ def test_upstream_dies(version: str, delivery: str) -> None:
 
 @with_fix(FIX, AFFECTED)
 def test_every_rank_is_where_the_run_was(version: str, delivery: str) -> None:
-    """The rank with padding alone, too: its step and its moments are those of the uninterrupted run."""
+    """The step and moments equal the uninterrupted run's, also on the rank that holds only padding."""
     options = ["--load-only"] if loading(version) else []
     for found in resumed(version, delivery, *options, small=True, **loading(version)).values():
         assert found["loaded"] == []
@@ -54,7 +54,7 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_fixed_upstream_by_the_guard_alone(copy: Path) -> None:
-    """A release that asks whether there is a step does not die, and the first step makes what is missing."""
+    """A release that checks for a step does not fail, and its first step creates what is missing."""
     edits.rewrite(copy, BASE_OPTIMIZER, STEP, "if steps and steps[0] is not None:")
     result, plan = edits.plan(copy, FIX)
     assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})

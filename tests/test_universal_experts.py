@@ -1,4 +1,4 @@
-"""universal_experts: the real DeepSpeed loads experts on the number of ranks that has saved them, and on others."""
+"""universal_experts: the real DeepSpeed loads experts on the number of ranks that saved them, and on other numbers."""
 
 import functools
 import json
@@ -29,11 +29,11 @@ FIX = "universal_experts"
 
 AFFECTED = newest_by_default(affected(FIX))
 NEWEST = newest_affected(FIX)[1]
-# Since then such a training saves the shapes of its parameters, without which nothing can be converted. A release
-# before that loads what the newest has written, and its losses are its own.
+# Since this release, such a training saves its parameter shapes, which a conversion needs. Older releases load a
+# checkpoint of the newest, and have other losses.
 SAVES_SHAPES = "0.19.3"
-BF16_OPTIMIZER = 0  # in the place of a stage
-EXPERT_PARALLEL = (2, 4, 1)  # those that have saved are 2
+BF16_OPTIMIZER = 0  # in place of a stage
+EXPERT_PARALLEL = (2, 4, 1)  # the checkpoint was saved on 2
 
 more = pytest.mark.skipif(not all_releases(), reason="trainings more: with CKPT_PATCHES_TEST_ALL=1")
 
@@ -43,13 +43,13 @@ def saves_shapes(version: str) -> bool:
 
 
 def trainer(version: str) -> str:
-    """A checkout of the main branch says of itself, and in what it saves, that it is older than any release."""
+    """The release that trains. The version of a main-branch checkout, and of its files, is older than any release."""
     return version if saves_shapes(version) and version != MAIN else NEWEST
 
 
 @functools.cache
 def trained(version: str, stage: int, *options: str) -> Path:
-    """What a training on two expert-parallel ranks has saved; beside it, what it was then and did next."""
+    """The checkpoint of a training on two expert-parallel ranks; its state and next losses lie beside it."""
     if (version, stage, options) == (NEWEST, 1, ()):
         return experts(1)
     name = "-".join(("experts", version, str(stage), *options))
@@ -65,13 +65,13 @@ def converted(version: str, stage: int, *options: str) -> Path:
 
 
 def resumed(out: Path, version: str, stage: int, *options: str, saved: tuple[str, ...] = (), **keywords: Any) -> None:
-    """Write what a run has after the load, and does next, on each number of expert-parallel ranks in `options`."""
+    """Write the state and next losses of a run after the load, per number of expert-parallel ranks in `options`."""
     folder = converted(trainer(version), stage, *saved)
     run("experts", out, str(stage), *options, "--universal", folder, tree=tree("deepspeed", version), **keywords)
 
 
 def check_is_where_the_training_was(found: Path, training: Path, losses: bool = True) -> None:
-    """Weights, masters, moments and steps bit for bit, and the next two losses."""
+    """Check that weights, main parameters, moments and steps are bit-equal, and the next two losses are equal."""
     expected, loaded = states(training), states(found)
     assert loaded.keys() == expected.keys()
     for name, state in expected.items():
@@ -95,7 +95,7 @@ def test_upstream_stops_at_them(version: str, delivery: str, tmp_path: Path) -> 
 
 @with_fix(FIX, AFFECTED)
 def test_they_are_where_the_training_was(version: str, delivery: str, tmp_path: Path) -> None:
-    """On the number of expert-parallel ranks that has saved, on more of them, and on one."""
+    """State and losses equal the training's, on as many expert-parallel ranks as saved, on more, and on one."""
     resumed(tmp_path, version, 1, "--ep", *map(str, EXPERT_PARALLEL), delivery=delivery)
     training = trained(trainer(version), 1).parent
     for ep in EXPERT_PARALLEL:
@@ -110,7 +110,7 @@ def test_they_are_where_the_training_was(version: str, delivery: str, tmp_path: 
         (BF16_OPTIMIZER, ()),
         (1, ("--ep", "1")),
         (1, ("--ep", "4")),
-        (1, ("--groups", "50")),  # on one rank four groups of experts, on two of them two, on four one
+        (1, ("--groups", "50")),  # four groups of experts on one rank, two on two, one on four
     ],
 )
 def test_other_trainings(stage: int, saved: tuple[str, ...], tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_other_trainings(stage: int, saved: tuple[str, ...], tmp_path: Path) -> 
 
 @more
 def test_upstream_loads_other_experts_where_one_rank_has_saved(tmp_path: Path) -> None:
-    """Silently: each rank takes the first ones."""
+    """Each rank silently loads the first experts."""
     resumed(tmp_path, NEWEST, 1, "--ep", "4", saved=("--ep", "1"))
     expected = states(trained(NEWEST, 1, "--ep", "1").parent)
     found = states(tmp_path / "ep4")

@@ -1,4 +1,4 @@
-"""universal_fragment_rebind: what the real DeepSpeed takes for a parameter's master after a universal load."""
+"""universal_fragment_rebind: the tensor that the real DeepSpeed uses as main parameter after a universal load."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from upstream import affected, with_fix, without_fix
 
 FIX = "universal_fragment_rebind"
 
-AFFECTED = [*affected(FIX), *ON_MAIN]  # main at edaa722126, of before 0.19.7
+AFFECTED = [*affected(FIX), *ON_MAIN]  # main at edaa722126, before 0.19.7
 
 
 @functools.cache
@@ -19,11 +19,11 @@ def resumed(version: str, delivery: str) -> dict[str, dict[str, Any]]:
 
 @without_fix(FIX, AFFECTED)
 def test_upstream_takes_a_moment_for_the_master(version: str, delivery: str) -> None:
-    """The load itself is right; what is asked for, set, or loaded again after it is another tensor."""
+    """The load itself is right. Later reads, writes and loads of main parameters use another tensor."""
     for found in resumed(version, delivery).values():
         assert found["loaded"] == []
         (taken,) = found["masters are"]
-        assert taken in MOMENTS  # either: it is the last of a set
+        assert taken in MOMENTS  # either one: it is the last of a set
         assert found["overwritten"] == [f"w1.weight.{taken}"]
         masters = [name for name in found["loaded again"] if name.endswith(".fp32")]
         assert MASTERS in masters
@@ -33,7 +33,7 @@ def test_upstream_takes_a_moment_for_the_master(version: str, delivery: str) -> 
 
 @with_fix(FIX, AFFECTED)
 def test_the_master_is_taken_for_the_master(version: str, delivery: str) -> None:
-    """And a second load is right, bit for bit, as are the next two losses."""
+    """A second load and the next two losses are right, too, bit for bit."""
     for found in resumed(version, delivery).values():
         assert found["loaded"] == []
         assert found["masters are"] == ["fp32"]

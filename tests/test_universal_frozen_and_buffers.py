@@ -1,6 +1,6 @@
-"""universal_frozen_and_buffers: what is not optimized, after universal loads of the real DeepSpeed.
+"""universal_frozen_and_buffers: tensors that are not optimized, after universal loads of the real DeepSpeed.
 
-At stages 1, 2 and 3, saved on 2 ranks and loaded on 3, and the other way round.
+At stages 1, 2 and 3, saved on 2 ranks and loaded on 3, and the reverse.
 """
 
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 FIX = "universal_frozen_and_buffers"
 
 AFFECTED = affected(FIX)
-# Where a rank has no part of a parameter, a universal load of these releases dies, loudly, before it comes this far.
+# If a rank has no part of a parameter, a universal load of these releases fails before it reaches this bug.
 DIES_BEFORE = [parameter.values[0] for parameter in affected("universal_all_moments")]
 
 

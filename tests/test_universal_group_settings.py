@@ -1,4 +1,4 @@
-"""universal_group_settings: whose learning rates, betas and weight decays a run has after a universal load."""
+"""universal_group_settings: the learning rates, betas and weight decays of a run after a universal load."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ WARNING = "This universal checkpoint has settings of 0 param groups, and this ru
 
 
 def converted(version: str, delivery: str, to: Path, fixes: tuple[str, ...] = ()) -> Path:
-    """What the release's own converter makes of a training's checkpoints, by kind."""
+    """By kind, the output of the release's own converter for a training's checkpoints."""
     sources = []
     for kind in kinds(version):
         shutil.copytree(checkpoints(version) / kind / TAG, to / "sources" / kind / TAG)
@@ -42,7 +42,7 @@ def common_state(universal: Path) -> dict[str, Any]:
 
 @without_fix(FIX, AFFECTED)
 def test_upstream_goes_on_with_the_settings_that_the_run_was_started_with(version: str, delivery: str) -> None:
-    """Silently, although they are in the checkpoint."""
+    """Upstream silently ignores the settings in the checkpoint."""
     found = resumed(version, delivery, SETTINGS, "--load-only", "--steps", "1")
     for result in found.values():
         assert set(GROUPS) <= set(result["loaded"])
@@ -58,7 +58,7 @@ def test_upstream_leaves_the_settings_out_of_a_universal_checkpoint(
 
 @with_fix(FIX, AFFECTED)
 def test_goes_on_with_the_settings_that_were_saved(version: str, delivery: str, tmp_path: Path) -> None:
-    """As the release's own converter keeps them; and all else is that of the run that saved, as ever."""
+    """The release's converter keeps the settings; all other state equals that of the run that saved."""
     universal = converted(version, delivery, tmp_path)
     for found in resumed(version, delivery, SETTINGS, "--universal", str(universal)).values():
         assert found["loaded"] == found["loaded again"] == []
@@ -67,7 +67,7 @@ def test_goes_on_with_the_settings_that_were_saved(version: str, delivery: str, 
 
 @pytest.mark.parametrize("version", AFFECTED)
 def test_says_once_that_a_checkpoint_has_no_settings_and_loads_it_as_ever(version: str, tmp_path: Path) -> None:
-    """One that was converted without this fix."""
+    """A checkpoint converted without this fix loads as before, with one warning."""
     universal = converted(version, "hook", tmp_path, fixes=tuple(name for name in FIXES if name != FIX))
     options = (SETTINGS, "--load-only", "--universal", str(universal))
     found, output = output_of_resume(version, "hook", *options)
@@ -78,7 +78,7 @@ def test_says_once_that_a_checkpoint_has_no_settings_and_loads_it_as_ever(versio
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [OLD, NEWEST])
 def test_bf16_optimizer_reads_what_stage_1_has_written(version: str, tmp_path: Path) -> None:
-    """In that file there is a loss scaler, a class of DeepSpeed's that torch does not load by itself."""
+    """The settings load, though the file has a loss scaler, a class that torch does not load by default."""
     shutil.copytree(checkpoints(version) / "stage1" / "universal", tmp_path / "bf16_optimizer")
     options = (SETTINGS, "--load-only", "--universal", str(tmp_path))
     found, _ = output_of_resume(version, "hook", *options, of=("bf16_optimizer",))

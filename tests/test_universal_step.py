@@ -1,4 +1,4 @@
-"""universal_step: which step the optimizer counts from after a universal load of the real DeepSpeed."""
+"""universal_step: the step from which the optimizer counts after a universal load of the real DeepSpeed."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ FIX = "universal_step"
 AFFECTED = affected(FIX)
 
 STEPS = ["group 0.steps", "group 1.steps"]
-AFTER_MORE_STEPS = ("--steps", "2")  # twice as many as are saved
+AFTER_MORE_STEPS = ("--steps", "2")  # twice the saved steps
 
 
 @without_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_MORE_STEPS], ids=["at the start", "after more steps"])
 def test_upstream_counts_from_the_step_of_the_new_run(version: str, delivery: str, options: Sequence[str]) -> None:
-    """Silently; all else is loaded."""
+    """Upstream silently keeps the new run's step; all other state is loaded."""
     for found in resumed(version, delivery, *options, "--load-only").values():
         assert found["loaded"] == STEPS
 
@@ -26,7 +26,7 @@ def test_upstream_counts_from_the_step_of_the_new_run(version: str, delivery: st
 @with_fix(FIX, AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_MORE_STEPS], ids=["at the start", "after more steps"])
 def test_counts_from_the_step_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
-    """On every rank, after a second load as well; and the next two losses are those of the uninterrupted run."""
+    """The step is right on every rank, also after a second load, and the next losses are right."""
     for found in resumed(version, delivery, *options).values():
         assert found["loaded"] == found["loaded again"] == []
         assert found["losses"] == found["expected"]

@@ -14,7 +14,7 @@ FIX = "universal_tensor_paddings"
 RELEASES = releases("deepspeed", oldest="0.12.0")
 OLD_WRITER, NEW_WRITER = "0.16.2", newest("deepspeed")
 
-# Up to 0.14.0 a step that is a tensor is stripped as well, and the converter dies of that one line earlier.
+# Up to 0.14.0 the converter also strips a step that is a tensor, and fails there, one line earlier.
 CRASH_OF_A_STEP = "RuntimeError: narrow() cannot be applied to a 0-dim tensor."
 
 
@@ -24,7 +24,7 @@ def knows_steps(version: str) -> bool:
 
 @pytest.fixture(scope="module")
 def checkpoints() -> dict[str, Path]:
-    """Of real trainings, by kind: 11 elements on 8 ranks, 2 a rank, and a padding of 5 recorded on the last rank."""
+    """Real trainings by kind: 11 elements on 8 ranks, 2 per rank, and a padding of 5 recorded on the last rank."""
     return {**trained(OLD_WRITER, "stage1", "stage2"), **trained(NEW_WRITER, "bf16_optimizer")}
 
 
@@ -39,7 +39,7 @@ def test_upstream_crashes(version: str, delivery: str, checkpoints: dict[str, Pa
 @pytest.mark.parametrize("version", RELEASES)
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_converts_what_was_trained(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Bit for bit the masters and moments that the trainings held when they saved."""
+    """The result is bit-equal to the main parameters and moments at the save."""
     outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)
     assert outcome == {"stage1": "", "stage2": "", "bf16_optimizer": ""}
     for kind, source in checkpoints.items():
@@ -52,7 +52,7 @@ def test_the_report_dp768_upstream(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["0.12.6", NEW_WRITER])
 def test_the_report_dp768(version: str, tmp_path: Path) -> None:
-    """Partition 348, padding 1024: 65 x 4096 = 266,240 elements, padded to 267,264 = 768 x 348; 348 - 1024 = -676."""
+    """The reported checkpoint converts: 65 x 4096 elements on 768 partitions of 348; the padding is 1024."""
     source = dp768()["dp768"]
     assert convert(tmp_path, source, version=version, delivery="hook") == {"dp768": ""}
     assert differences(converted(tmp_path / "dp768"), source) == []
@@ -61,7 +61,7 @@ def test_the_report_dp768(version: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", "0.12.6")])
 def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """As `python -m`, and as a bare script: that is __main__, which no hook sees, saved by the modules it imports."""
+    """The output is right as `python -m`, and as a script: its __main__ bypasses the hook, but not its imports."""
     arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
     run("converter_as", how, *arguments, tree=tree("deepspeed", version), delivery="hook")
     assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
@@ -77,7 +77,7 @@ def test_upstream_crashes_as_a_script(checkpoints: dict[str, Path], tmp_path: Pa
 
 @pytest.mark.slow
 def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """They start as new interpreters, and import the converter on their own."""
+    """Spawned workers convert correctly: new interpreters import the converter themselves."""
     options = ("--start-method", "spawn")
     found = convert(tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", options=options)
     assert found == {"stage1": ""}
@@ -88,18 +88,18 @@ def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 def test_resumes_on_another_number_of_ranks(
     kind: str, version: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """From 8 ranks to 2, the same samples a step: the same state, and the losses of the uninterrupted run."""
+    """A resume from 8 ranks on 2, with equal samples per step, has equal state and the uninterrupted run's losses."""
     source = checkpoints[kind]
     assert convert(tmp_path, source, version=version, delivery="hook") == {kind: ""}
     arguments = ("resume", source.parent, tmp_path / kind, kind, "--ranks", "2")
     resumed = run_json("zero_training", *arguments, tree=tree("deepspeed", version), delivery="hook")
     assert resumed["different"] == []
-    assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has 8 bits
+    assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has a precision of 8 bits
 
 
 @pytest.mark.parametrize("version", ["0.12.6", NEW_WRITER])
 def test_stripping(version: str) -> None:
-    """For every padding up to the partition it drops the padding, and beyond that everything (hypothesis)."""
+    """A padding up to the partition's size is dropped; a larger one drops all elements (hypothesis)."""
     checked = run_json("strip_paddings", tree=tree("deepspeed", version), delivery="hook")
     assert min(checked.values()) > 50
 
@@ -117,12 +117,12 @@ STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
 
 @pytest.fixture(params=["0.12.6", OLD_WRITER, NEW_WRITER])
 def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The edited files of a release, free to change."""
+    """The edited files of a release, writable."""
     return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
 
 
 def test_fixed_upstream_in_another_form(copy: Path) -> None:
-    """A release that bounds the length its own way, and asks for no stripping, has everything."""
+    """A release that bounds the length in its own way and asks for no stripping needs no edit."""
     edits.write(edits.plan(copy, FIX)[1])
     edits.rewrite(
         copy,

@@ -1,4 +1,4 @@
-"""The helpers in upstream.py: what is selected, installed once, run, and said when it fails."""
+"""The helpers in upstream.py select, install once, run, and report failures."""
 
 import os
 import random
@@ -60,7 +60,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, named as megatron-core's main branch."""
+    """A repository with one commit, configured as megatron-core's main branch."""
     folder = tmp_path / "any name"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "package.py").write_text("")
@@ -95,7 +95,7 @@ def test_a_changed_checkout_is_not_a_commit(checkout: Path) -> None:
 
 
 def test_a_folder_of_another_repository_is_not_a_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its commit would be the other's."""
+    """A folder inside another repository is refused: its commit would be the other's."""
     monkeypatch.setenv("CKPT_PATCHES_TEST_MEGATRON_MAIN", str(checkout / "megatron"))
     with pytest.raises(ValueError, match=r"expected the top folder of a git checkout, found .*megatron;"):
         upstream.releases("megatron-core")
@@ -107,7 +107,7 @@ def test_what_is_on_no_package_index_is_a_checkout_or_skips(checkout: Path, monk
     with pytest.raises(pytest.skip.Exception, match="CKPT_PATCHES_TEST_APEX names no checkout"):
         upstream.tree("apex", "0.1")
     monkeypatch.setenv("CKPT_PATCHES_TEST_APEX", str(checkout))
-    assert versions(upstream.releases("apex")) == ["0.1"]  # and no main beside it
+    assert versions(upstream.releases("apex")) == ["0.1"]  # and no main branch in addition
     assert upstream.is_available("apex")
     assert upstream.tree("apex", "0.1") == checkout
     with pytest.raises(ValueError, match="found apex main"):
@@ -121,8 +121,8 @@ def test_no_release_stands_twice_in_the_table() -> None:
     names = [(release.distribution, release.version) for release in upstream.RELEASES]
     assert len(names) == len(set(names))
     assert not [release for release in upstream.RELEASES if release.default and release.note]
-    assert all(folder.is_dir() for folder in upstream.STAND_INS.values())
-    assert upstream.STAND_INS.keys() <= set(names)
+    assert all(folder.is_dir() for folder in upstream.STUBS.values())
+    assert upstream.STUBS.keys() <= set(names)
 
 
 FAKE_PIP = """
@@ -141,7 +141,7 @@ ASK_FOR_TREE = "import sys, upstream; print(upstream.tree(*sys.argv[1:]))"
 
 
 def ask(folder: Path, *release: str) -> "subprocess.Popen[str]":
-    """Ask for a tree in another process, in which pip is a program that notes its calls."""
+    """Ask for a tree in another process, in which pip is a program that logs its calls."""
     (folder / "pip.py").write_text(FAKE_PIP)
     path = os.pathsep.join([str(folder), str(upstream.REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "CKPT_PATCHES_TREES": str(folder / "trees")}
@@ -225,7 +225,7 @@ def test_run(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_port_is_free_and_no_connection_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a program starts, others connect."""
+    """Ports lie outside the range of outgoing connections, which others open while a program starts."""
     first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     taken = ranks.free_port()
     ports = iter([taken, taken, ranks.free_port()])

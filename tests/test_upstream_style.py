@@ -1,6 +1,6 @@
-"""A fix's diff is in upstream's style: upstream's own formatters and linters, as it configures them, change none of it.
+"""A fix's diff has upstream's style: upstream's formatters and linters, with upstream's configuration, change nothing.
 
-The configurations are those of the main branches in August 2026, as facts: `pyproject.toml`, `.pylintrc` and
+The configurations are those of the main branches in August 2026: `pyproject.toml`, `.pylintrc` and
 `.pre-commit-config.yaml` of Megatron-LM, `.style.yapf`, `.flake8` and `.pre-commit-config.yaml` of DeepSpeed,
 `pyproject.toml` of nvidia-resiliency-ext and of apex.
 """
@@ -33,7 +33,7 @@ NVRX_ISORT = ["--profile=black", "--line-length=100", "--project=nvidia_resilien
 APEX_IGNORES = "E731,E741,E712,F403,E701,E711,F821,E722,E402,F401,F841,F405"
 PYLINT = [
     "--disable=all",
-    # Docstrings of public classes and functions, unused imports, long lines, names that may not be bound, print.
+    # Docstrings of public classes and functions, unused imports, long lines, possibly unbound names, print.
     "--enable=missing-class-docstring,missing-function-docstring,unused-import,line-too-long,"
     "possibly-used-before-assignment,bad-builtin",
     "--load-plugins=pylint.extensions.bad_builtin",
@@ -45,10 +45,10 @@ FLAKE8 = ["--isolated", "--ignore=E,F403,F405,F541,F841,W", "--select=E9,F,W6"]
 
 BLACK_AND_ISORT = {CORE: (BLACK, ISORT), NVRX: (NVRX_BLACK, NVRX_ISORT)}
 
-# An import that a fix leaves without a use: fixes for other releases use it.
+# An import that a fix leaves unused: fixes for other releases use it.
 LEFT_BY = ("torch_load_weights_only", "deepspeed.runtime.base_optimizer")
 LEFT = Counter({"F401 'torch' imported but unused": 1})
-# What adds to a statement to which another fix adds, too: each patch is formatted, and the series is not.
+# It adds to a statement that another fix also extends: each patch is formatted, but the series is not.
 ALONE = "zero3_module_only"
 
 
@@ -59,7 +59,7 @@ def tool(name: str, *arguments: str | Path, status: Iterable[int] = (0,)) -> str
 
 
 def added_lines(before: bytes, after: bytes) -> list[tuple[int, int]]:
-    """Of what fixes add or change the first and the last line, from 1."""
+    """The first and last line of each added or changed range; lines count from 1."""
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     return [(low + 1, high) for tag, _, _, low, high in matcher.get_opcodes() if tag in ("insert", "replace")]
 
@@ -70,7 +70,7 @@ def changes(before: str, after: str) -> Counter[str]:
 
 
 def by_release() -> dict[tuple[str, str], list[str]]:
-    """The fixes by the newest release with their bug. A file is formatted once for all of them: that takes seconds."""
+    """The fixes by the newest release with their bug. Formatting takes seconds, so each file is formatted once."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in FIXES:
         found.setdefault((fixes.package_of(name), newest_affected(name)[1]), []).append(name)
@@ -81,7 +81,7 @@ RELEASES = [pytest.param(*release, id="-".join(release)) for release in by_relea
 
 
 def planned(package: str, version: str, names: list[str]) -> TreePlan:
-    """As a series of patches leaves the files."""
+    """The plan with the files after a series of patches."""
     made = plan_tree(str(tree(DISTRIBUTIONS[package], version)), package, names, for_upstream=True)
     assert made.named(Outcome.APPLIES) == names
     return made
@@ -109,7 +109,7 @@ def check(package: str, file: FilePlan, folder: Path) -> None:
 
 
 def test_megatrons_linter_finds_nothing_in_what_the_fixes_add(tmp_path: Path) -> None:
-    """All at once: most of its time goes into what these files import."""
+    """pylint finds nothing in the added lines. It runs once: most of its time goes into these files' imports."""
     added = {}
     for (_, version), names in (entry for entry in by_release().items() if entry[0][0] == CORE):
         for module, file in planned(CORE, version, names).files.items():
@@ -134,14 +134,14 @@ def test_the_tests_that_go_with_them_are_too(package: str, tmp_path: Path) -> No
     elif package == DEEPSPEED:
         assert said_by_flake8(*files) == Counter()
         tool("yapf", "-i", *YAPF, *files)
-    else:  # Megatron's pylint leaves tests out
+    else:  # Megatron's pylint skips tests
         for name, options in zip(("black", "isort"), BLACK_AND_ISORT[package], strict=True):
             tool(name, "-q", *options, *files)
     assert {file: file.read_bytes() for file in files} == files
 
 
 def check_as_apex(*paths: Path) -> None:
-    """Which formats all of its files, and ignores what they do not keep."""
+    """Apex formats all of its files, and ignores the rules that they break."""
     tool("ruff", "format", "--isolated", "--line-length=100", "--check", *paths)
     tool("ruff", "check", "--isolated", "--line-length=100", "--select=E4,E7,E9,F", f"--ignore={APEX_IGNORES}", *paths)
 
@@ -164,7 +164,7 @@ def check_as_deepspeed(original: Path, patched: Path, added: list[tuple[int, int
 
 
 def formatted(name: str, options: list[str], path: Path, added: list[tuple[int, int]]) -> list[str]:
-    """What a formatter would change in these lines; what it changes around them was there before."""
+    """What a formatter would change in these lines. Its changes to other lines concern existing code."""
     copy = Path(shutil.copy(path, path.with_name("formatted.py")))
     if name == "black":
         tool(name, "-q", *options, *(f"--line-ranges={low}-{high}" for low, high in added), copy)

@@ -1,4 +1,4 @@
-"""What tests/upstream_suites.py makes of the outcomes of upstream's tests; upstream's tests themselves are not run."""
+"""upstream_suites.py joins and compares outcomes of upstream's tests correctly; upstream's tests are not run here."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def test_page_has_what_is_recorded() -> None:
 
 
 def test_a_fixs_own_test_fails_without_it_and_passes_with_it() -> None:
-    """As it was recorded, in upstream's own harness and with that fix alone."""
+    """Each recorded test fails without its fix and passes with only that fix, in upstream's own harness."""
     rows = [row for suite in recorded().values() for row in suite.get("own", [])]
     assert {row["fix"] for row in rows} >= set(recorded()["deepspeed"]["fixes"])
     assert [row for row in rows if not suites.fails_without(row)] == []

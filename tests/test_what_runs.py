@@ -1,4 +1,4 @@
-"""A patched function that another package replaces at run time is reported, with who replaced it; a wrapper is told."""
+"""A patched function that another package replaces at run time is reported with its replacer; a wrapper is listed."""
 
 import json
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 DISTRIB_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 STRICT = {"CKPT_PATCHES": "strict"}
-# As SkyRL and MindSpeed do: a function of another package in place of upstream's.
+# A function of another package replaces upstream's, as in SkyRL and MindSpeed.
 REPLACES = """
 def theirs(*args):
     return 1
@@ -31,7 +31,7 @@ def replace():
 
 
 def releases() -> list[Any]:
-    """Each release that is the newest with the bug of a fix; that of a distribution with its fixes in place as well."""
+    """Each newest release with a fix's bug; a distribution's newest release also with its fixes in place."""
     found = {(package_of(fix), *newest_affected(fix)): None for fix in FIXES}
     return [
         pytest.param(package, distribution, version, applied, id=f"{distribution}-{version}{' in place' * applied}")
@@ -43,13 +43,13 @@ def releases() -> list[Any]:
 
 @pytest.mark.parametrize(("package", "distribution", "version", "applied"), releases())
 def test_no_replaced_function_goes_unnoticed(package: str, distribution: str, version: str, applied: bool) -> None:
-    """Each function that a fix edits is replaced and wrapped in turn; edited by the hook, or in place."""
+    """No replacement or wrapper of an edited function goes unnoticed, with edits by the hook or in place."""
     root = tree(distribution, version)
     root = in_place(root) if applied else root
     found = run_json("replaced_functions", package, tree=root, delivery="hook")
     assert found["unnoticed"] == []
     assert found["count"]
-    # Up to 0.18.2 this fix edits a constant alone.
+    # Up to 0.18.2 this fix edits only a constant.
     assert set(found["active"]) - found["count"].keys() <= {"bf16_wrapper_name"}
 
 
@@ -188,7 +188,7 @@ def test_an_unknown_mode_is_strict_if_it_begins_so_and_each_rank_says_it(value: 
     assert stderr.count(f"CKPT_PATCHES={value}: expected one of off, warn, strict; going on with {mode}") == 1
 
 
-# The same answer everywhere
+# Equal results of all commands
 
 
 def moved(root: Path) -> None:
@@ -209,7 +209,7 @@ def packaged(root: Path) -> None:
 
 @pytest.mark.parametrize("change", [moved, renamed, packaged, lambda root: None])
 def test_status_hook_strict_verify_and_apply_agree(change: Callable[[Path], None], tmp_path: Path) -> None:
-    """Also on a tree that upstream has changed."""
+    """All commands name the same missing fixes, also on a tree that upstream has changed."""
     make(tmp_path)
     change(tmp_path)
     done = python("-m", "ckpt_patches", "status", "--json", "--tree", str(tmp_path), tree=tmp_path, check=False)

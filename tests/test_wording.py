@@ -1,4 +1,4 @@
-"""The list of banned phrases: each is found, in pages and in messages, and none is left."""
+"""Each banned phrase is found, in pages, texts, docstrings and comments; the repository contains none."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import wording
 
 pytestmark = pytest.mark.quick
 
-# A sentence for each phrase, in the order of the list.
+# One sentence per phrase, in the order of the list.
 SENTENCES = [
     "a rank dies of it",
     "all ranks are told",
@@ -24,6 +24,7 @@ SENTENCES = [
     "twice is as good as once",
     "this mends the file",
     "a stand-in for a GPU",
+    "the header says",
     "the files at hand",
     "a turned bit",
     "in the same words",
@@ -45,10 +46,11 @@ def test_code_in_fences_and_the_verdict_are_left_out() -> None:
     assert list(wording.findings("```text\nthere is none\n```\nWHOLE: a checkpoint that is complete\n")) == []
 
 
-def test_texts_of_programs_are_read_and_docstrings_are_not(tmp_path: Path) -> None:
+def test_texts_docstrings_and_comments_of_programs_are_read(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
-    path.write_text('"""It dies of it."""\nprint(f"{1} dies of it")\n')
-    assert [text for _, text in wording.messages(path)] == [" dies of it"]
+    path.write_text('"""It dies of it."""\nprint(f"{1} is told")  # a rank is\n# said\n\nx = 1  # one\n\n# two\n')
+    texts = ["It dies of it.", " is told", "a rank is\nsaid", "said", "one", "two"]
+    assert sorted(text for _, text in wording.texts(path)) == sorted(texts)
 
 
 def test_no_banned_phrase_is_left() -> None:

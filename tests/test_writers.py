@@ -1,4 +1,4 @@
-"""The record of `make writers`: all of them are in it, as the audit has to judge them, and the page shows it."""
+"""The record of `make writers` has all writers, with the right verdicts of the audit, and the page shows it."""
 
 import pytest
 

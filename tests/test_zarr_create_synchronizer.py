@@ -1,4 +1,4 @@
-"""zarr_create_synchronizer: a zarr save of the real megatron-core whose writes are interleaved by force."""
+"""zarr_create_synchronizer: a zarr save of the real megatron-core with a forced interleaving of writes."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ ARRAYS = [f"optimizer.state.{key}.w" for key in KEYS]
 
 
 def save_in_a_race(version: str, delivery: str, tmp_path: Path, *options: str) -> tuple[list[list[object]], object]:
-    """The lost slices, by key and rank, and what a listing of the checkpoint says; with this fix alone."""
+    """The lost slices by key and rank, and the result of listing the checkpoint; with only this fix."""
     out = tmp_path / "checkpoint"
     out.mkdir()
     found = run_json("zarr_race", out, *options, tree=tree("megatron-core", version), delivery=delivery, fixes=[FIX])
@@ -24,7 +24,7 @@ def save_in_a_race(version: str, delivery: str, tmp_path: Path, *options: str) -
 def test_upstream_loses_what_others_write_while_the_creator_writes(version: str, delivery: str, tmp_path: Path) -> None:
     lost, listed = save_in_a_race(version, delivery, tmp_path)
     assert lost == [[key, rank] for key in KEYS for rank in (1, 2, 3)]
-    assert "JSONDecodeError" in str(listed)  # a lock named .zarray, read as metadata
+    assert "JSONDecodeError" in str(listed)  # a lock named .zarray is read as metadata
 
 
 @with_fix(FIX, AFFECTED)

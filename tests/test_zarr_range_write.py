@@ -1,4 +1,4 @@
-"""zarr_range_write: the real zarr strategy writes flattened ranges as bytes, and what is on disk stays what it was."""
+"""zarr_range_write: the real zarr strategy writes flattened ranges as bytes, and the files on disk are unchanged."""
 
 import json
 import math
@@ -25,7 +25,7 @@ Case = dict[str, Any]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A shape, its split on the axes, axes in front, a dtype, and uneven ranges, for at most 16 ranks."""
+    """A shape, its split per axis, prepended axes, a dtype, and uneven ranges, for at most 16 ranks."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     prepended = draw(st.sampled_from([[], [], [2], [1, 2]]))
     grid = [1] * len(shape)
@@ -38,14 +38,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All of a checkpoint's files but the locks."""
+    """All files of a checkpoint except locks."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     return {name: data for name, data in found.items() if ".sync/" not in name}
 
 
 def drawn(count: int) -> list[Case]:
-    """Different ones, for all of which the processes are started once; the first is the simplest."""
+    """Different cases, run by one start of the processes; the first is the simplest."""
     found: list[Case] = []
 
     @settings(max_examples=count, phases=[Phase.generate])
@@ -118,7 +118,7 @@ def test_a_rank_that_dies_leaves_a_hole_and_no_short_file(tmp_path: Path) -> Non
     assert "wrote" not in fail("dies", tmp_path, check=False)
     for name in ("0.0", "1.0"):
         assert (tmp_path / KEY / name).stat().st_size == 32768
-    with open(tmp_path / KEY / "1.0", "rb") as chunk:  # the first half is the dead rank's
+    with open(tmp_path / KEY / "1.0", "rb") as chunk:  # the first half belongs to the dead rank
         assert os.lseek(chunk.fileno(), 0, os.SEEK_HOLE) == 0
         assert not any(chunk.read(16384))
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_written_as_bytes_takes_the_locks_and_leaves_none(tmp_pat
     assert "even: written by byte ranges: uncompressed chunks in a local directory" in done.stderr
 
 
-# Ten elements on two ranks, said to be in three fragments: chunks of three, which are no rank's shard.
+# Ten elements on two ranks, in three declared fragments: the chunks of three match no rank's shard.
 FALLBACK = """
 import json, logging, sys
 from pathlib import Path

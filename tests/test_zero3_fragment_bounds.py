@@ -22,7 +22,7 @@ AFFECTED = affected(FIX)
 WRITER = "0.16.2"
 
 # On 8 ranks: of w1.weight's 9 elements ranks 0 to 3 hold 2 each and rank 4 the last; ranks 5, 6, 7 write 1, 2, 2 more.
-# Of 3 elements ranks 3 to 7 hold none: they write 0, 1, 1, 1, 1. Of 1 element: 0, 1, 1, 1, 1, 1, 1.
+# Of 3 elements ranks 3 to 7 hold none and write 0, 1, 1, 1, 1. Of 1 element: 0, 1, 1, 1, 1, 1, 1.
 TRAINED = {
     "w1.weight": (9, 14),
     "w1.bias": (3, 7),
@@ -32,7 +32,7 @@ TRAINED = {
     "w2.bias": (1, 7),
     "scale": (1, 7),
 }
-# On 768 ranks 4096 elements are 6 a rank, on 683 ranks; the next writes 2 more, the last 84 write 6 each: 506.
+# 4096 elements on 768 ranks are 6 per rank, on 683 ranks; the next writes 2 more, the last 84 write 6 each: 506.
 DP768 = {"norm.weight": (4096, 4602)}
 
 
@@ -46,13 +46,13 @@ def wrong(table: dict[str, tuple[int, int]]) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Path:
-    """Of a real training at stage 3 on 8 ranks."""
+    """A checkpoint of a real training at stage 3 on 8 ranks."""
     return trained(WRITER, "stage3")["stage3"]
 
 
 @without_fix(FIX, AFFECTED)
 def test_upstream_writes_padding_as_data(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Silently."""
+    """Upstream silently writes padding as data."""
     assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}
     assert element_counts(converted(tmp_path / "stage3")) == wrong(TRAINED)
 
@@ -61,7 +61,7 @@ def test_upstream_writes_padding_as_data(version: str, delivery: str, checkpoint
 @pytest.mark.parametrize("version", AFFECTED)
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_converts_what_was_trained(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Bit for bit the masters and moments that the training held when it saved."""
+    """The result is bit-equal to the main parameters and moments at the save."""
     assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}
     assert differences(converted(tmp_path / "stage3"), checkpoint) == []
     assert element_counts(converted(tmp_path / "stage3")) == right(TRAINED)
@@ -80,7 +80,7 @@ def test_dp768(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "delivery"), [("module", "hook"), ("script", "in place")])
 def test_as_a_program(how: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
-    """`python -m` goes through the hook. A bare script does not: for it, the edit has to stand in the file."""
+    """The output is right: `python -m` uses the hook; a bare script has the edit in its file."""
     arguments = ("--input_folder", checkpoint, "--output_folder", tmp_path)
     run("converter_as", how, *arguments, tree=tree("deepspeed", WRITER), delivery=delivery)
     assert differences(converted(tmp_path), checkpoint) == []
@@ -88,7 +88,7 @@ def test_as_a_program(how: str, delivery: str, checkpoint: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("delivery", ["none", "hook"])
 def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp_path: Path) -> None:
-    """From 8 ranks to 4, the same samples a step. DeepSpeed cuts what it reads by its length."""
+    """With the fix, 4 ranks resume what 8 saved. DeepSpeed splits tensors by their stored length."""
     assert convert(tmp_path, checkpoint, version=WRITER, delivery=delivery) == {"stage3": ""}
     arguments = ("resume", checkpoint.parent, tmp_path / "stage3", "stage3", "--ranks", "4")
     done = run("zero_training", *arguments, tree=tree("deepspeed", WRITER), delivery=delivery, check=False)
@@ -98,4 +98,4 @@ def test_resumes_on_another_number_of_ranks(delivery: str, checkpoint: Path, tmp
     assert done.returncode == 0, done.stderr
     resumed = json.loads(done.stdout.splitlines()[-1])
     assert resumed["different"] == []
-    assert resumed["losses"] == pytest.approx(losses(checkpoint), rel=0.01)  # bf16 has 8 bits
+    assert resumed["losses"] == pytest.approx(losses(checkpoint), rel=0.01)  # bf16 has a precision of 8 bits

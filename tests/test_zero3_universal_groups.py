@@ -1,4 +1,4 @@
-"""zero3_universal_groups: which settings and steps a ZeRO-3 run has after a resume from a universal checkpoint."""
+"""zero3_universal_groups: the settings and steps of a ZeRO-3 run after a resume from a universal checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ STAGE3 = "deepspeed.runtime.zero.stage3"
 
 AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
-RUN = ("stage3_groups", 2)  # ranks; two param groups, each cut in two by `sub_group_size`
+RUN = ("stage3_groups", 2)  # ranks; two param groups, each split in two by `sub_group_size`
 ONE_GROUP = ("stage3_sub_groups", 2)
 
 
@@ -25,7 +25,7 @@ def decays(settings: dict[str, Any]) -> list[float]:
 
 @without_fix(FIX, newest_by_default(AFFECTED))
 def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: str, delivery: str) -> None:
-    """Without a word: every tensor is right after the load, and none of them two steps later."""
+    """Silently, all tensors are right after the load and wrong two steps later."""
     found, expected = resumed(version, *RUN, delivery), uninterrupted(version, *RUN)
     assert found["different"] == []
     assert [decays(found["settings"][0]), decays(expected["settings"][0])] == [[0.01, 0.01], [0.01, 0.0]]
@@ -36,14 +36,14 @@ def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: 
 
 @with_fix(FIX, newest_by_default(AFFECTED))
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
-    """Every bit after the load, each group's settings, each step, the next losses, and every bit after them."""
+    """Tensors after the load, groups' settings, steps, the next losses and the tensors after them are equal."""
     assert resumed(version, *RUN, delivery) == uninterrupted(version, *RUN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delivery", ["none", "hook"])
 def test_one_group_that_is_cut_in_several(delivery: str) -> None:
-    """Has but one set of settings, and several steps."""
+    """A group in several sub-groups resumes with one set of settings and several steps."""
     found, expected = resumed(NEWEST, *ONE_GROUP, delivery), uninterrupted(NEWEST, *ONE_GROUP)
     steps = len(expected["settings"][1]["steps"])
     assert steps > 2
@@ -70,12 +70,12 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     ],
 )
 def test_a_release_that_may_have_mended_one_is_reported(copy: Path, old: str, new: str) -> None:
-    """Whether other code has the bug as well is not known of a release that was not tested."""
+    """A release with other code is reported: it may have the bug or not."""
     assert "found other code" in edits.check_left_alone(copy, FIX, STAGE3, old, new)
 
 
 def test_a_release_that_has_mended_one_is_given_the_other(copy: Path) -> None:
-    """They are two mistakes, and each repair is right by itself."""
+    """A release with one correction gets the other: the two bugs are independent."""
     mended = "self.optimizer.state[fp32_param]['step'] = own_step"
     edits.rewrite(copy, STAGE3, "self.optimizer.state[fp32_param]['step'] = state_step", mended)
     result, plan = edits.plan(copy, FIX)

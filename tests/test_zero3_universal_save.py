@@ -1,4 +1,4 @@
-"""zero3_universal_save: what a ZeRO-3 run that has loaded a universal checkpoint saves."""
+"""zero3_universal_save: the checkpoints of a ZeRO-3 run that has loaded a universal checkpoint."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def model_files(folder: Path) -> list[str]:
 
 @without_fix(FIX, AFFECTED)
 def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delivery: str, tmp_path: Path) -> None:
-    """That checkpoint neither resumes nor converts."""
+    """Upstream's checkpoint neither resumes nor converts."""
     folder = continued(version, KIND, RANKS, delivery)
     assert model_files(folder) == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
     died = resume(version, delivery, folder, TAG, check=False)
@@ -46,7 +46,7 @@ def test_upstream_saves_all_model_states_as_those_of_rank_0(version: str, delive
 
 @with_fix(FIX, AFFECTED)
 def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_path: Path) -> None:
-    """Every bit of it, as an ordinary checkpoint and as a universal one."""
+    """The checkpoint resumes bit-equal, as an ordinary one and as a universal one."""
     folder = continued(version, KIND, RANKS, delivery)
     assert model_files(folder) == [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(RANKS)]
     assert json.loads(resume(version, delivery, folder, TAG).stdout.splitlines()[-1]) == kept(folder)
@@ -57,6 +57,6 @@ def test_what_is_saved_resumes_and_converts(version: str, delivery: str, tmp_pat
 
 
 def test_the_run_that_saves_is_as_without_the_fix() -> None:
-    """The load of a universal checkpoint takes the first file on every rank as before."""
+    """The saving run is unchanged: its load still reads the first file on every rank."""
     before, after = (continued("0.16.2", KIND, RANKS, delivery) for delivery in ("none", "hook"))
     assert kept(before) == kept(after)

@@ -1,4 +1,4 @@
-"""zero_to_fp32_bf16: what goes wrong on the real DeepSpeed, and what comes out with the fix."""
+"""zero_to_fp32_bf16: the bug on the real DeepSpeed, and the right result with the fix."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.long
 FIX = "zero_to_fp32_bf16"
 
 AFFECTED = affected(FIX)
-# Between them such a run has no ZeRO, unless `bf16_wrapper_name` is active.
+# In the releases between, such a run has no ZeRO, unless `bf16_wrapper_name` is active.
 SHOWN_ALONE = [*releases("deepspeed", newest="0.17.5"), *releases("deepspeed", oldest="0.18.5")]
 
 

@@ -1,4 +1,4 @@
-"""Programs as forks of a process that has imported: nothing of one reaches another, or who asked, but its result."""
+"""Programs run as forks of a process with their imports; only the result of a program leaves it."""
 
 import json
 import os
@@ -24,9 +24,9 @@ IMPORTED = ("imported", "json")
 
 @pytest.fixture(params=["started", "forked"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run a program of this text by a process that has imported a module of the test's own, which prints that.
+    """Run a program with this text in a fork of a process that has imported a test module, which prints `imported`.
 
-    The process is started, or forked from another one.
+    That process is started, or forked from another one.
     """
     monkeypatch.setattr(zygotes, "_lifelines", OrderedDict())
     monkeypatch.setattr(zygotes, "TORCH", ("json",))
@@ -56,7 +56,7 @@ def test_a_program_finds_what_it_would_in_an_interpreter_of_its_own(run: Run, tm
         print(json.dumps([*found, sorted(globals()), variables, sys.stdin.read()]))
     """
     done = run(text, "a", "b c", MINE="1")
-    (tmp_path / "imported.py").unlink()  # an interpreter would say so again
+    (tmp_path / "imported.py").unlink()  # a new interpreter would print "imported" again
     fresh = subprocess.run(
         [sys.executable, str(tmp_path / "program.py"), "a", "b c"],
         cwd=tmp_path,
@@ -80,7 +80,7 @@ def test_what_was_imported_is_not_imported_again(run: Run, tmp_path: Path) -> No
 
 
 def test_nothing_of_one_program_reaches_the_next(run: Run, tmp_path: Path) -> None:
-    """Neither what it changed in a module, nor its variables, arguments, folder or main module."""
+    """Changes to modules, variables, arguments, the folder and the main module stay in their program."""
     text = """
         import imported, os, sys
         os.environ["LEFT"] = "behind"
@@ -122,7 +122,7 @@ def test_how_a_program_ends_is_said_and_the_next_one_runs(
 
 
 def test_a_program_ends_as_an_interpreter_does(run: Run, tmp_path: Path) -> None:
-    """What is registered for the end is called, a thread is waited for, and what is printed arrives."""
+    """Exit functions are called, threads are joined, and all output arrives."""
     text = """
         import atexit, threading, time
         atexit.register(print, "at exit")
@@ -160,7 +160,7 @@ ENDLESS = """
 
 
 def gone(*processes: int) -> bool:
-    """Whether they end."""
+    """Whether they end in time."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         if not any(running(process) for process in processes):
@@ -172,12 +172,12 @@ def gone(*processes: int) -> bool:
 def running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between open and read
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends between open and read
         return False
 
 
 def test_a_program_that_takes_too_long_is_killed_with_its_children(run: Run) -> None:
-    run("")  # so that the limit is of the program alone
+    run("")  # the limit then covers only the program
     with pytest.raises(subprocess.TimeoutExpired) as raised:
         run(ENDLESS, timeout=3)
     assert raised.value.stdout is not None
@@ -194,17 +194,17 @@ PARENTS = "import os; print(os.getppid(), open(f'/proc/{os.getppid()}/stat').rea
 
 
 def test_one_process_serves_all_with_its_imports_and_environment(run: Run) -> None:
-    """But for variables that no import reads."""
+    """One process serves equal imports and environments, except for variables that no import reads."""
     one, same, other = (run(PARENTS, **more).stdout.split()[-1] for more in ({}, {"MINE": "1"}, {"OTHER": "1"}))
     assert one == same != other
-    assert parent_of(int(one)) != os.getpid()  # which may have to know all of its children
+    assert parent_of(int(one)) != os.getpid()  # a test process may need to know all of its children
     zygotes.end_all()
     assert gone(int(one), int(other))
     assert run(PARENTS).stdout.split()[-1] != one
 
 
 def test_no_more_than_a_few_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was not used for longest ends."""
+    """Only a few processes are kept: the least recently used one ends."""
     monkeypatch.setattr(zygotes, "AT_ONCE", 3)  # one may be the base of the others
     used = [run(PARENTS, OTHER=str(number)).stdout.split()[-1] for number in range(4)]
     assert gone(int(used[0]))
@@ -213,7 +213,7 @@ def test_no_more_than_a_few_are_kept(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("killed", ["who asked", "who waits"])
 def test_nothing_outlives_who_asked(killed: str, tmp_path: Path) -> None:
-    """Also where that, or the process that waits for the program, is killed."""
+    """No process is left, even if the caller, or the process that waits for the program, is killed."""
     (tmp_path / "program.py").write_text(textwrap.dedent(ENDLESS))
     text = """
         import os, pathlib, zygotes
@@ -230,7 +230,7 @@ def test_nothing_outlives_who_asked(killed: str, tmp_path: Path) -> None:
     program, child = map(int, started.read_text().split())
     waits = parent_of(program)
     os.kill(asks.pid if killed == "who asked" else waits, signal.SIGKILL)
-    if killed == "who waits":  # which alone knew of the program's children
+    if killed == "who waits":  # only it knew the program's children
         os.kill(child, signal.SIGKILL)
     assert gone(waits, program, child)
     asks.wait()
@@ -248,7 +248,7 @@ def parent_of(process: int) -> int:
     ],
 )
 def test_imports_that_fail_or_start_threads_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    """The program has an interpreter of its own then."""
+    """Such imports are refused, and the program runs in its own interpreter."""
     (tmp_path / "imported.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with pytest.raises(zygotes.NotStarted, match=said):

@@ -92,16 +92,18 @@ RELEASES: tuple[Release, ...] = (
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
 )
 
+COMPILED = ("numpy", "triton")  # packages that crash a Python other than the one that installed them
+
 # What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
 
 # Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
-STAND_INS: dict[tuple[str, str], Path] = {
+STUBS: dict[tuple[str, str], Path] = {
     # Later releases run without Apex; for them a program takes the stand-in for Transformer Engine's optimizer.
-    ("megatron-core", "0.7.0"): PROGRAMS / "stand_in_apex",
-    ("megatron-core", "0.8.0"): PROGRAMS / "stand_in_apex",
-    **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), PROGRAMS / "stand_in_intel"),
+    ("megatron-core", "0.7.0"): PROGRAMS / "stub_apex",
+    ("megatron-core", "0.8.0"): PROGRAMS / "stub_apex",
+    **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), PROGRAMS / "stub_intel"),
 }
 
 
@@ -305,12 +307,19 @@ def released(distribution: str, version: str) -> Path:
     Raises:
         RuntimeError: as `tree`.
     """
-    folder = trees() / f"{distribution}-{version}"
+    folder = trees() / tree_name(distribution, version)
     if not folder.is_dir():
         with _locked(folder):
             if not folder.is_dir():
                 _install(distribution, version, folder)
     return folder
+
+
+def tree_name(distribution: str, version: str, python: str = "") -> str:
+    """The name of a release's folder; with the Python version (by default, of this Python) for compiled packages."""
+    name = f"{distribution}-{version}"
+    python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"{name}-py{python}" if distribution in COMPILED else name
 
 
 def trees() -> Path:
@@ -353,9 +362,9 @@ def _install(distribution: str, version: str, folder: Path, source: str = "") ->
         systems = (f"manylinux_2_{glibc}_x86_64" for glibc in (31, 39))
         options += ["--python-version", "3.12", "--only-binary=:all:", *(f"--platform={system}" for system in systems)]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
-    if stand_in := STAND_INS.get((distribution, version)):
+    if stub := STUBS.get((distribution, version)):
         inherited = os.environ.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stand_in)])
+        environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stub)])
     _pip_install(sys.executable, [*options, source or f"{distribution}=={version}"], folder, environment)
 
 
@@ -531,10 +540,10 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     """The environment of a program under test; a copy, free to change."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     distribution, _, version = root.name.rpartition("-")
-    stand_in = STAND_INS.get((distribution, version))
+    stub = STUBS.get((distribution, version))
     if (apex := checkout("apex")) and root.name == apex.tree.name:
-        stand_in = PROGRAMS / "stand_in_apex_kernels"
-    folders = [root, *path, *([stand_in] if stand_in else []), *needed(root), PROGRAMS]
+        stub = PROGRAMS / "stub_apex_kernels"
+    folders = [root, *path, *([stub] if stub else []), *needed(root), PROGRAMS]
     product_alone = delivery == "none" and lacks_product(root, path)
     return {
         **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},

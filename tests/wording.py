@@ -1,8 +1,13 @@
-"""Find words that STYLE.md bans, in pages and in what the programs print: `python tests/wording.py`, in `make lint`."""
+"""Find phrases that are not plain English, in pages and in programs: `python tests/wording.py`, in `make lint`.
+
+In a program these are its texts, docstrings and comments.
+"""
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,17 +24,17 @@ BANNED = {
     r"\blays? (?:the |all )?(?:fixes|patches) over\b|\b(?:are|is) laid over\b": "patches",
     r"\bsigns? of life\b": "heartbeat",
     r"\bkept plans?\b": "cached plan",
-    r"\bare whole\b|\bis whole\b|\bwhole (?:run|checkpoint|folder)s?\b": "complete",
+    r"\b(?:are|is|not) whole\b|\bwhole (?:run|checkpoint|folder)s?\b": "complete",
     r"\bWho (?:trains|saves|loads)\.": "a noun phrase",
     r"\bis no fix\b|\bthere is none\b|\bthere are none\b|\bis none\b": "not a fix, no … exists",
     r"\btwice is as good as once\b": "idempotent",
     r"\bmends?\b|\bmended\b": "fixes, fixed",
-    r"\bstand-ins? for\b": "stub",
+    r"\bstand-ins?\b": "stub",
+    r"\b(?:checkpoint|file|header|index|pickle|record|release)s? (?:say|does not say|do not say)s?\b": "states",
     r"\bat hand\b": "available",
     r"\bturned bits?\b": "flipped bit",
     r"\bin the same words\b": "shared",
 }
-# Pages of fixes with a banned phrase that are being rewritten; remove a page from here when it has none.
 
 
 def findings(text: str) -> Iterator[tuple[int, str, str]]:
@@ -44,13 +49,20 @@ def pages() -> list[Path]:
     return [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
-def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """The texts in a program, but for its docstrings, and their lines."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the text of each string and each comment of a program; a comment continues on the next line."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
+    comments = [
+        (token.start[0], token.string.lstrip("# "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    for position, (line, text) in enumerate(comments):
+        following = comments[position + 1 : position + 2]
+        yield line, "\n".join([text, *(more for at, more in following if at == line + 1)])
 
 
 def complaints() -> list[str]:
@@ -62,7 +74,7 @@ def complaints() -> list[str]:
     for path in sorted(path for folder in PROGRAMS for path in (REPOSITORY / folder).rglob("*.py")):
         if "upstream_tests" in path.parts:
             continue
-        for line, text in messages(path):
+        for line, text in texts(path):
             for _, phrase, better in findings(text):
                 found.append(f"{path.relative_to(REPOSITORY)}:{line}: {phrase!r}; write: {better}")
     return found

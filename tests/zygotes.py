@@ -30,7 +30,7 @@ MEGATRON = (
     "ckpt_patches.demo.megatron_training",  # first: the stand-in for a GPU has to be there before Megatron is
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
-    "ckpt_patches.demo.stand_in_fused_adam",
+    "ckpt_patches.demo.stub_fused_adam",
     "torch._dynamo",
 )
 CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stand-ins

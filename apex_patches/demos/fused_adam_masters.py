@@ -1,12 +1,12 @@
-"""save fp16 weights' fp32 masters, and resume"""
+"""resume fp16 weights with their fp32 main parameters"""
 
 import copy
 from pathlib import Path
 
-from ckpt_patches.demo import show, stand_in_apex
+from ckpt_patches.demo import show, stub_apex
 
-stand_in_apex.install()
-import torch  # noqa: E402  the stand-in has to be there first
+stub_apex.install()
+import torch  # noqa: E402  after the stub is installed
 from apex.optimizers import FusedAdam  # noqa: E402
 
 LR = 1e-4
@@ -18,7 +18,7 @@ def run(folder: Path) -> str:
         step(model, optimizer, iteration)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "saved")
     saved = torch.load(folder / "saved", weights_only=False)
-    resumed, of_resumed = make(seed=1)  # as after a restart: other initial weights
+    resumed, of_resumed = make(seed=1)  # as after a restart, with other initial weights
     resumed.load_state_dict(saved["model"])
     of_resumed.load_state_dict(saved["optimizer"])
     before = copy.deepcopy(resumed)

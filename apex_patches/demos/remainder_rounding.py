@@ -1,15 +1,15 @@
-"""load fp32 masters as remainders of bf16 weights
+"""load main parameters as remainders of bf16 weights
 
-The weights of the resumed model are the masters, rounded by torch, as where a program loads them from fp32.
+The resumed model's weights are main parameters rounded by torch, as in a load from fp32.
 """
 
 from pathlib import Path
 
-from ckpt_patches.demo import show, stand_in_apex
+from ckpt_patches.demo import show, stub_apex
 from ckpt_patches.demo.ranks import free_port, results
 
-stand_in_apex.install()
-import torch  # noqa: E402  the stand-in has to be there first
+stub_apex.install()
+import torch  # noqa: E402  after the stub is installed
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam  # noqa: E402
 
 NUMEL = 2**22
@@ -20,7 +20,7 @@ def run(folder: Path) -> str:
 
 
 def resume(rank: int, port: int) -> str:
-    """Save after two steps, load into another model, and save that."""
+    """Save after two steps, load into another model, and save that model."""
     torch.distributed.init_process_group("nccl", f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
     weight, optimizer = make(seed=0)
     for iteration in range(2):

@@ -1,4 +1,4 @@
-"""Audit a path: find its checkpoints, read them, judge them."""
+"""Audit one checkpoint: read it, with one rank or several, and judge it."""
 
 import hashlib
 import traceback
@@ -30,7 +30,7 @@ class Report:
 
     checkpoint: Checkpoint
     findings: tuple[Finding, ...]
-    shift: shifted.Shift | None = None  # of a checkpoint that was saved shifted
+    shift: shifted.Shift | None = None  # set if the optimizer state was saved shifted
 
     @property
     def verdict(self) -> str:
@@ -45,12 +45,12 @@ class Report:
 
     @property
     def repaired(self) -> int:
-        """Elements that are not the run's own, because `ckpt-patches repair` wrote them."""
+        """The number of elements that `ckpt-patches repair` wrote."""
         return sum(end - begin for ranges in self.checkpoint.repaired.values() for begin, end in ranges)
 
 
 class UnreadableError(Exception):
-    """A checkpoint cannot be read to its end."""
+    """A checkpoint cannot be read completely."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.detail)
@@ -59,7 +59,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class _Structure:
-    """A checkpoint of which no element was read."""
+    """A checkpoint before any element is read."""
 
     found: Checkpoint
     shards: list[Shard]
@@ -68,20 +68,20 @@ class _Structure:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has found in its share of a checkpoint."""
+    """One rank's results for its share of a checkpoint."""
 
-    files: str  # a fingerprint of what is to be read of the whole checkpoint
+    files: str  # fingerprint of all shards of the checkpoint
     parts: list[scan.Part]  # in order
-    unreadable: Finding | None = None  # why there are no more
+    unreadable: Finding | None = None  # why the checkpoint could not be read completely
 
 
 def audit(path: Path, workers: int | None = None) -> Report:
-    """Read one checkpoint, whole, and judge it. One that cannot be read to its end is among the findings.
+    """Read and judge one checkpoint. A read error becomes a finding.
 
-    Without a number of workers as many as there are processors.
+    `workers` defaults to `Ranks.workers`, which depends on the number of processors.
 
     Raises:
-        UserError: it is no checkpoint in a format that is known.
+        UserError: the path is not a checkpoint in a known format.
     """
     ranks = Ranks()
     workers = workers or ranks.workers
@@ -90,10 +90,10 @@ def audit(path: Path, workers: int | None = None) -> Report:
 
 
 def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
-    """As `audit`. Each of several ranks reads its share, and rank 0 judges; None on the others.
+    """Like `audit`, for several ranks: each rank reads its share, and rank 0 judges. Returns None on other ranks.
 
     Raises:
-        UserError: it is no checkpoint in a format that is known, or a rank is missing.
+        UserError: the path is not a checkpoint in a known format, or a rank is missing.
     """
     if ranks.size == 1:
         return audit(path, workers)
@@ -124,7 +124,7 @@ def _structure(path: Path) -> _Structure:
 
 
 def _why_not_read(path: Path) -> Finding | None:
-    """A save that did not finish, or is in another format; None for no save at all."""
+    """The finding for an unfinished save or an unknown format; None if the path is not a save."""
     if why := why_incomplete(path):
         return Finding(damages.INCOMPLETE_SAVE, str(path), detail=why)
     if is_other_save(path):
@@ -145,7 +145,7 @@ def _unreadable(path: Path, error: Exception) -> Finding:
 
 
 def _scan(structure: _Structure, workers: int, ranks: Ranks) -> Iterator[scan.Part]:
-    """What is odd in this rank's share."""
+    """Scan this rank's share."""
     every = list(scan.spans(structure.shards, frozenset(record.path for record in structure.found.records)))
     share = shares([span.nbytes for span in every], ranks.size)[ranks.rank]
     own = every[share.start : share.stop]
@@ -155,7 +155,7 @@ def _scan(structure: _Structure, workers: int, ranks: Ranks) -> Iterator[scan.Pa
 
 
 def _share(structure: _Structure, workers: int, ranks: Ranks) -> Share:
-    """For rank 0: all that is odd, up to where this rank's share cannot be read."""
+    """Scan this rank's share for rank 0, up to the first read error."""
     files, parts = fingerprint(structure.shards), list[scan.Part]()
     try:
         for part in _scan(structure, workers, ranks):
@@ -166,10 +166,10 @@ def _share(structure: _Structure, workers: int, ranks: Ranks) -> Share:
 
 
 def _of_all(found: list[Share]) -> Iterator[scan.Part]:
-    """What all ranks have found, in order.
+    """The parts that all ranks have scanned, in rank order.
 
     Raises:
-        UnreadableError: a rank cannot read its share to its end.
+        UnreadableError: a rank cannot read its share completely.
         UserError: a rank has found other files than rank 0.
     """
     for rank, own in enumerate(found):
@@ -181,7 +181,7 @@ def _of_all(found: list[Share]) -> Iterator[scan.Part]:
 
 
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
-    """By what is odd in its parts."""
+    """Judge a checkpoint from its scanned parts."""
     found, shift = structure.found, None
     pieces: list[record_checksums.PartRead] = []
     try:
@@ -201,8 +201,9 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> R
 def judged(
     found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[record_checksums.PartRead]
 ) -> shifted.Shift | None:
-    """Add to the findings what is wrong with these shards, of each of which is given what is odd; what is known of a
-    shift. By the end of `odds` the checksums of all that was read are in `pieces`.
+    """Add the findings for these shards, given each shard's odd elements. Returns the shift, if any.
+
+    When `odds` is exhausted, `pieces` must hold the checksums of all bytes read.
     """
     empty = set()
     for shard, odd in zip(shards, odds, strict=True):
@@ -218,19 +219,19 @@ def judged(
 
 
 def complete(found: Checkpoint) -> list[Shard]:
-    """Add to what a reader has found all that can be told before an element is read; everything that is to be read."""
+    """Add the shards of tensors that no reader uses, and findings that need no elements. Returns all shards to read."""
     found.findings += copied_states.findings(found)
     found.shards += coverage.others(found)
     return all_shards(found)
 
 
 def all_shards(found: Checkpoint) -> list[Shard]:
-    """And bytes that no array has; they are read for the checksums."""
+    """The shards, plus bytes outside all arrays, which are read for the checksums."""
     return [*found.shards, *record_checksums.rest(found.records, found.shards)]
 
 
 def fingerprint(shards: list[Shard]) -> str:
-    """Of what is read, and of which shard it is."""
+    """A hash of the labels, sizes and streams of the shards."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.label, shard.numel, shard.streams)).encode("utf-8", "surrogateescape"))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Say what the commands take; what they need is imported when they run."""
+    """Define the commands' options. Imports happen when a command runs."""
     audit = parsers.add_parser(
         "audit",
         help="find damage in checkpoints, and the one to resume from",
@@ -89,17 +89,17 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _require_folder(path: Path) -> None:
-    """Before torch is imported, and waited for other ranks."""
+    """Check the path before the slow imports and before waiting for other ranks."""
     if not path.is_dir():
         raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
 
 
 def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.Namespace, Ranks, int], int]") -> int:
-    """Work with the other ranks, if there are any; the exit status, which is rank 0's."""
+    """Run `work` together with the other ranks, if any. Returns rank 0's exit status."""
     from ckpt_patches.runtime.distributed import joined
 
     with commands.needed_by(what):
-        import ckpt_patches.audit.repair.repair  # noqa: F401 - and all that it needs
+        import ckpt_patches.audit.repair.repair  # noqa: F401 - with its dependencies
     with joined(options.distributed, partial(commands.say, "ckpt-patches")) as ranks:
         return work(options, ranks, options.workers or ranks.workers)
 
@@ -120,7 +120,7 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
         found: Any = repair_report.as_json if options.json else repair_report.as_text
         text = found(options.output, result)
         print(json.dumps(text, indent=1) if options.json else text)
-        sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
+        sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
         return 1 if result.left else 0
 
     return ranks.share("the report", end)
@@ -150,7 +150,7 @@ def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -
 
 
 def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
-    """What comes after the last checkpoint; the exit status."""
+    """Write the output that follows the last checkpoint. Returns the exit status."""
     from ckpt_patches.audit.audit import EXIT_STATUS
     from ckpt_patches.audit.report import text_report
     from ckpt_patches.audit.report.run_report import run_report
@@ -162,13 +162,13 @@ def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
         for run in runs:
             print(run.as_text())
     _write_pictures(options, reports)
-    sys.stdout.flush()  # torchrun ends all ranks when one ends with another status than 0
+    sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
     statuses = {EXIT_STATUS[found.verdict] for found in reports}
     return 1 if 1 in statuses else max(statuses)
 
 
 def _require_pictures(options: argparse.Namespace) -> None:
-    """Say before an audit of hours what cannot be drawn after it."""
+    """Check before a long audit that the pictures can be written."""
     from ckpt_patches.audit.report import page, plot
 
     if options.plot:
@@ -192,7 +192,7 @@ def _write_pictures(options: argparse.Namespace, reports: "list[Report]") -> Non
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """An error has the file's own name, not that of a temporary one."""
+    """Raise errors with the name of the file, not of the temporary file."""
     try:
         yield
     except OSError as error:

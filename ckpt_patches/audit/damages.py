@@ -1,4 +1,4 @@
-"""The closed list of what can be wrong with a checkpoint. `docs/audit.md` shows it; each has a crafted test."""
+"""The complete list of finding kinds. `docs/audit.md` shows it; each kind has a test."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,8 +43,8 @@ LOST_MOMENT = _kind(
 MOMENT_GAP = _kind(
     "moment_gap",
     SUSPICION,
-    "both moments are zero over a run that is not whole rows, or that is too long to be rows without gradient; or the "
-    "first moment alone is zero where it can have decayed to zero",
+    "both moments are zero over a range that is not complete rows, or that is too long to be rows without gradient; or "
+    "the first moment alone is zero where it can have decayed to zero",
     FROM_OLDER,
 )
 NO_MOMENTS = _kind(
@@ -214,11 +214,11 @@ BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, and where."""
+    """One finding and its location."""
 
     kind: FindingKind
     array: str  # or a file's name
     shard: str = ""
-    begin: int | None = None  # the first element, counted in the shard
-    end: int | None = None  # behind the last one
+    begin: int | None = None  # first element, relative to the shard
+    end: int | None = None  # one past the last element
     detail: str = ""

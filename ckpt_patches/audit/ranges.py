@@ -1,4 +1,4 @@
-"""Ranges of bytes or of elements, each from its first up to but without its end."""
+"""Half-open ranges of bytes or elements."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ Range = tuple[int, int]
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """In order, with those as one that overlap or touch."""
+    """Sort the ranges; merge those that overlap or touch."""
     found: list[Range] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:

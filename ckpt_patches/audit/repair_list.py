@@ -1,6 +1,6 @@
-"""The list, in a checkpoint that was repaired, of the elements that were: reset moments look like lost ones.
+"""The list of repaired elements in a repaired checkpoint. Without it, reset moments look like lost ones.
 
-It is bound to the files that hold these elements, by their sizes and checksums. Of other files it says nothing.
+The list has the sizes and checksums of the files that hold these elements. If a file differs, the list is ignored.
 """
 
 import json
@@ -26,16 +26,16 @@ Key = tuple[str, str]  # array and shard
 
 @dataclass
 class Repaired:
-    """What was repaired in a checkpoint, in all repairs of it."""
+    """What was repaired in a checkpoint, over all its repairs."""
 
     ranges: dict[Key, list[Range]] = field(default_factory=dict)  # elements of the shard
-    sources: dict[Key, str] = field(default_factory=dict)  # what the last repair took
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # by name in the folder: size, checksum
-    moved: list[dict[str, Any]] = field(default_factory=list)  # for people: what of a shifted state came from where
-    copied: list[dict[str, Any]] = field(default_factory=list)  # for people: which files were made of which
+    sources: dict[Key, str] = field(default_factory=dict)  # source of the last repair
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # by name in the folder: bytes, checksum
+    moved: list[dict[str, Any]] = field(default_factory=list)  # information only: sources of moved elements
+    copied: list[dict[str, Any]] = field(default_factory=list)  # information only: sources of copied files
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
-        """Elements that were repaired; those of an earlier repair stay."""
+        """Add repaired elements; those of earlier repairs stay in the list."""
         self.ranges[key] = joined([*self.ranges.get(key, []), *ranges])
         self.sources[key] = source
 
@@ -44,7 +44,7 @@ class Repaired:
 
 
 def read(found: Checkpoint) -> Repaired:
-    """The list of a checkpoint; an empty one where there is none, or it is of other files, which is a finding."""
+    """Read the repair list of a checkpoint, and add a finding for it. Empty if it is missing, invalid or stale."""
     path = found.path / NAME
     if not path.exists():
         return Repaired()
@@ -72,7 +72,7 @@ def read(found: Checkpoint) -> Repaired:
 
 
 def write(folder: Path, before: Repaired, now: Repaired, files: set[str]) -> None:
-    """Put the list into a checkpoint: what an earlier repair had listed, and this one, with what the files are now."""
+    """Write the list: the entries of earlier repairs and of this one, with the current sizes and checksums."""
     listed = before
     for key, ranges in now.ranges.items():
         listed.add(key, ranges, now.sources[key])
@@ -93,7 +93,7 @@ def fingerprint(folder: Path, name: str) -> tuple[int, int]:
     """Size and checksum of a file of a checkpoint.
 
     Raises:
-        UserError: the name leads out of the folder.
+        UserError: the name points outside the folder.
         OSError: the file cannot be read.
     """
     size = crc = 0

@@ -1,8 +1,8 @@
-"""A run's folder: the saves in it, complete or not, and the one that its tracker names.
+"""A run's folder: its saves, complete or not, and the save that its tracker names.
 
-DeepSpeed writes `latest` (and its converter `latest_universal`) with the name of a folder, Megatron
-`latest_checkpointed_iteration.txt` with an iteration, which is the folder `iter_0000010`, or the word `release`. verl
-writes the latter, too: there it is `global_step_10`, with a checkpoint for each model that it trains.
+DeepSpeed writes the name of a folder to `latest` (its converter: to `latest_universal`). Megatron writes an iteration,
+which stands for the folder `iter_0000010`, or the word `release` to `latest_checkpointed_iteration.txt`. verl writes
+the same file for the folder `global_step_10`, which has a checkpoint for each trained model.
 """
 
 import re
@@ -18,35 +18,35 @@ from ckpt_patches.formats.zarr import METADATA
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER)
-LONGEST_NAME = 255  # bytes of a folder's name, and of what is read of a tracker
-UNFINISHED = ".unfinished"  # the end of the name of a folder that a tool of this package writes
+LONGEST_NAME = 255  # bytes, of a folder's name and of a tracker's content
+UNFINISHED = ".unfinished"  # suffix of a folder that a tool of this package has not finished
 ITERATION = re.compile(r"iter_\d{7,}")
 OF_VERL = re.compile(r"global_step_\d{1,15}")
 NAMED = re.compile(r"iter_\d{7,}|global_step\d+\w*")
-# What saves of the known formats consist of.
+# Files and folders in saves of the known formats.
 PARTS = re.compile(
     r".*\.distcp|metadata\.json|common\.pt|.*_(model|optim)_states\.pt|mp_rank_\d+(_\d+)*|fsdp_config\.json"
 )
-MOST_ENTRIES = 10_000  # of a folder, that are looked at to tell whether it is a save
+MOST_ENTRIES = 10_000  # entries of a folder that are checked
 
 
 class Tracker(NamedTuple):
     """A file that names a checkpoint."""
 
     path: Path
-    names: Path | None  # the folder; None if the file names none
+    names: Path | None  # the folder; None if the file names no folder
 
 
 def save_of(checkpoint: Path) -> Path:
-    """The folder that a run resumes from: of a checkpoint that is one of several models', that of all of them."""
+    """The folder that a run resumes from. verl: the parent folder, which has the checkpoints of all models."""
     return checkpoint.parent if OF_VERL.fullmatch(checkpoint.parent.name) else checkpoint
 
 
 def saves(path: Path) -> Iterator[Path]:
-    """The saves in a folder: itself, or those below it and those that its trackers name. Symlinks are followed once.
+    """The saves in a folder: itself, those below it, and missing ones that its trackers name. Visits each folder once.
 
     Raises:
-        UserError: it is no folder.
+        UserError: the path is not a folder.
     """
     if not path.is_dir():
         raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
@@ -60,7 +60,7 @@ def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
         is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
         is_last = is_save and reader not in HAS_OTHERS_BELOW
         folders = [] if is_last else sorted(folder for folder in path.iterdir() if folder.is_dir())
-    except Exception:  # which the audit reports
+    except Exception:  # the audit reports it
         is_save, is_last, folders = True, True, []
     else:
         if (stat.st_dev, stat.st_ino) in seen:
@@ -70,21 +70,21 @@ def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
         yield path
     if is_last:
         return
-    # Links come last: what is there under its own name is not reported under another one.
+    # Symlinks come last, so that each folder is reported under its own name.
     for folder in sorted(folders, key=Path.is_symlink):
         yield from _saves(folder, seen)
     yield from sorted(missing for tracker in trackers(path) if (missing := _not_there(tracker)))
 
 
 def _not_there(tracker: Tracker) -> Path | None:
-    """What a tracker names in vain; the tracker itself if it names no folder."""
+    """The missing folder that a tracker names; the tracker itself if it names no folder."""
     if tracker.names is None:
         return tracker.path
     return None if tracker.names.is_dir() else tracker.names
 
 
 def trackers(path: Path) -> list[Tracker]:
-    """Those in a folder."""
+    """The trackers in a folder."""
     return [Tracker(path / name, _named_in(path / name)) for name in TRACKERS if (path / name).is_file()]
 
 
@@ -100,7 +100,7 @@ def _named_in(file: Path) -> Path | None:
 
 
 def why_incomplete(path: Path) -> str | None:
-    """Why a folder, which no reader knows, is a save that did not finish; None if it is no such folder."""
+    """The reason why a path that no reader accepts is an unfinished save; None if it is not one."""
     if path.name in TRACKERS and not path.is_dir():
         return "it does not name a folder"
     if not path.exists():
@@ -119,11 +119,11 @@ def why_incomplete(path: Path) -> str | None:
 
 
 def is_other_save(path: Path) -> bool:
-    """Whether a folder, which no reader knows, is a save in another format.
+    """Whether a folder that no reader accepts is a save in another format. There are three cases.
 
-    That is one with the index of torch.distributed.checkpoint, which is written last; but one of Megatron's has
-    `metadata.json` after it, and is told by its name. One of Megatron's `torch` format without the distributed
-    optimizer. And one that is named like a save, without a part of a known one.
+    It has the index of torch.distributed.checkpoint, which is written last. Megatron's folders, detected by name, are
+    excluded: they have `metadata.json` after it. Or it is Megatron's `torch` format without the distributed optimizer.
+    Or it is named like a save, has files, and has no part of a save in a known format.
     """
     names = _names(path)
     if is_without_distributed_optimizer(path):

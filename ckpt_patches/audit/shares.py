@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 
 def shares(costs: Sequence[int], count: int) -> list[range]:
-    """Which items each of `count` processes does: neighbours, in order, whose costs are alike.
+    """Divide items into consecutive ranges of similar cost, one per process (`count`).
 
-    Every process comes to the same result. An item's middle lies in its process's part of all costs.
+    The result is deterministic. An item goes to the process whose part of the total cost contains the item's middle.
     """
     total = sum(costs) or 1
     begins = itertools.accumulate(costs, initial=0)

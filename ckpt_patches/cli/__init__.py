@@ -1,4 +1,4 @@
-"""The commands: parse arguments, call a room, print what it returns."""
+"""The command line: parse arguments, call a tool, print its result."""
 
 from ckpt_patches.cli.command_line import main
 

@@ -35,9 +35,9 @@ exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2
 read or written; 3 no verdict on a checkpoint is possible"""
 
 TO_UNIVERSAL = "to-universal"
-# The commands about fixes: these read those of plug-ins, too.
+# The commands about fixes, which also read plug-ins.
 OF_FIXES = ("status", "list", "explain", "diff", "show", "apply", "revert", "completion")
-# Of the JSON of status and list; raised when a key is renamed, removed or changes its meaning.
+# Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
 SCHEMA = 1
 JSON_HELP = "print JSON (ckpt-patches explain json)"
 MATCH_STATUS = "exit status: 0 success, 1 a fix does not match, 2 wrong usage or an unreadable file"
@@ -58,7 +58,7 @@ class NoFix(UserError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
+    """Run the command and return its exit status."""
     return runtime_commands.run("ckpt-patches", lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -75,10 +75,10 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _read_plugins(*, silent: bool) -> None:
-    """Read the fixes of plug-ins, and (but for `status`, which shows it) say which are of no use.
+    """Read the fixes of plug-ins, and unless `silent` (`status` shows them itself) warn about unusable ones.
 
     Raises:
-        UserError: one is, in strict mode.
+        UserError: in strict mode, one is unusable.
     """
     from ckpt_patches import Switches
 
@@ -94,7 +94,7 @@ def _read_plugins(*, silent: bool) -> None:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The command's, and that of each command in it."""
+    """The main parser, and the parser of each command."""
     parser: argparse.ArgumentParser = Parser(
         "ckpt-patches",
         **described(
@@ -109,7 +109,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_reports(commands)
     _add_patches(commands)
-    # Its options are its own module's, which the other commands do without.
+    # Its options are defined in its own module, which the other commands do not import.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
     audit.add_to(commands)
     migrate.add_to(commands)
@@ -274,7 +274,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _find(text: str) -> int:
-    """List the fixes for an error text or the description of an effect."""
+    """Print the fixes for an error text or the description of an effect."""
     from ckpt_patches.cli import symptoms
     from ckpt_patches.engine import fix_table
     from ckpt_patches.engine.fix import load
@@ -303,7 +303,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def _distribution(name: str) -> str:
-    """The name of an upstream package as pip has it."""
+    """An upstream package's name in pip's spelling."""
     found = name.lower().replace("_", "-")
     known = [DISTRIBUTIONS[package] for package in packages()]
     if found not in known:
@@ -346,7 +346,7 @@ def _table_of(title: str, rows: "Sequence[Row]") -> str:
 
 
 def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
-    """The fixes to list, and of a tree those that do not match it."""
+    """The fixes to list, and for a tree the results of those that do not match it."""
     if options.release:
         from ckpt_patches.engine.fix import load
         from ckpt_patches.engine.plan import fixes_for
@@ -412,7 +412,7 @@ def _row(package: "Installed") -> tuple[str, ...]:
 
 
 def _print_fixes(found: "Status", package: "Installed") -> None:
-    """The fixes of a package that is installed, problems first."""
+    """Print the fixes of an installed package, problems first."""
     from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, AVAILABLE, MISSING, NOT_NEEDED
 
     rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, AVAILABLE, *NOT_NEEDED))}
@@ -436,12 +436,12 @@ def _diff(options: argparse.Namespace) -> int:
     for plan in plans:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
     sys.stdout.flush()
-    _tell_missing_dependencies(plans)
+    _print_missing_dependencies(plans)
     return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
 
 
-def _tell_missing_dependencies(plans: Sequence[TreePlan]) -> None:
-    """Report on stderr the fixes of a diff whose dependencies apply here, and are not in it."""
+def _print_missing_dependencies(plans: Sequence[TreePlan]) -> None:
+    """Report on stderr each dependency of the diff's fixes that applies here but is not in the diff."""
     from ckpt_patches.engine.fix import load
 
     for plan in plans:
@@ -453,7 +453,7 @@ def _tell_missing_dependencies(plans: Sequence[TreePlan]) -> None:
 
 
 def _split(options: argparse.Namespace) -> int:
-    """A numbered series for `git am`; one for each package where the tree has both."""
+    """Write a numbered series for `git am`; for several packages, one series each."""
     from ckpt_patches.engine.format_patch import author_of, files_of
     from ckpt_patches.engine.series import plan_series
 
@@ -472,7 +472,7 @@ def _split(options: argparse.Namespace) -> int:
 
 
 def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a series into a folder. `git am DIR/*.patch` takes all that is there, so no other patch may be."""
+    """Write a series into a folder. `git am DIR/*.patch` takes every patch there, so it may hold no other."""
     from ckpt_patches.runtime.durable import make_folder, replace_durably
 
     if folder.exists() and not folder.is_dir():
@@ -486,7 +486,7 @@ def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """The whole module with all fixes that are not switched off; what was written into the file already is in it."""
+    """Print the complete module with all fixes that are not switched off and all that are applied in place."""
     from ckpt_patches import Switches
     from ckpt_patches.engine.diffs import file_diff
     from ckpt_patches.engine.plan import fixes_for, module_path
@@ -516,12 +516,12 @@ def _edited_modules() -> list[str]:
 
 
 def _apply(options: argparse.Namespace) -> int:
-    """All that were asked for but those that the hook would leave out; one that is off by default by its name alone."""
+    """Apply the named fixes, or all. Omits skipped fixes; without names, also those that are off by default."""
     from ckpt_patches import Switches
     from ckpt_patches.inplace import rewrite
 
     switches = Switches(os.environ)
-    skip = switches.told_to_skip if options.fixes else switches.skip
+    skip = switches.skip_requested if options.fixes else switches.skip
     results: list[FixResult] = []
     for selection in select(options.fixes, options.tree):
         before = rewrite.read_state(selection.root, selection.package).fixes
@@ -530,13 +530,13 @@ def _apply(options: argparse.Namespace) -> int:
         results += [_as_before(r, before) for r in plan.results if r.name in names]
         for name in (name for name in selection.names if name in skip):
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
-            why = "CKPT_PATCHES_SKIP" if name in switches.told_to_skip else f"off by default: {OFF_BY_DEFAULT[name]}"
+            why = "CKPT_PATCHES_SKIP" if name in switches.skip_requested else f"off by default: {OFF_BY_DEFAULT[name]}"
             print(f"{name}: {left} ({why})", file=sys.stderr)
     return _tell(results)
 
 
 def _as_before(result: FixResult, before: Sequence[str]) -> FixResult:
-    """A fix that an earlier run applied is there already."""
+    """The result, but ALREADY_THERE for a fix that an earlier run applied."""
     if result.outcome is Outcome.APPLIES and result.name in before:
         return FixResult(result.name, Outcome.ALREADY_THERE)
     return result
@@ -553,7 +553,7 @@ def _revert(options: argparse.Namespace) -> int:
 
 
 def _tell(results: Sequence[FixResult]) -> int:
-    """Say on stderr what each fix did; 1 if one does not match."""
+    """Report each fix's outcome on stderr; return 1 if one does not match, else 0."""
     for result in results:
         reason = f": {result.reason}" if result.reason else ""
         print(f"{result.name}: {MEANING[result.outcome]}{reason}", file=sys.stderr)

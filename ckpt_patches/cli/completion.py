@@ -1,4 +1,4 @@
-"""What a shell completes behind `ckpt-patches`: made from the options of its commands, and so never behind them."""
+"""Shell completion for `ckpt-patches`, generated from the options of its commands."""
 
 import argparse
 import re
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 
 SHELLS = ("bash", "zsh")
 FUNCTION = "_ckpt_patches"
-# In zsh the same function, by its own means.
+# zsh runs the same function through bashcompinit.
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def script(parsers: Mapping[str, argparse.ArgumentParser], words: Mapping[str, Iterable[str]], shell: str) -> str:
-    """A program for the shell.
+    """The completion script for a shell.
 
     Args:
-        parsers: of each command, by its name.
-        words: what each command takes besides options and files, as the names of fixes.
+        parsers: the parser of each command, by its name.
+        words: by command, its arguments other than options and files, such as names of fixes.
         shell: one of `SHELLS`.
     """
     cases = [_case(name, parser, words.get(name, ())) for name, parser in parsers.items()]

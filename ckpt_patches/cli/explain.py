@@ -15,7 +15,7 @@ WIDEST = 100  # columns of a paragraph; longer lines are hard to read
 
 
 def names() -> list[str]:
-    """The pages that are installed: of each fix, and of topics such as audit and migrate."""
+    """The names of the installed pages: of fixes, and of topics such as audit and migrate."""
     return sorted({*PLUGINS, *(path.stem for path in _folder().glob("*.md") if path.stem != "README")})
 
 
@@ -45,13 +45,13 @@ def text(name: str) -> str:
     if name not in names():
         raise UserError(unknown("page", name, names(), "ckpt-patches explain"))
     markdown = without_links(page_text(name))
-    markdown = markdown.partition(f"\n{SECTION}\n")[0]  # for upstream's reviewers
+    markdown = markdown.partition(f"\n{SECTION}\n")[0]  # a section for upstream's reviewers
     columns = terminal.width()
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 
 
 def page_text(name: str) -> str:
-    """The text of a page; of a plug-in's fix without one, the docstring of its file."""
+    """The text of a page; for a plug-in's fix without a page, the docstring of its file."""
     if name in PLUGINS and not Path(path_of(name)).with_suffix(".md").exists():
         return ast.get_docstring(ast.parse(Path(path_of(name)).read_text(encoding="utf-8"))) or sentence(name)
     return page(name).read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def _folder() -> Path:
 
 
 def without_links(markdown: str) -> str:
-    """The text of a link to another page; behind that of a link to another site its address. No comments."""
+    """Replace links by their texts, with the address for another site; remove comments and pictures."""
     markdown = re.sub(r"(?m)^<!--.*?-->\n", "", markdown)
     markdown = re.sub(r"!\[[^]]*\]\([^)\s]+\)\n*", "", markdown)  # a picture
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
@@ -71,12 +71,12 @@ def without_links(markdown: str) -> str:
 
 
 def _as_command(page: "re.Match[str]") -> str:
-    """The command that prints a page, in place of its file."""
+    """The command that prints a page, if it is installed, instead of its file name."""
     return f"`ckpt-patches explain {page[1]}`" if page[1] in names() else page[0]
 
 
 def formatted(markdown: str, columns: int) -> str:
-    """Headings bold and apart, paragraphs and items wrapped; code and tables as they are."""
+    """Format headings in bold with a blank line below, and wrap paragraphs and items; keep code and tables."""
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(block if block.startswith("```") else _prose(block, columns) for block in blocks)
 

@@ -1,4 +1,4 @@
-"""The command `ckpt-patches fingerprint`. Its work is imported when it is run: it needs NumPy, others do not."""
+"""The command `ckpt-patches fingerprint`. Modules that need NumPy are imported when it runs."""
 
 import argparse
 import json
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
     from ckpt_patches.fingerprint.states import Difference, Fingerprint
 
-SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
 AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
 
 exit status: 0 all checksums are equal to those compared with, 1 some differ, 2 a checkpoint cannot be read"""
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add it to the command line."""
+    """Add the command to the command line."""
     command = commands.add_parser(
         "fingerprint",
         help="print a layout-independent checksum of every tensor",
@@ -44,7 +44,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
+    """Run the command and return its exit status."""
     with needed_by("a fingerprint"):
         import ckpt_patches.fingerprint.states  # noqa: F401
     found, checked = _read(options.path, options.trust_checkpoint)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(path: Path, trust: bool) -> "tuple[list[Fingerprint], Checked | None]":
-    """What the files have, and whether that is what the run has recorded; None where it has recorded nothing."""
+    """The fingerprints of the files, and their comparison with those that the run recorded; None if it did not."""
     from ckpt_patches.convert import zero_fingerprints
     from ckpt_patches.fingerprint import dcp_files, megatron_files, universal_states
     from ckpt_patches.formats import megatron_torch
@@ -87,7 +87,7 @@ def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     from ckpt_patches.fingerprint import dcp_files, offline
 
     index = dcp_files.read(path)
-    _say_what_has_none(path, dcp_files.left_out(index))
+    _print_left_out(path, dcp_files.left_out(index))
     found, plain = list(dcp_files.fingerprints(path, index)), dcp_files.recorded(path, index)
     return found, None if plain is None else offline.check(plain, found)
 
@@ -101,26 +101,26 @@ def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     found = list(megatron_files.fingerprints(path, stored))
     in_buckets = list(offline.of_buckets(plain, partial(buckets.in_distributed, path, stored)))
     left_out = megatron_files.left_out(stored)
-    _say_what_has_none(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
+    _print_left_out(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
     found += in_buckets
     return found, None if plain is None else offline.check(plain, found)
 
 
 def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
-    """Of the states alone: parameters are those of each rank, by the rank's folder."""
+    """The optimizer's states only; the name of a parameter begins with its rank's folder."""
     from ckpt_patches.fingerprint import offline
 
     ranks = list(offline.of_torch(path))
     if all(one.plain is None for one in ranks):
         raise UserError(
             f"{path}: expected a record of the run in the `torch` format (CKPT_PATCHES_FINGERPRINT=1), found none, and "
-            "the files themselves do not say where parameters begin in the buffers"
+            "the files themselves do not state where parameters begin in the buffers"
         )
     found = [own._replace(parameter=f"{one.label}{own.parameter}") for one in ranks for own in one.found]
     return found, offline.together([one.checked() for one in ranks])
 
 
-def _say_what_has_none(path: Path, left_out: dict[str, str]) -> None:
+def _print_left_out(path: Path, left_out: dict[str, str]) -> None:
     for why, count in Counter(left_out.values()).items():
         example = next(name for name, its in left_out.items() if its == why)
         tensors = f"{count} tensors have" if count > 1 else "1 tensor has"

@@ -1,4 +1,4 @@
-"""What is installed, and what every fix does here. Reads files; imports nothing of torch, megatron or deepspeed."""
+"""The installed packages and the state of every fix. Reads files; never imports torch, megatron or deepspeed."""
 
 import importlib.metadata
 import os
@@ -28,9 +28,9 @@ NO_MATCH = "NO MATCH"
 SWITCHED_OFF = "switched off"
 AVAILABLE = "available"  # off by default
 INACTIVE = "inactive"
-# The bug is there, and its fix is not.
+# The bug is present, and its fix is not active.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
-# Fixes of asynchronous saves: the beginning of their names in megatron-core, and the one that replaces an absent NVRx.
+# Fixes of asynchronous saves: the prefix of their names for megatron-core, and the fix that replaces a missing NVRx.
 ASYNC, FALLBACK = "async_", "async_strategy_fallback"
 NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT, Outcome.NOT_NEEDED.value)
 
@@ -42,12 +42,12 @@ class Installed:
     name: str
     version: str | None
     location: str | None
-    why: str = ""  # of the upstream packages: how this tree was come by
+    why: str = ""  # for upstream packages: how this tree was found
 
 
 @dataclass(frozen=True)
 class FixStatus:
-    """What a fix does in this environment, and why where that needs saying."""
+    """The state of a fix in this environment, and a reason if needed."""
 
     name: str
     package: str
@@ -57,10 +57,10 @@ class FixStatus:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the demonstration of an active fix has found here."""
+    """The result of an active fix's demonstration in this environment."""
 
     name: str
-    result: str  # one of the words below
+    result: str  # one of the constants below
     found: str
 
 
@@ -69,28 +69,27 @@ WORKS, DOES_NOT_WORK, NOT_RUN = "works", "does not work", "could not run"
 
 @dataclass(frozen=True)
 class Status:
-    """All that `ckpt-patches status` shows."""
+    """Everything that `ckpt-patches status` shows."""
 
     version: str
     mode: str
     hook_active: bool
-    hook_reason: str  # why it is not
+    hook_reason: str  # why it is not active
     installed: tuple[Installed, ...]
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
-    errors: tuple[str, ...]  # packages that are missing, plug-ins that cannot be used
-    async_saves: str  # which package's code Megatron's asynchronous saves run, and what is active of its fixes
+    errors: tuple[str, ...]  # missing packages, unusable plug-ins
+    async_saves: str  # the package that runs Megatron's asynchronous saves, and how many of its fixes are active
     proofs: tuple[Proof, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether every required package is installed, no fix that is needed here is missing, and those that were to
-        be proven work."""
+        """Whether every required package is installed, no needed fix is missing, and every demonstration succeeded."""
         missing = any(fix.state in MISSING for fix in self.fixes)
         return not self.errors and not missing and all(proof.result == WORKS for proof in self.proofs)
 
     def summary(self) -> str:
-        """The number of fixes by what they do, of the packages that are installed."""
+        """The number of fixes in each state, for the installed packages."""
         here = {package.name for package in self.installed if package.version}
         states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
         in_place, available = states.count(APPLIED_IN_PLACE), states.count(AVAILABLE)
@@ -106,7 +105,7 @@ class Status:
 
 
 def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
-    """Look at the environment of this Python, or (`tree`) at a tree as it would be with that first on the path.
+    """Inspect the environment of this Python, or `tree` as if it were first on sys.path.
 
     Args:
         tree: a folder with an upstream package.
@@ -125,7 +124,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
         fixes = [_inactive(fix, switches) for fix in fixes]
-    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.told_to_skip]
+    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip_requested]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
         if root
@@ -133,7 +132,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         for package, root in roots.items()
     ]
     others = [_distribution(name) for name in ("torch", "zarr", "apex") if name not in roots]
-    # What this command's Python lacks, the one that runs a tree may have.
+    # The Python that runs a tree may have packages that this one lacks.
     installed += [package for package in others if tree is None or package.version]
     skipped = [f"{name} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert {name}" for name in in_place]
     warnings = [*switches.errors, *skipped, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
@@ -155,7 +154,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
 
 
 def proven(status: Status, tree: str | None = None) -> Status:
-    """Run the demonstrations of all active fixes in this environment, on the CPU: as many at once as it has cores."""
+    """Run the demonstrations of all active fixes in this environment, on the CPU, one per core at a time."""
     from ckpt_patches.demo.prove import prove, variables
     from ckpt_patches.demo.run import demonstrations
 
@@ -169,7 +168,7 @@ def proven(status: Status, tree: str | None = None) -> Status:
 
 
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
-    """The packages that this environment lacks."""
+    """Errors about packages that this environment lacks."""
     where = f"for {sys.executable}" if tree is None else f"in {tree}"
     absent = [DISTRIBUTIONS[package] for package in FOLDERS if roots[package] is None]
     if not any(roots.values()):
@@ -186,7 +185,7 @@ def _why_inactive(switches: Switches) -> str:
 
 
 def _why_this_tree(root: Path, tree: str | None) -> str:
-    """How the tree was come by; a training script may come by another one."""
+    """How the tree was found; a training script may find another one."""
     if tree is not None:
         return "--tree"
     if str(root) in map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
@@ -199,7 +198,7 @@ def _why_this_tree(root: Path, tree: str | None) -> str:
 
 
 def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
-    """A script imports what lies beside it; a console script does not look into the current folder."""
+    """A warning if the current folder holds another tree: scripts in it import that one, a console script does not."""
     here = Path.cwd()
     if here == root or not contains(here, package):
         return []
@@ -210,12 +209,12 @@ def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
 
 
 def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches, why_inactive: str) -> list[FixStatus]:
-    """What each fix does in a tree."""
+    """The state of each fix in a tree."""
     if root is None:
         reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
         return [FixStatus(name, package, NOT_PRESENT, reason) for name in fixes_for(package)]
     in_place = rewrite.read_state(root, package).fixes
-    if tree is None and not why_inactive:  # what this process would import, by whichever hook
+    if tree is None and not why_inactive:  # what this process would import, through any hook
         plan, _ = running.make_plan(str(root), package, switches)
         skipped = plan_tree(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
         results = {result.name: result for result in (*plan.results, *skipped.results)}
@@ -228,7 +227,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
-    off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.told_to_skip else None
+    off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.skip_requested else None
     state, reason = NOT_PRESENT, "this release does not have the code"
     if result.outcome is Outcome.ALREADY_THERE:
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
@@ -242,7 +241,7 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
         state, reason = result.outcome.value, result.reason
     elif result.outcome is Outcome.APPLIES:
         state, reason = ACTIVE, ""
-        if result.name in switches.told_to_skip:
+        if result.name in switches.skip_requested:
             state, reason = SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}"
         elif off:
             state, reason = AVAILABLE, f"{off}; CKPT_PATCHES_ENABLE={result.name} switches it on"
@@ -250,7 +249,7 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
 
 
 def _inactive(fix: FixStatus, switches: Switches) -> FixStatus:
-    """A fix where there is no hook; why is said once for all."""
+    """A fix's state without a hook; the reason is shown once for all fixes."""
     if fix.state != ACTIVE:
         return fix
     return FixStatus(fix.name, fix.package, SWITCHED_OFF if switches.mode == "off" else INACTIVE)
@@ -265,7 +264,7 @@ def _distribution(name: str) -> Installed:
 
 
 def _zarr_warning(core: Path | None, installed: list[Installed]) -> list[str]:
-    """megatron-core's zarr strategy needs zarr 2 and names no bound; zarr 3 ignores the synchronizer."""
+    """A warning about zarr 3: megatron-core needs zarr 2 and sets no bound; zarr 3 ignores the synchronizer."""
     version = next((package.version for package in installed if package.name == "zarr"), None)
     if core is None or version is None or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 3:
         return []
@@ -279,7 +278,7 @@ def _zarr_warning(core: Path | None, installed: list[Installed]) -> list[str]:
 
 
 def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Sequence[FixStatus]) -> str:
-    """By the default of `get_async_strategy`, which is megatron-core's since 0.17; empty without megatron-core."""
+    """The state of asynchronous saves with `get_async_strategy`'s default; empty without megatron-core."""
     if core is None:
         return ""
     here = {package.name: package.version for package in installed}
@@ -298,14 +297,14 @@ def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Seque
 
 
 def _covered(package: str, prefix: str, fixes: Sequence[FixStatus]) -> str:
-    """How many of the fixes of its asynchronous saves are active, of those that it needs."""
+    """How many of the package's needed fixes of asynchronous saves are active."""
     states = [fix.state for fix in fixes if fix.package == package and fix.name.startswith(prefix)]
     needed = [state for state in states if state not in NOT_NEEDED]
     return f"{sum(state not in MISSING for state in needed)} of {len(needed)} fixes active"
 
 
 def _apex_warning() -> list[str]:
-    """`apex` on the package index is not NVIDIA's."""
+    """A warning if the installed `apex` is the one of the package index, which is not NVIDIA's."""
     spec = find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     if spec is None or any(os.path.isdir(os.path.join(folder, "optimizers")) for folder in folders):
@@ -318,5 +317,5 @@ def _apex_warning() -> list[str]:
 
 
 def python() -> str:
-    """The interpreter that the status is of."""
+    """This interpreter's version and path."""
     return f"Python {sys.version.split()[0]} ({sys.executable})"

@@ -1,8 +1,8 @@
 """Find a fix by an error text or a visible effect: `ckpt-patches explain "KeyError: 'step'"`.
 
-What is known of each fix is its `symptom` and the first section of its page. A pasted line matches an error text of
-a page if it has most of its words, or is a part of it. Where none does, text matches a fix if most of its own words are
-in what is known of the fix. A word counts the more the fewer fixes have it.
+The search covers each fix's `symptom` and the first section of its page. A pasted line matches an error text of a page
+if it contains most of its words, or is a part of it. If no line matches, the text matches a fix if the fix's symptom
+or section contains most words of the text. A word has more weight the fewer fixes contain it.
 """
 
 import math
@@ -16,20 +16,20 @@ from functools import cache, cached_property
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.registry import FIXES
 
-CONTAINED = 0.8  # of an error text, by weight: the share that a pasted line has to contain
-SHARED = 0.6  # of a description of an effect, by weight: the share that a fix's symptom has to contain
-FEW = 4  # words of an error text; with fewer, a pasted line has to contain them side by side
-LONGEST = 25  # words of a description of an effect; a longer text is a log, in which only error texts are looked for
-MOST = 8  # candidates
+CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
+SHARED = 0.6  # minimum share, by weight, of the words of an effect's description in a fix's symptom
+FEW = 4  # words of an error text; a pasted line must contain a shorter one without gaps
+LONGEST = 25  # words of an effect's description; a longer text is a log, in which only error texts are searched
+MOST = 8  # results
 
-# Words that say nothing of a symptom.
+# Words that do not describe a symptom.
 COMMON = re.compile(
     r"a|about|after|all|also|an|and|any|are|as|at|be|been|but|by|can|cannot|could|did|do|does|for|from|get|gets|got|had|"
     r"has|have|how|i|if|in|into|is|it|its|just|me|my|new|no|not|now|of|on|one|only|or|other|our|out|own|so|some|that|"
     r"the|their|them|then|there|these|they|this|those|to|too|under|up|was|we|were|what|when|where|which|while|who|whose|"
     r"why|will|with|without|would|you|your"
 )
-# An error, a warning or a line of a log, in contrast to a name, an option or a call.
+# An error, a warning or a log line, as opposed to a name, an option or a call.
 ERROR = re.compile(r"\w(?:Error|Exception)\b|^assert |\bfailed\b|^[\w'. ]+(?: [\w'.]+){3}")
 NAMED = re.compile(r"\w(?:Error|Exception)\b")
 NO_ERROR = re.compile(r"^-|^\w+\(|^File |^(?:if|for|return) |^\w*(?:Error|Exception)$")
@@ -38,11 +38,11 @@ BLOCK = re.compile(r"^```.*\n(?:(?!```).*\n)*```$|^ {4}.*(?:\n {4}.*)*", re.MULT
 
 @dataclass(frozen=True)
 class Symptom:
-    """What is known of a fix's symptom."""
+    """The searched text of a fix."""
 
     fix: str
     text: str
-    errors: tuple[str, ...]  # without quotes of code; `…` for what differs between runs
+    errors: tuple[str, ...]  # without backquotes; `…` stands for a part that differs between runs
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -54,8 +54,8 @@ class Match:
     """A fix that a text matches."""
 
     fix: str
-    is_error: bool  # an error text of the fix is in it
-    weight: float  # of the words that both have
+    is_error: bool  # the text contains an error text of the fix
+    weight: float  # of the words that text and fix share
 
 
 @cache
@@ -72,7 +72,7 @@ def known() -> tuple[Symptom, ...]:
 
 
 def errors(markdown: str) -> Iterable[str]:
-    """The error texts and lines of logs in code, each on one line."""
+    """The error texts and log lines in code blocks and inline code, each on one line."""
     for block in BLOCK.findall(markdown):
         yield from _of_block(block)
     for code in re.findall(r"`([^`]+)`", BLOCK.sub("\n\n", markdown)):
@@ -82,7 +82,7 @@ def errors(markdown: str) -> Iterable[str]:
 
 
 def _of_block(block: str) -> Iterable[str]:
-    """The lines of a block without a traceback's: places in files, and the code of them, which is indented."""
+    """The lines of a code block, without a traceback's file names and its source lines, which are indented."""
     for line in textwrap.dedent(re.sub(r"^```.*\n?", "", block, flags=re.MULTILINE)).splitlines():
         text = re.split(r" {2,}", line)[0]  # a remark may follow
         if text and not NO_ERROR.search(text):
@@ -90,7 +90,7 @@ def _of_block(block: str) -> Iterable[str]:
 
 
 def words(text: str) -> list[str]:
-    """The words that do not differ between runs, in the form in which they are compared: no numbers and no folders."""
+    """The words to compare, without endings, numbers, folders and common words."""
     text = re.sub(r"(?:[~\w.-]*/)+", " ", text)
     text = re.sub(r"\b\d[\d.]*(?:e[+-]?\d+)?\b", " ", text)
     text = re.sub(r"_\d+", "_0", text)
@@ -99,12 +99,12 @@ def words(text: str) -> list[str]:
 
 
 def _stem(word: str) -> str:
-    """Without the ending of a plural or a verb; names of variables and classes as they are."""
+    """Remove the ending of a plural or a verb; keep names that contain `_`, `-` or digits."""
     return re.sub(r"(?<=...)(?:ing|ed|es|s|e)$", "", word) if word.isalpha() else word
 
 
 def search(text: str) -> list[Match]:
-    """The fixes whose error text a text has, best first; where there are none, those with most of its words."""
+    """The fixes with an error text in `text`, best first. Without one, those that contain most of its words."""
     weight = weights()
     matches = [match for symptom in known() if (match := _match(symptom, text, weight))]
     only_errors = any(match.is_error for match in matches)
@@ -113,7 +113,7 @@ def search(text: str) -> list[Match]:
 
 @cache
 def weights() -> dict[str, float]:
-    """By word: how telling it is. The logarithm of the number of fixes per fix whose symptom has it."""
+    """The weight of each word: the logarithm of (fixes + 1) / (fixes that contain the word)."""
     count = Counter(word for symptom in known() for word in symptom.words)
     return {word: math.log((len(known()) + 1) / number) for word, number in count.items()}
 
@@ -124,7 +124,7 @@ def _match(symptom: Symptom, text: str, weight: dict[str, float]) -> Match | Non
     both = of_text & symptom.words
     shared = _sum(both, weight)
     if found := max((_found(error, lines, weight) for error in symptom.errors), default=0.0):
-        return Match(symptom.fix, True, found + shared / 1000)  # alike in the error, they differ in the other lines
+        return Match(symptom.fix, True, found + shared / 1000)  # the other words decide between equal errors
     needed = (CONTAINED if NAMED.search(text) else SHARED) * _sum(of_text, weight)
     if len(both) >= 2 and len(of_text) <= LONGEST and shared >= needed:
         return Match(symptom.fix, False, shared)
@@ -132,7 +132,7 @@ def _match(symptom: Symptom, text: str, weight: dict[str, float]) -> Match | Non
 
 
 def _found(error: str, lines: list[str], weight: dict[str, float]) -> float:
-    """The weight of the words of an error text that lines have; 0 if these are too few of them."""
+    """The weight of the words of an error text that the lines contain; 0 if too few."""
     every = words(error)
     if len(every) < 2:
         verbatim = re.compile(rf"(?<!\w){re.escape(error)}(?!\w)")
@@ -149,7 +149,7 @@ def _found(error: str, lines: list[str], weight: dict[str, float]) -> float:
 
 
 def contains(line: list[str], part: list[str]) -> bool:
-    """Whether the words of a line have those of a part, side by side."""
+    """Whether a line contains the words of a part, in order and without gaps."""
     return f" {' '.join(part)} " in f" {' '.join(line)} "
 
 

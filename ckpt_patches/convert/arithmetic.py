@@ -1,7 +1,7 @@
-"""The few parameters that are computed and not only moved, with NumPy, to the last bit as torch computes them.
+"""Parameters that are computed and not only copied, with NumPy, bit for bit as torch computes them.
 
-NumPy is imported for these alone, and torch, which takes a second, for none. A bfloat16, which NumPy has not, is the
-upper half of a float32.
+NumPy is imported only for these; torch, whose import takes a second, never. A bfloat16, which NumPy lacks, is the upper
+half of a float32.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ except ImportError:
 
 
 def averaged(sources: Sources, content: Content, begin: int, window: memoryview, other: memoryview) -> None:
-    """sum(slices) / len(slices), which begins with 0 + the first: of -0.0 that makes 0.0."""
+    """Fill a window with sum(slices) / len(slices). The sum begins with 0 + the first slice, so -0.0 becomes 0.0."""
     sources.read_slice(content.slices[0], begin, window)
     total = _rounded(load(window, content.dtype) + 0, content.dtype)
     for slice_ in content.slices[1:]:
@@ -28,7 +28,7 @@ def averaged(sources: Sources, content: Content, begin: int, window: memoryview,
 
 
 def as_float32(sources: Sources, content: Content, begin: int, window: memoryview, other: memoryview) -> None:
-    """A weight of the model in fp32."""
+    """Fill a window with a model weight as float32."""
     size = ITEM_SIZE[content.dtype]
     target = np.frombuffer(window, np.float32)
     batch = len(other) // size
@@ -40,12 +40,12 @@ def as_float32(sources: Sources, content: Content, begin: int, window: memoryvie
 
 
 def equal(one: memoryview, other: memoryview, dtype: str) -> bool:
-    """Whether the elements are equal where not all bytes are: 0.0 and -0.0."""
+    """Whether the elements are equal, even if bytes differ (0.0 and -0.0)."""
     return bool(np.array_equal(load(one, dtype), load(other, dtype)))
 
 
 def load(data: memoryview, dtype: str) -> Any:
-    """Elements as NumPy has them; bfloat16 as float32."""
+    """A NumPy array of the elements; bfloat16 as float32."""
     if dtype != "bfloat16":
         return np.frombuffer(data, np.dtype(dtype))
     return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -59,12 +59,12 @@ def _store(values: Any, data: memoryview, dtype: str) -> None:
 
 
 def _rounded(values: Any, dtype: str) -> Any:
-    """After each operation, as torch does."""
+    """Round to bfloat16 after each operation, as torch does."""
     return (_upper_halves(values).astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values
 
 
 def _upper_halves(values: Any) -> Any:
-    """float32 to bfloat16: to the nearest, and of two to the even one; a NaN stays one."""
+    """Convert float32 to bfloat16, rounding to nearest even; a NaN stays a NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,6 +1,6 @@
 """Turn the headers of a checkpoint into a plan: which bytes of which file go where in which file of the output.
 
-Pure: nothing is read or written, and everything that the headers can tell to be wrong is found here.
+Pure: nothing is read or written. Every error that the headers show is raised here.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -45,16 +45,16 @@ OF_MUON = (
     "universal_optimizer_states, and at whose first step it fails without"
 )
 MOST_NAMED = 5
-States = Mapping[str, tuple[ElementType, Sequence[Slice]]]  # by state its type and its slices
-Parted = tuple[int, ElementType, Slice]  # a state at stage 3: elements, their type, where they lie
+States = Mapping[str, tuple[ElementType, Sequence[Slice]]]  # by state: its element type and its slices
+Parted = tuple[int, ElementType, Slice]  # a state at stage 3: number of elements, their type, their location
 
 
 def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan:
-    """The plan for a checkpoint. `strict` refuses what upstream's converter would do although it looks wrong.
+    """The plan for a checkpoint. `strict` refuses suspicious checkpoints that upstream's converter would convert.
 
     Raises:
-        UserError: fragments overlap or leave a hole, ranks are at different steps, a rule does not fit, or the
-            installed DeepSpeed could not load the result.
+        UserError: fragments overlap or leave a hole, dtypes or states differ between ranks, a rule does not fit, or
+            the installed DeepSpeed could not load the result.
     """
     _check_loadable(checkpoint, traits)
     found, warnings = (_Stage3 if checkpoint.stage > 2 else _Stage1And2)(checkpoint, traits, strict).outputs()
@@ -76,10 +76,10 @@ def plan(checkpoint: Checkpoint, traits: Traits, *, strict: bool = True) -> Plan
 
 
 def _left_out(checkpoint: Checkpoint, *, strict: bool) -> Iterator[str]:
-    """Warnings: the optimizer's states that a universal checkpoint has no place for.
+    """Warnings about optimizer states that a universal checkpoint cannot hold.
 
     Raises:
-        UserError: one is a tensor, and `strict`.
+        UserError: with `strict`, one is a tensor.
     """
     others = {name: rank.file for rank in checkpoint.ranks for own in rank.partitions for name in own.others}
     named = ", ".join(map(shown, sorted(others)[:MOST_NAMED]))
@@ -118,7 +118,7 @@ def _check_loadable(checkpoint: Checkpoint, traits: Traits) -> None:
 
 
 class _Stage3:
-    """Each parameter is cut in equal parts, one a rank; upstream writes it flat, and no step."""
+    """Each parameter is cut into equal parts, one per rank; upstream writes it flattened, and no step."""
 
     def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
@@ -135,7 +135,7 @@ class _Stage3:
         return self._merged(names, groups)
 
     def _experts(self) -> Iterator[Output]:
-        """Of those that AutoEP has spread: each expert-parallel rank's experts, in equal parts on the ranks of it."""
+        """Outputs of parameters of AutoEP's experts: those of an expert-parallel rank are cut into equal parts."""
         known = self.checkpoint.experts
         by_ep = []
         for ep, model in enumerate(self.checkpoint.expert_models):
@@ -158,13 +158,13 @@ class _Stage3:
             yield from expert_outputs(name, experts, shapes_of, states)
 
     def _groups(self, tp: int) -> dict[str, dict[str, Parted]]:
-        """By parameter that is not of experts its states."""
+        """The states of each parameter that does not belong to experts."""
         known = self.checkpoint.experts
         groups = [{} if known.keys() & shapes.keys() else shapes for shapes in self.checkpoint.models[tp].shapes]
         return self._parts(groups, [rank for rank in self.checkpoint.ranks if rank.tp == tp])
 
     def _parts(self, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]) -> dict[str, dict[str, Parted]]:
-        """By parameter of these groups, which these ranks share; an empty group is left out."""
+        """The states of each parameter of these groups, which these ranks share; empty groups are skipped."""
         found: dict[str, dict[str, Parted]] = {}
         for group, shapes in enumerate(groups):
             if not shapes:
@@ -194,7 +194,7 @@ class _Stage3:
                     )
 
     def _merged(self, names: Sequence[str], groups: Sequence[dict[str, Any]]) -> tuple[list[Output | Link], list[str]]:
-        """Tensor-parallel as well: put together like the parameters of stage 1 and 2."""
+        """Outputs with tensor parallelism: slices are merged as at stage 1 and 2."""
         merge = Merge(self.checkpoint, self.traits, self.strict)
         outputs: list[Output | Link] = []
         shapes = _shapes(self.checkpoint, self.traits)
@@ -208,13 +208,13 @@ class _Stage3:
 
 
 class _Stage1And2:
-    """Each parameter group is flattened, and cut in equal partitions, one a rank."""
+    """Each parameter group is flattened, and cut into equal partitions, one per rank."""
 
     def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
         self.merge = Merge(checkpoint, traits, strict)
         self.fragments = fragments_of(checkpoint, self.merge.rules)
-        self._steps: dict[Hashable, str] = {}  # the first file of each
+        self._steps: dict[Hashable, str] = {}  # by step, the first file that holds it
 
     def outputs(self) -> tuple[list[Output | Link], list[str]]:
         outputs: list[Output | Link] = []
@@ -233,12 +233,12 @@ class _Stage1And2:
         return outputs, self.merge.check_patterns()
 
     def _by_stage(self, name: str) -> list[tuple[int, list[Sequence[Fragment]]]]:
-        """Of each pipeline stage with a parameter its fragments by tensor-parallel rank, the first stage first."""
+        """By pipeline stage that has a parameter, in order: the parameter's fragments by tensor-parallel rank."""
         held = [self.fragments.get((name, tp), {}) for tp in range(self.checkpoint.tp_degree)]
         return [(pp, [own.get(pp, ()) for own in held]) for pp in sorted({pp for own in held for pp in own})]
 
     def _of_experts(self, name: str) -> Sequence[Fragment]:
-        """Those of the only stage, and the only tensor-parallel rank."""
+        """The fragments of a parameter of experts, in its one pipeline stage and on its one tensor-parallel rank."""
         by_stage = self._by_stage(name)
         if len(by_stage) > 1:
             raise UserError(
@@ -264,7 +264,7 @@ class _Stage1And2:
             )
 
     def _experts(self, name: str, shape: Shape, experts: Experts) -> Iterator[Output | Link]:
-        """A parameter that AutoEP has spread: of each expert-parallel rank its experts, `shape` those of the first."""
+        """Outputs of a parameter of AutoEP's experts. `shape` is that of the first expert-parallel rank."""
         fragments = self._of_experts(name)
         by_ep = [[fragment for fragment in fragments if fragment.dp in ranks] for ranks in experts.ranks]
         shapes = [shape, *((len(held), *shape[1:]) for held in experts.held[1:])]
@@ -274,7 +274,7 @@ class _Stage1And2:
         yield from expert_outputs(name, experts, shapes, self._states(name, by_ep))
 
     def _local_experts(self, name: str, shape: Shape, expert: LocalExpert) -> Iterator[Output | Link]:
-        """What is another expert's on each expert-parallel rank: a folder each, by the experts' numbers."""
+        """Outputs of a parameter that is a different expert's on each expert-parallel rank: one folder per expert."""
         fragments = self._of_experts(name)
         for own_name, ranks in zip(expert.folders, expert.ranks, strict=True):
             own = [fragment for fragment in fragments if fragment.dp in ranks]
@@ -290,7 +290,7 @@ class _Stage1And2:
     def _states(
         self, name: str, by_slice: Sequence[Sequence[Fragment]]
     ) -> dict[str, tuple[ElementType, Sequence[Slice]]]:
-        """By state its type and its slices."""
+        """By state: its element type and its slices."""
         states: dict[str, tuple[ElementType, Sequence[Slice]]] = {}
         every = [fragment for fragments in by_slice for fragment in fragments]
         held = [fragment for fragment in every if fragment.numel]
@@ -301,15 +301,15 @@ class _Stage1And2:
         return states
 
     def _step_file(self, name: str, step: Step) -> Output | Link:
-        """A file with a step; where the group has the same one already, only another name of that.
+        """A file with a step, or a link to the first file with the same step of the same group.
 
-        DeepSpeed demands that a group's parameters are at one step, so that a change to one would be one to all.
+        A link is safe: DeepSpeed requires that all parameters of a group are at the same step.
         """
         first = self._steps.setdefault(_same_file(step) or name, name)
         return saved(name, step.value, step.file) if first == name else Link(name, first)
 
     def _module_weights(self, names: set[str]) -> Iterator[Output]:
-        """The model's own weights of what the optimizer does not hold: frozen parameters, tied ones, buffers."""
+        """The model's weights that the optimizer does not hold: frozen and tied parameters, buffers."""
         for model in self.checkpoint.models:
             for name, tensor in model.module.items():
                 output = state_file(name, "fp32")
@@ -319,21 +319,21 @@ class _Stage1And2:
 
 
 def _with_copies(name: str, key: str, content: Content, copies: Sequence[tuple[tuple[int, int], States]]) -> Content:
-    """A state that other pipeline stages hold as well, which is to be the same there."""
+    """A state's content, to be compared with the copies that other pipeline stages hold."""
     for stages, states in copies:
         kind, slices = states.get(key, (ElementType("none"), ()))
         if kind.dtype != content.dtype or content.how != "place":
             found = "averaged" if content.how != "place" else f"{content.dtype} and {kind.dtype}"
             raise UserError(
                 f"{name}: expected pipeline stages {stages[0]} and {stages[1]} to hold the same {shown(key)}, found "
-                f"{found}; no pattern of {rules.PIPELINE_REPLICATED} says that it is the same in both"
+                f"{found}; no pattern of {rules.PIPELINE_REPLICATED} declares it equal"
             )
         content = with_copy(content, slices, stages)
     return content
 
 
 def _same_file(step: Step) -> Hashable:
-    """Steps come out as the same file where this is the same; None where that cannot be told."""
+    """A key that is equal for steps that are written as the same file; None if that is unknown."""
     value = step.value
     if type(value) in (int, float):
         return step.group, type(value), value
@@ -343,13 +343,13 @@ def _same_file(step: Step) -> Hashable:
 
 
 def _check_name(name: str) -> None:
-    """A parameter's name is a folder's; no checkpoint writes elsewhere."""
+    """Refuse a name outside of the output folder: the name of a parameter is the name of a folder."""
     if not is_within(name):
         raise UserError(f"{name!r} is no name of a file in the output folder")
 
 
 def _common_kind(name: str, kinds: Sequence[ElementType]) -> ElementType:
-    """Of slices; as torch.cat, what is put together requires a gradient if one of them does."""
+    """The element type of merged slices. As with torch.cat, the result requires a gradient if one of them does."""
     if len({kind.dtype for kind in kinds}) != 1:
         raise UserError(
             f"{name}: expected one type on all expert-parallel ranks, found {[kind.dtype for kind in kinds]}"
@@ -383,7 +383,7 @@ def _group_of(checkpoint: Checkpoint, file: int, partitions: Sequence[Partition]
 
 
 def _shapes(checkpoint: Checkpoint, traits: Traits) -> dict[str, list[Shape]]:
-    """By parameter and tensor-parallel rank."""
+    """The shapes of each parameter, by tensor-parallel rank."""
     found: dict[str, dict[int, Shape]] = {}
     for index, model in enumerate(checkpoint.models):
         for group in model.shapes:

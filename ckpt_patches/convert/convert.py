@@ -1,4 +1,4 @@
-"""Convert a checkpoint: read its headers, plan, check, move the bytes, and give the result its name."""
+"""Convert a checkpoint: read its headers, plan, check, copy the bytes, and rename the result."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.shared_writing import Task, cost, write_together
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, reported, write_at_once
 
-WORKERS = 8  # on two cores, too: where one waits for the disk another goes on
-WORTH_A_PROCESS = 64 << 20  # bytes: starting a process takes as long as to move these
-MOST_SHOWN = 12  # states that are not as recorded
-BYTES_IN_FLIGHT = 16 << 20  # larger buffers are no faster, and do not fit into a processor's cache
+WORKERS = 8  # on two cores, too: while one waits for the disk, another works
+WORTH_A_PROCESS = 64 << 20  # bytes; starting a process takes as long as copying these
+MOST_SHOWN = 12  # states that differ from the recorded ones
+BYTES_IN_FLIGHT = 16 << 20  # larger buffers are not faster, and exceed a processor's cache
 MARK = ".ds_to_universal.json"
 LATEST = "latest_universal"
 
@@ -37,25 +37,25 @@ class Options:
 
     workers: int = WORKERS  # processes
     bytes_in_flight: int = BYTES_IN_FLIGHT  # in the buffers of all workers together
-    strict: bool = True  # refuse patterns without a parameter, and fragments that do not follow on one another
-    inject_missing_state: bool = False  # convert although the checkpoint has no universal_checkpoint_info
-    trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
-    direct: Direct = "auto"  # write past the page cache: on local file systems, everywhere, nowhere
-    sync: bool = True  # have every file on the disk before it gets its name: for power failures
+    strict: bool = True  # refuse patterns that match no parameter, and fragments that are not consecutive
+    inject_missing_state: bool = False  # convert even without universal_checkpoint_info
+    trust_checkpoint: bool = False  # accept classes that are not listed; their code is never run
+    direct: Direct = "auto"  # bypass the page cache: on local file systems, always, never
+    sync: bool = True  # sync every file before its rename, for power failures
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was done; on rank 0 by all ranks, on each other by that one."""
+    """What was done: on rank 0 by all ranks, on other ranks by the own rank."""
 
     output_folder: str
     bytes: int  # written
     files: int  # written
-    files_before: int  # already there, of an interrupted run
-    links: int  # further names of files
-    seconds: float  # in all
-    plan_seconds: float  # of it until the first byte was moved
-    rate: float  # bytes a second while bytes were moved
+    files_before: int  # written by an interrupted run
+    links: int  # additional names of files
+    seconds: float  # total
+    plan_seconds: float  # of the total, until the first byte was copied
+    rate: float  # bytes per second while copying
     workers: int
 
 
@@ -70,12 +70,12 @@ def convert(
 ) -> Summary:
     """Convert a ZeRO checkpoint folder (`OUT/global_step10`) to a universal one, with `latest_universal` beside it.
 
-    Each of several `ranks` calls this, and writes its share. `begin` is when the program began, on time.monotonic's
-    clock.
+    Each of several `ranks` calls this, and writes its share. `begin` is the start of the program, on the clock of
+    time.monotonic.
 
     Raises:
-        UserError: the checkpoint is damaged or of a kind that is not converted here, the output folder exists, the disk
-            is full, a rank is missing. What was written stays, and the same call goes on from there.
+        UserError: the checkpoint is damaged or of an unsupported kind, the output folder exists, the disk is full, or a
+            rank is missing. Written files stay, and the same call continues from there.
     """
     begin = time.monotonic() if begin is None else begin
     options = options or Options()
@@ -108,7 +108,7 @@ def convert(
 
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
-    """Everything that is found out before the first byte is written."""
+    """Plan, and check everything that can be checked before the first byte is written."""
     check_outside(input_folder, output_folder)
     known, warning = traits.installed()
     found = planned(input_folder, known, options)
@@ -119,23 +119,23 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
 
 
 def planned(input_folder: Path, known: Traits, options: Options) -> Plan:
-    """The plan for a checkpoint's folder, of which the headers are read.
+    """Read a checkpoint's headers and plan its conversion.
 
     Raises:
-        UserError: the checkpoint is damaged, or of a kind that is not converted here.
+        UserError: the checkpoint is damaged, or of an unsupported kind.
     """
     found = zero_checkpoint.read(
         input_folder, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
     )
     try:
         made = plan(found, known, strict=options.strict)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # of what the plan alone looks at
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # in values that only the plan reads
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
     return replace(made, warnings=(*made.warnings, *momenta.unlike(found, strict=options.strict)))
 
 
 def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
-    """A digest of all that the output depends on. A file of the checkpoint that was written anew has another time."""
+    """A digest of everything that the output depends on, with the mtimes of the checkpoint's files."""
     files = [(os.path.abspath(file.path), file.size, file.mtime_ns) for file in plan.files]
     data = json.dumps([__version__, files, sorted(vars(traits).items()), strict])
     return hashlib.sha256(data.encode()).hexdigest()
@@ -146,14 +146,14 @@ def _nbytes(outputs: Sequence[Output]) -> int:
 
 
 def _workers(options: Options, outputs: Sequence[Output]) -> int:
-    """How many processes these outputs are worth."""
-    # In the page cache, more of them than processors get into each other's way; on two it takes twice the time.
+    """The number of processes that is efficient for these outputs."""
+    # Through the page cache, more processes than processors slow each other down: twice the time on two processors.
     most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
     return max(1, min(most, len(outputs), sum(map(cost, outputs)) // WORTH_A_PROCESS))
 
 
 def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], object], *, sync: bool) -> None:
-    """Give the complete folder its name, if `check` raises nothing, then write `latest_universal`.
+    """Rename the complete folder, if `check` raises nothing, then write `latest_universal`.
 
     Raises:
         UserError: a file is missing.
@@ -170,20 +170,20 @@ def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], obj
 
 
 def _link(file: Path, name: Path) -> None:
-    """Give a small file another name; where the file system has no such links, copy it."""
+    """Create a hard link to a small file; if the file system does not support it, copy the file."""
     with reported(name):
         try:
             os.link(file, name)
         except OSError:
-            if not name.is_file():  # it is one of an interrupted run
+            if not name.is_file():  # it is from an interrupted run
                 write_at_once(name, file.read_bytes())
 
 
 def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[str], object]) -> None:
-    """Hold what was written against what the run that saved has recorded, if it has.
+    """Compare what was written with the fingerprints that the run recorded at the save, if it did.
 
     Raises:
-        UserError: it is not that; unless not `strict`.
+        UserError: the output lacks the run's record; or with `strict`, a state differs from it.
     """
     plain = record_files.of_deepspeed(source)
     if plain is None:

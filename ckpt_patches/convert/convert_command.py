@@ -1,4 +1,4 @@
-"""The command line: upstream's options, and some more."""
+"""The command `ckpt-patches to-universal`: upstream's options, and some more."""
 
 import argparse
 import json
@@ -30,19 +30,19 @@ EPILOG = (
     "exit status: 0 converted; 1 a defect, with a traceback to report; 2 not converted: a line names the reason, and "
     "the same command continues from there; 130 interrupted"
 )
-# Options without a meaning, and why.
+# Options that are ignored, and why.
 OBSOLETE = {
     "num_merge_workers": "nothing is merged: each file is written once, by --workers processes",
     "keep_temp_folder": "there is no temporary folder",
     "access": "files are read by ranges",
 }
-SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
 UNITS = {"k": 10, "m": 20, "g": 30}
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "ds_to_universal") -> int:
-    """Run the command; the exit status."""
-    begin = time.monotonic() - time.process_time()  # with the imports
+    """Run the command and return its exit status."""
+    begin = time.monotonic() - time.process_time()  # includes the imports
     options = parser(program).parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
     interrupted = "interrupted; the same command goes on from here"
     return commands.run(program, lambda: _run(options, program, begin), interrupted=interrupted, defect=1)
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, program: str, begin: float) -> int:
         if getattr(options, name):
             say(f"--{name.replace('_', '-')} has no meaning any more: {reason}")
     folders = options.input_folder, options.output_folder
-    check_folder(Path(folders[0]))  # before torch is imported, and waited for other ranks
+    check_folder(Path(folders[0]))  # before importing torch and waiting for other ranks
     with joined(options.distributed, say) as ranks:
         summary = convert(*folders, commands.chosen(Options, options), ranks=ranks, begin=begin, warn=say)
     if ranks.rank == 0:
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, program: str, begin: float) -> int:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Of its options."""
+    """The command's parser."""
     command = program if " " in program else "python -m deepspeed_patches.ds_to_universal"
     example = f"{command} --input-folder step10 --output-folder universal"
     made = Parser(program, **described(DESCRIPTION, example, after=EPILOG))
@@ -114,7 +114,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """'16M' in bytes."""
+    """Parse a number of bytes such as '16M'."""
     number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
     if not number.isdigit() or unit not in ("", *UNITS) or int(number) == 0:
         raise argparse.ArgumentTypeError(f"expected bytes, like 16777216 or 16M, found {text!r}")

@@ -1,4 +1,4 @@
-"""Stage 1 and 2: where the fragments of a parameter are in the partitions of the ranks, and whether all are there."""
+"""Stage 1 and 2: the fragments of a parameter in the ranks' partitions, and a check that none is missing."""
 
 import itertools
 import math
@@ -24,17 +24,17 @@ class Fragment(NamedTuple):
     numel: int
 
     def place(self, key: str) -> tuple[Flat, int]:
-        """The tensor with a state, and the element at which the fragment begins there."""
+        """The flat tensor of a state, and the fragment's offset in it, in elements."""
         return self.partition.place(self.name, key)
 
 
-Held = dict[tuple[str, int], dict[int, list[Fragment]]]  # by parameter and tensor-parallel rank, by pipeline stage
+Held = dict[tuple[str, int], dict[int, list[Fragment]]]  # by (parameter, tensor-parallel rank), then by pipeline stage
 
 
 def fragments_of(checkpoint: Checkpoint, known: Rules) -> Held:
-    """Those of each pipeline stage, in the order of the data-parallel ranks.
+    """The fragments of each pipeline stage, in the order of data-parallel ranks.
 
-    Of a parameter that the checkpoint says to be the same in all stages, those of the first.
+    For a parameter that the checkpoint declares equal in all stages: only those of the first stage.
     """
     found: Held = {}
     for rank in checkpoint.ranks:
@@ -55,9 +55,9 @@ def check_fragments(
     strict: bool,
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """They are all of the parameter, each within its partition, and follow on one another from rank to rank.
+    """Check that fragments are the complete parameter, within their partitions, and consecutive from rank to rank.
 
-    The parameter is shared by `ranks`, or else by all.
+    `ranks` are those that share the parameter; None: all.
     """
     for fragment in fragments:
         for key in fragment.partition.held() if fragment.numel else ():
@@ -86,7 +86,7 @@ def check_fragments(
 
 
 def _next(dp: int, ranks: Sequence[int] | None) -> int:
-    """The rank after one of some ranks, or of all."""
+    """The next rank of `ranks` after `dp`, or of all ranks."""
     return dp + 1 if ranks is None else next((rank for rank in ranks if rank > dp), -1)
 
 
@@ -97,12 +97,12 @@ def pieces(fragments: Sequence[Fragment], key: str, kind: ElementType) -> Pieces
 
 
 def states_of(checkpoint: Checkpoint, name: str, partitions: Sequence[Partition]) -> list[str]:
-    """The states that all partitions with a part of a parameter have, the main parameter's first.
+    """The states in all partitions that hold a part of a parameter, the main parameter first.
 
     Raises:
-        UserError: one lacks a state that another has.
+        UserError: a partition lacks a state that another one has.
     """
-    if not partitions:  # it has no elements, and the states that every parameter has
+    if not partitions:  # without elements: the states that every parameter has
         every = [partition.held() for rank in checkpoint.ranks for partition in rank.partitions]
         return [key for key in next(iter(every), [MASTER]) if all(key in own for own in every)]
     keys = list(dict.fromkeys(key for partition in partitions for key in partition.held()))
@@ -114,7 +114,7 @@ def states_of(checkpoint: Checkpoint, name: str, partitions: Sequence[Partition]
 
 
 def one_kind(checkpoint: Checkpoint, flats: Sequence[Flat]) -> ElementType:
-    """Of what is put together of these; as torch.cat, it requires a gradient if one of them does."""
+    """The element type of these, merged. As with torch.cat, the result requires a gradient if one of them does."""
     dtype = flats[0].type.dtype
     for flat in flats:
         if flat.type.dtype != dtype:

@@ -1,4 +1,4 @@
-"""Where the elements of tensor-parallel slices lie in the whole parameter. Pure arithmetic; all sizes are elements."""
+"""Where the elements of tensor-parallel slices lie in the full parameter. Pure arithmetic; all sizes in elements."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ Widths = Sequence[Sequence[int]]  # by sub-parameter and slice
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a slice, and where they go: row i from source + i * source_stride to target + i * target_stride."""
+    """Rows of a slice and their targets: row i goes from source + i * source_stride to target + i * target_stride."""
 
     slice: int  # index of the slice
     source: int
@@ -26,7 +26,7 @@ class Block:
     count: int  # of rows
 
     def scaled(self, size: int) -> "Block":
-        """In bytes, for elements of a size."""
+        """The block in bytes, for elements of `size` bytes."""
         return Block(
             self.slice,
             self.source * size,
@@ -40,21 +40,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """A whole parameter."""
+    """The layout of a full parameter."""
 
     shape: Shape
     blocks: tuple[Block, ...]
-    copies: tuple[Block, ...] = ()  # hold what others have placed already, and have to be equal to it
+    copies: tuple[Block, ...] = ()  # their targets are already filled by others, to which they must be equal
 
 
 def whole(shape: Shape, index: int = 0) -> Layout:
-    """One slice that is the parameter."""
+    """The layout of one slice that is the full parameter."""
     numel = math.prod(shape)
     return Layout(shape, (Block(index, 0, numel, 0, numel, numel, 1),) if numel else ())
 
 
 def replicated(name: str, shapes: Sequence[Shape]) -> Layout:
-    """Every slice is the parameter."""
+    """The layout of slices that are each the full parameter."""
     if len(set(shapes)) > 1:
         raise UserError(f"{name}: expected slices of one shape, found {_text(shapes)}")
     copies = [block for index in range(1, len(shapes)) for block in whole(shapes[0], index).blocks]
@@ -62,7 +62,7 @@ def replicated(name: str, shapes: Sequence[Shape]) -> Layout:
 
 
 def concatenated(name: str, shapes: Sequence[Shape], dim: int) -> Layout:
-    """The slices one behind the other, along a dimension."""
+    """The layout of slices that are concatenated along a dimension."""
     first = shapes[0]
     if len(shapes) == 1:
         return whole(first)
@@ -72,7 +72,7 @@ def concatenated(name: str, shapes: Sequence[Shape], dim: int) -> Layout:
 
 
 def in_two_halves(name: str, shapes: Sequence[Shape]) -> Layout:
-    """Two sub-parameters in every slice, the first half of its rows and the second."""
+    """The layout of slices with two sub-parameters: the first half of the rows and the second."""
     if any(not shape or shape[0] < 2 or shape[1:] != shapes[0][1:] for shape in shapes):
         raise UserError(f"{name}: slices of the shapes {_text(shapes)} have no two sub-parameters along dimension 0")
     first = [-(-shape[0] // 2) for shape in shapes]
@@ -80,9 +80,9 @@ def in_two_halves(name: str, shapes: Sequence[Shape]) -> Layout:
 
 
 def interleaved(shape: Shape, dim: int, widths: Widths) -> Layout:
-    """Every slice holds its share of each sub-parameter; the whole has each sub-parameter in one piece.
+    """The layout of slices with a share of each sub-parameter; the full parameter has each of these in one piece.
 
-    `shape` is a slice's (or the whole's) but for the dimension `dim`.
+    `shape` is a slice's or the full parameter's; its dimension `dim` is ignored.
     """
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     slices = range(len(widths[0]))
@@ -99,7 +99,7 @@ def interleaved(shape: Shape, dim: int, widths: Widths) -> Layout:
 
 
 def _joined(block: Block) -> Block:
-    """Rows without gaps are one."""
+    """Join rows without gaps into one row."""
     if block.source_stride == block.target_stride == block.length or block.count == 1:
         length = block.length * block.count
         return Block(block.slice, block.source, length, block.target, length, length, 1)
@@ -110,7 +110,7 @@ def _joined(block: Block) -> Block:
 
 
 def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """As the converter does since it knows recorded widths; and the description with the widths in it."""
+    """The layout in converters that support recorded widths, and the description with the widths in it."""
     sizes, described = _sizes(name, sub, shapes), sub.shape
     if not isinstance(sub.shape[sub.partition_dim], tuple) and sub.widths is None:
         described = (*sub.shape[: sub.partition_dim], sizes, *sub.shape[sub.partition_dim + 1 :])
@@ -128,9 +128,9 @@ def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> 
 
 
 def sub_params_even(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """As earlier converters do, but for a number in place of widths, which may be one width or a count.
+    """The layout in earlier converters. Refuses a number in place of widths, unless it is the full width.
 
-    AutoTP has written counts since 0.18.9, as (3, -1); up to 0.19.5 the converter takes them for a width.
+    It may be a count: AutoTP has written counts since 0.18.9, as (3, -1); converters up to 0.19.5 read them as a width.
     """
     size, dim = sub.shape[sub.partition_dim], sub.partition_dim
     if not isinstance(size, tuple) and size != sum(shape[dim] for shape in shapes):
@@ -151,7 +151,7 @@ def sub_params_even(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple
 
 
 def _sizes(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[int, ...]:
-    """The widths of sub-parameters; before they were recorded, a number was how many of equal width there are."""
+    """The widths of sub-parameters. Without recorded widths, a number is a count of sub-parameters of equal width."""
     said = sub.shape[sub.partition_dim]
     if isinstance(said, tuple) or sub.widths is not None:
         return tuple(said)
@@ -165,13 +165,13 @@ def _even(name: str, sizes: Sequence[int], slices: int) -> list[list[int]]:
     if any(size < 0 or size % slices for size in sizes):
         raise UserError(
             f"{name}: sub-parameters of {list(sizes)} elements cannot have been cut evenly for {slices} "
-            "tensor-parallel ranks, and the checkpoint does not say how they were"
+            "tensor-parallel ranks, and the checkpoint does not record how they were"
         )
     return [[size // slices] * slices for size in sizes]
 
 
 def _resolved(name: str, shape: Sequence[int], numel: int) -> Shape:
-    """A shape in which one dimension may be -1, for what is left."""
+    """A shape in which a dimension of -1 is computed from the number of elements."""
     known = math.prod(size for size in shape if size >= 0)
     unknown = [i for i, size in enumerate(shape) if size < 0]
     if len(unknown) > 1 or (unknown and (known == 0 or numel % known)) or (not unknown and known != numel):
@@ -189,11 +189,11 @@ def _check_slices(name: str, shape: Shape, dim: int, widths: Widths, shapes: Seq
             )
 
 
-# Affine maps: for each tensor-parallel rank, views of its slice and of the whole, as torch.as_strided takes them
+# Affine maps: for each tensor-parallel rank, views of its slice and of the parameter, as arguments of torch.as_strided
 
 
 def affine(name: str, entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Layout:
-    """By the map that the checkpoint records. What several ranks hold is placed once, and compared after that."""
+    """The layout of a recorded affine map. A piece that several ranks hold is placed once; the others are compared."""
     shape = tuple(entry["logical_shape"])
     blocks: list[Block] = []
     copies: list[Block] = []
@@ -212,9 +212,9 @@ def affine(name: str, entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Layo
 
 
 def _blocks_of(tp: int, piece: Mapping[str, Any]) -> Iterator[Block]:
-    """Rows as long as possible; what is left of the piece's dimensions is walked through.
+    """The blocks of a piece: rows as long as possible, and one block per index of the remaining dimensions.
 
-    Upstream calls the whole parameter the source and the slice the destination.
+    Upstream calls the full parameter the source and the slice the destination.
     """
     (first_target, target_strides), (first_source, source_strides) = piece["source"], piece["dest"]
     dims = [dim for dim in zip(piece["shape"], target_strides, source_strides, strict=True) if dim[0] != 1]
@@ -230,10 +230,10 @@ def _blocks_of(tp: int, piece: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def check(name: str, layout: Layout, shapes: Sequence[Shape]) -> None:
-    """That a layout is of these slices and of all of the parameter; the numbers may be a checkpoint's.
+    """Check that a layout stays within these slices and fills the parameter once; its numbers can be a checkpoint's.
 
     Raises:
-        UserError: it is not.
+        UserError: it does not.
     """
     numel = math.prod(layout.shape)
     for block in (*layout.blocks, *layout.copies):
@@ -250,12 +250,12 @@ def check(name: str, layout: Layout, shapes: Sequence[Shape]) -> None:
         raise UserError(f"{name}: the slices have not all elements of the shape {layout.shape}, or some twice")
 
 
-# Rows that are looked at one by one; those of slices that follow on one another in every row are not.
+# Maximum of rows to check one by one. Not counted: rows of blocks that together fill every row of the parameter.
 MOST_ROWS = 5_000_000
 
 
 def _are_disjoint(name: str, blocks: Sequence[Block]) -> bool:
-    """Whether no element of the whole parameter is placed twice."""
+    """Whether no element of the parameter is placed twice."""
     by_rows: dict[tuple[int, int], list[Block]] = {}
     for block in blocks:
         by_rows.setdefault((block.target_stride, block.count), []).append(block)
@@ -278,7 +278,7 @@ def _are_disjoint(name: str, blocks: Sequence[Block]) -> bool:
 
 
 def _fill(blocks: Sequence[Block], begin: int, stride: int) -> bool:
-    """Whether the first rows of blocks follow on one another, and fill a row of the whole: then all of them do."""
+    """Whether the first rows of blocks are consecutive and fill a row of the parameter; then all rows do."""
     for block in sorted(blocks, key=lambda block: block.target):
         if block.target != begin:
             return False

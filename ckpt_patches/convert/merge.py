@@ -1,4 +1,4 @@
-"""Put the tensor-parallel slices of parameters together, each parameter by its rule."""
+"""Merge the tensor-parallel slices of parameters, each parameter by its rule."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from ckpt_patches.convert.output_files import Content, Output, Slice, TorchOutpu
 from ckpt_patches.convert.rules import Rule, Rules
 from ckpt_patches.convert.traits import Traits
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import Global, Instance, stand_in
+from ckpt_patches.formats.torch_file import Global, Instance, stub
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
 from ckpt_patches.formats.zero_checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from ckpt_patches.formats.zero_experts import Experts
 
 
 class Merge:
-    """Put tensor-parallel slices together, each parameter by its rule."""
+    """Merges tensor-parallel slices, each parameter by its rule."""
 
     def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
         self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
@@ -27,7 +27,7 @@ class Merge:
     def outputs(
         self, name: str, shapes: Sequence[Shape], states: Mapping[str, tuple[ElementType, Sequence[Slice]]]
     ) -> Iterator[TorchOutput]:
-        """The files of a parameter's states, of which `states` has the kind and the slices."""
+        """The files of a parameter's states; `states` has the element type and slices of each."""
         rule = self.rules.of(name)
         how, placed, entries = self._placed(name, rule, shapes)
         layout.check(name, placed, shapes)
@@ -39,7 +39,7 @@ class Merge:
             yield TorchOutput(state_file(name, key), value, contents)
 
     def _placed(self, name: str, rule: Rule, shapes: Sequence[Shape]) -> tuple[str, Layout, dict[str, Any]]:
-        """How the slices are read, where their elements go, and what is saved beside the parameter."""
+        """How the slices are combined, their layout, and the entries to save beside the parameter."""
         if rule.affine_map is not None:
             return "place", layout.affine(name, rule.affine_map, shapes), {}
         if rule.how in (rules.REPLICATED, rules.AVERAGED):
@@ -54,7 +54,7 @@ class Merge:
         return "place", layout.concatenated(name, shapes, dim), {"cat_dim": dim}
 
     def check_patterns(self) -> list[str]:
-        """Warnings; a pattern that no parameter has used is most likely mistyped, and its parameters came out wrong."""
+        """Warnings about unmatched patterns: most likely mistyped, so that parameters are merged wrongly."""
         if not self.rules.unused:
             return []
         text = f"no parameter matches the patterns {', '.join(sorted(self.rules.unused))}"
@@ -69,7 +69,7 @@ def expert_outputs(
     shapes: Sequence[Shape],
     states: Mapping[str, tuple[ElementType, Sequence[Slice]]],
 ) -> Iterator[Output]:
-    """The files of a parameter of AutoEP's experts, of which `states` has the slices by expert-parallel rank."""
+    """The files of a parameter of AutoEP's experts; `states` has the slices by expert-parallel rank."""
     placed = stacked(name, experts, shapes)
     layout.check(name, placed, shapes)
     for key, (kind, slices) in states.items():
@@ -85,18 +85,18 @@ def _without_padding(name: str, placed: Layout, rule: Rule) -> Layout:
 
 
 def _sub_param_shape(sub: rules.SubParams, shape: Sequence[Any]) -> Instance:
-    """Upstream's own record of it, which it pickles by its class."""
-    kind: Global = stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+    """Upstream's own record of sub-parameters, which is pickled by its class."""
+    kind: Global = stub("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
     record: Instance = kind.__new__(kind)  # type: ignore[call-overload]
     record.state = {"patterns": sub.patterns, "shape": shape, "partition_dim": sub.partition_dim}
     return record
 
 
 def stacked(name: str, experts: Experts, shapes: Sequence[Shape]) -> Layout:
-    """Where the experts of each rank's tensor lie in the whole, of shapes by expert-parallel rank.
+    """The layout of each rank's experts in the full parameter; `shapes` are by expert-parallel rank.
 
     Raises:
-        UserError: the shapes are not those of so many experts, or the recorded map says something else.
+        UserError: the shapes do not fit the numbers of experts, or the recorded affine map differs.
     """
     for ep, (shape, held) in enumerate(zip(shapes, experts.held, strict=True)):
         if not shape or shape[0] != len(held) or shape[1:] != shapes[0][1:]:
@@ -114,7 +114,7 @@ def stacked(name: str, experts: Experts, shapes: Sequence[Shape]) -> Layout:
 
 
 def _blocks(held: Sequence[Sequence[int]], numel: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """One an expert, and those that hold an expert of another rank again."""
+    """One block per expert, and blocks of further copies of experts."""
     blocks: dict[int, Block] = {}
     copies = []
     for ep, experts in enumerate(held):
@@ -126,7 +126,7 @@ def _blocks(held: Sequence[Sequence[int]], numel: int) -> tuple[tuple[Block, ...
 
 
 def _places(placed: Layout, numel: int) -> set[tuple[int, float, float]]:
-    """Slice, index in it, and expert, of each."""
+    """The slice, index in the slice, and number of each expert."""
 
     def experts(block: Block) -> Iterator[tuple[int, float, float]]:
         for row in range(block.count):

@@ -1,4 +1,4 @@
-"""Muon's momentum at ZeRO 1 and 2: several ranks have all of a matrix's, and a universal checkpoint holds one."""
+"""Muon's momentum at ZeRO 1 and 2: several ranks hold a matrix's full momentum, a universal checkpoint holds one."""
 
 import hashlib
 from pathlib import Path
@@ -9,16 +9,16 @@ from ckpt_patches.formats.zero import Flat
 from ckpt_patches.formats.zero_checkpoint import Checkpoint
 from ckpt_patches.runtime.shown import shown
 
-PIECE = 1 << 24  # bytes that are read at a time
+PIECE = 1 << 24  # bytes per read
 
 
 def unlike(checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-    """Warnings: matrices of which the files of two ranks have other momenta.
+    """Warnings about matrices whose momentum differs between ranks.
 
     Raises:
-        UserError: there is one, and `strict`.
+        UserError: with `strict`, there is one.
     """
-    digests: dict[tuple[int, str], dict[str, bytes]] = {}  # by model and matrix: by file
+    digests: dict[tuple[int, str], dict[str, bytes]] = {}  # by (model, matrix), then by file
     for number, rank in enumerate(checkpoint.ranks):
         for own in rank.partitions:
             for name, (start, numel) in own.wholes.items():
@@ -40,7 +40,7 @@ def unlike(checkpoint: Checkpoint, *, strict: bool) -> list[str]:
 
 
 def _digest(path: Path, flat: Flat, start: int, numel: int) -> bytes:
-    """Of some elements of a tensor in a file."""
+    """The digest of some elements of a tensor in a file."""
     size = ITEM_SIZE[flat.type.dtype]
     left = numel * size
     digest = hashlib.blake2b()

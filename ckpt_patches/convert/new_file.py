@@ -1,9 +1,9 @@
-"""Write a new file from its beginning to its end, on local disks past the page cache.
+"""Write a new file sequentially, on local disks with direct I/O.
 
-What is converted is read by other machines next. The page cache costs a copy, and the wait until it is on the disk:
-on ext4 a conversion of 1.2 GB took 1.5 times as long through it, with a plain buffered file, and 1.7 times the
-processors' time (medians of 7 in turn on a busy machine with two processors: 6.8 s and 4.6 s for 586 files, 9.7 s and
-6.3 s for 647).
+Other machines read the converted files next, so the page cache only costs a copy and a wait for the disk. On ext4, a
+conversion of 1.2 GB through it, with a plain buffered file, took 1.5 times as long and 1.7 times the processor time
+(medians of 7 alternating runs on a busy machine with two processors: 6.8 s and 4.6 s for 586 files, 9.7 s and 6.3 s
+for 647).
 """
 
 import errno
@@ -14,21 +14,21 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, Literal
 
-PAGE = 4096  # bytes; direct writes begin, end and lie in memory at multiples of it
-WORTH_IT = 16 * PAGE  # a smaller file is written faster through the page cache
-CACHED_AT_ONCE = 1 << 18  # bytes; the kernel takes longer to find memory for more in one piece
+PAGE = 4096  # bytes; direct writes must be aligned to it, in the file and in memory
+WORTH_IT = 16 * PAGE  # bytes; a smaller file is written faster through the page cache
+CACHED_AT_ONCE = 1 << 18  # bytes per write; for more, the kernel takes longer to find memory
 
 Direct = Literal["auto", "on", "off"]
 MOUNTS = Path("/proc/self/mountinfo")
-# On those of clusters (Lustre, GPFS, NFS, FUSE) direct writes are known to nobody here: some take locks for each, some
+# Not cluster file systems (Lustre, GPFS, NFS, FUSE), where direct writes are untested: some lock for each write, some
 # are slow without the servers' read-ahead, some refuse them in the middle of a file.
 LOCAL = ("ext4", "xfs")
 
 
 def writes_directly(folder: Path, direct: Direct, *, sync: bool) -> bool:
-    """Whether files below a folder, which need not be there yet, are written past the page cache.
+    """Whether files below a folder, which need not exist yet, are written with direct I/O.
 
-    Without `sync` nobody waits for the disk, and the page cache is where the bytes are to go.
+    `auto` uses the page cache without `sync`: nothing waits for the disk then.
     """
     if direct == "auto":
         return sync and file_system(folder) in LOCAL
@@ -36,7 +36,7 @@ def writes_directly(folder: Path, direct: Direct, *, sync: bool) -> bool:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on, or will be; '' where that cannot be told."""
+    """The type of the file system of a folder, which need not exist yet; '' if unknown."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         mounts = MOUNTS.read_text(errors="replace")
@@ -46,7 +46,7 @@ def file_system(folder: Path) -> str:
 
 
 def type_of(device: int, mounts: str) -> str:
-    """The type of the file system with a device number, by the text of `/proc/self/mountinfo`; '' if it is not there.
+    """The type of the file system with a device number, from the text of `/proc/self/mountinfo`; '' if not listed.
 
     A line is `27 1 254:0 /root /mount options... [fields...] - type source options`. (proc(5))
     """
@@ -59,9 +59,9 @@ def type_of(device: int, mounts: str) -> str:
 
 
 def pages(nbytes: int) -> memoryview:
-    """Memory of this process alone, in whole pages: writing from shared memory takes the kernel twice as long.
+    """Private memory in full pages: writing from shared memory takes the kernel twice as long.
 
-    In huge pages, where there are any, as then a write is one piece for the disk and not one for each page of 4 KiB.
+    Uses huge pages if available: a write is then one piece for the disk, and not one per page of 4 KiB.
     """
     memory = mmap(-1, max(1, nbytes // PAGE) * PAGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
@@ -70,7 +70,7 @@ def pages(nbytes: int) -> memoryview:
 
 
 class NewFile:
-    """A file that is written in order. `buffer` collects what is written at once; it is of `pages`."""
+    """A file that is written sequentially. `buffer`, from `pages`, collects the data of one write."""
 
     def __init__(self, path: str | Path, buffer: memoryview, *, direct: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -80,7 +80,7 @@ class NewFile:
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            self._direct = False  # the file system knows no direct writes
+            self._direct = False  # the file system does not support direct writes
             self._descriptor = os.open(path, flags, 0o666)
         self._buffer = buffer
         self._held = 0  # bytes in the buffer
@@ -91,7 +91,7 @@ class NewFile:
         return self._written + self._held
 
     def room(self, most: int) -> memoryview:
-        """A part of the buffer, to be filled and then given to `write`, which need not copy it."""
+        """A free part of the buffer. The caller fills it and passes it to `write`, which then makes no copy."""
         if self._held == len(self._buffer):
             self._write(self._held)
         self._lent = self._buffer[self._held :][:most]
@@ -113,7 +113,7 @@ class NewFile:
         return taken
 
     def finish(self) -> None:
-        """Write what is left: whole pages, and then the rest through the page cache."""
+        """Write the rest: full pages, then the remaining bytes through the page cache."""
         if self._held > WORTH_IT or self._written:
             self._write(self._held // PAGE * PAGE)
         self._through_the_page_cache()
@@ -136,14 +136,14 @@ class NewFile:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._through_the_page_cache()
-            if len(left) % PAGE:  # the disk is full, or a limit is reached; the next write says which
+            if len(left) % PAGE:  # the disk is full, or a limit is reached; the next write raises the error
                 self._through_the_page_cache()
         rest = self._held - nbytes
         self._buffer[:rest] = self._buffer[nbytes : self._held]
         self._held, self._written = rest, self._written + nbytes
 
     def _through_the_page_cache(self) -> None:
-        """Write no longer directly, from here on."""
+        """Use the page cache from here on."""
         if self._direct:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)

@@ -1,4 +1,4 @@
-"""What a plan consists of: the files to write, and for each the ranges of the checkpoint's files that go into it."""
+"""The parts of a plan: the files to write, and the ranges of the checkpoint's files that go into each."""
 
 import bisect
 import itertools
@@ -17,7 +17,7 @@ from ckpt_patches.formats.zero_checkpoint import File
 
 
 class Run(NamedTuple):
-    """Bytes in one piece in a file of the checkpoint. A plan of a large model has millions of them."""
+    """A contiguous byte range in a file of the checkpoint. The plan of a large model has millions of them."""
 
     file: int  # index of the file
     offset: int  # from the start of the file
@@ -25,18 +25,18 @@ class Run(NamedTuple):
 
 
 class Slice(Protocol):
-    """The flattened share of one tensor-parallel rank in a parameter's state, as it lies in the files of the ranks."""
+    """One tensor-parallel rank's flattened share of a parameter's state, located in the ranks' files."""
 
     def runs(self, begin: int, end: int) -> Iterator[Run]:
-        """Where the bytes from `begin` to `end` of the slice are."""
+        """The runs with the bytes from `begin` to `end` of the slice."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A slice of few runs, each of its own length."""
+    """A slice of a few runs of different lengths."""
 
     pieces: tuple[Run, ...]
-    ends: tuple[int, ...]  # in bytes of the slice
+    ends: tuple[int, ...]  # by piece, in bytes of the slice
 
     @classmethod
     def of(cls, pieces: Sequence[Run]) -> "Pieces":
@@ -56,10 +56,10 @@ class Pieces:
 
 @dataclass(frozen=True)
 class EqualPieces:
-    """A slice that ranks hold equal parts of, at the same place of their group; hundreds of ranks take no memory."""
+    """A slice in equal parts, one per rank, at the same offset in its group: small, even for hundreds of ranks."""
 
-    bases: tuple[tuple[int, int], ...]  # by rank: file and offset of the group's flattened tensor; shared by many
-    start: int  # bytes from there
+    bases: tuple[tuple[int, int], ...]  # by rank: file, offset of the group's flattened tensor; shared by many slices
+    start: int  # bytes from that offset
     nbytes: int  # of a part
 
     def runs(self, begin: int, end: int) -> Iterator[Run]:
@@ -73,23 +73,23 @@ class EqualPieces:
 
 @dataclass(frozen=True)
 class Content:
-    """What a storage of an output file is made of."""
+    """The sources of a storage in an output file."""
 
     dtype: str
     layout: Layout
     slices: tuple[Slice, ...]
     how: str = "place"  # or "averaged", or "float32" (converted from `dtype`)
-    stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # of a slice that holds another one again: both
+    stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # by slice that holds a copy: both stages
 
     @property
     def nbytes(self) -> int:
-        """Of the storage in the output."""
+        """The size of the storage in the output."""
         return math.prod(self.layout.shape) * ITEM_SIZE["float32" if self.how == "float32" else self.dtype]
 
 
 @dataclass(frozen=True)
 class TorchOutput:
-    """A file of torch.save. `value` holds tensors whose storages are `contents`, by their keys."""
+    """A file in torch.save's format. `contents` are the storages of the tensors in `value`, by key."""
 
     name: str  # below the output folder
     value: Any
@@ -102,7 +102,7 @@ class TorchOutput:
 
 @dataclass(frozen=True)
 class CopiedOutput:
-    """A file of the checkpoint, as it is."""
+    """A file of the checkpoint that is copied unchanged."""
 
     name: str
     file: int
@@ -114,15 +114,15 @@ Output = TorchOutput | CopiedOutput
 
 @dataclass(frozen=True)
 class Link:
-    """Another name of a file of the output."""
+    """An additional name of an output file."""
 
     name: str  # below the output folder
-    file: str  # its name as an output
+    file: str  # the name of the output
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is to be done."""
+    """A complete conversion."""
 
     files: tuple[File, ...]  # of the checkpoint
     outputs: tuple[Output, ...]
@@ -130,18 +130,18 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
 
-# How they are made
+# Constructors
 
 
 def tensor(key: str, kind: ElementType, shape: Shape) -> TensorHeader:
-    """A tensor that is all of a storage of the output."""
+    """A tensor that covers a complete storage of the output."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     storage = StorageHeader(key, kind.dtype, math.prod(shape), 0)
     return TensorHeader(storage, kind.dtype, 0, shape, stride, kind.requires_grad)
 
 
 def with_copy(content: Content, slices: Sequence[Slice], stages: tuple[int, int]) -> Content:
-    """What the first of two pipeline stages holds, compared with the slices of the second."""
+    """The content of the first of two pipeline stages, to be compared with the slices of the second."""
     first, placed = len(content.slices), content.layout
     again = [
         replace(one, slice=one.slice + first) for one in (*placed.blocks, *placed.copies) if one.slice < len(slices)
@@ -159,7 +159,7 @@ def bare(name: str, kind: ElementType, placed: Layout, slice_: Slice) -> TorchOu
 
 
 def as_float32(name: str, model: ModelFile, weight: TensorHeader) -> TorchOutput:
-    """A weight of the model, as the optimizer would have it."""
+    """A weight of the model as a main parameter."""
     if not weight.is_contiguous:
         raise UserError(f"{name}: the model's weight is not contiguous")
     how = "place" if weight.dtype == "float32" else "float32"
@@ -170,7 +170,7 @@ def as_float32(name: str, model: ModelFile, weight: TensorHeader) -> TorchOutput
 
 
 def saved(name: str, value: Any, file: int) -> TorchOutput:
-    """A value of a file of the checkpoint, with the storages that it holds."""
+    """A value from a file of the checkpoint, with the storages in it."""
     contents = {}
     for storage in storages_in(value):
         run = Pieces.of([Run(file, storage.offset, storage.nbytes)] if storage.nbytes else [])

@@ -1,6 +1,6 @@
-"""How a parameter is put together from the slices of the tensor-parallel ranks, by `universal_checkpoint_info`.
+"""How a parameter is merged from tensor-parallel slices, according to `universal_checkpoint_info`.
 
-The format is upstream's: lists of regular expressions on parameters' names, and descriptions of sub-parameters.
+The format is upstream's: lists of regular expressions for parameter names, and descriptions of sub-parameters.
 https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/checkpoint/constants.py
 """
 
@@ -24,32 +24,32 @@ PIPELINE_REPLICATED = "pipeline_replicated_parameter_patterns"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 LISTS = (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS)
 AFFINE = "affine_map"
-AFFINE_VERSION = 1  # the latest that is known
+AFFINE_VERSION = 1  # the latest that is supported
 
 
 @dataclass(frozen=True)
 class SubParams:
-    """Parameters that are stored as one, and sliced each on its own."""
+    """Sub-parameters: stored as one parameter, but each sliced on its own."""
 
     pattern: str
     patterns: Any
-    shape: Sequence[Any]  # at `partition_dim` the widths of the sub-parameters, or how many there are
+    shape: Sequence[Any]  # at `partition_dim` the widths of the sub-parameters, or their number
     partition_dim: int
     widths: tuple[tuple[int, ...], ...] | None = None  # by sub-parameter and tensor-parallel rank, if recorded
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of the slices of one parameter: `how` is one of the constants above, "" for the plain ones."""
+    """How to merge the slices of one parameter: `how` is a constant above, or "" to concatenate along dimension 0."""
 
     how: str
     sub_params: SubParams | None = None
     affine_map: dict[str, Any] | None = None
-    original_vocab_size: int | None = None  # rows behind it are padding
+    original_vocab_size: int | None = None  # rows after it are padding
 
 
 class Rules:
-    """Finds each parameter's rule, and knows in the end which patterns no parameter has used."""
+    """Finds each parameter's rule, and records in `unused` the patterns that have matched no parameter."""
 
     def __init__(self, info: dict[str, Any], traits: Traits) -> None:
         self.info = info
@@ -58,9 +58,7 @@ class Rules:
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
-            raise UserError(
-                f"the checkpoint says of {', '.join(sorted(info[UNSUPPORTED]))} that it cannot be converted"
-            )
+            raise UserError(f"the checkpoint states that {', '.join(sorted(info[UNSUPPORTED]))} cannot be converted")
         maps = (info.get(AFFINE) or {}) if traits.affine_maps else {}
         if maps.get("version", AFFINE_VERSION) > AFFINE_VERSION:
             raise UserError(f"the checkpoint has affine maps of version {maps['version']}; {UPSTREAM}")
@@ -85,7 +83,7 @@ class Rules:
         return any(re.match(pattern, name) for pattern in self.info.get(PIPELINE_REPLICATED, []))
 
     def _affine_map(self, name: str) -> dict[str, Any] | None:
-        """A map comes before the patterns, which the checkpoint has for earlier releases; they count as used."""
+        """A parameter's map. It overrides the patterns, which are there for earlier releases and count as used."""
         found = [pattern for pattern in self.affine_maps if re.match(pattern, name)]
         if len(found) > 1:
             raise UserError(f"more than one affine map is of {name}: {', '.join(found)}")
@@ -97,7 +95,7 @@ class Rules:
         return dict(self.affine_maps[found[0]])
 
     def _how(self, name: str) -> tuple[str, SubParams | None]:
-        """In upstream's order: what an earlier list has is not looked up in a later one."""
+        """The first list that matches, in upstream's order."""
         matching = self._matching_sub_params(name)
         for key in (REPLICATED, AVERAGED, TWO_SUB_PARAMS):
             if self._matches(key, name):
@@ -138,7 +136,7 @@ def _sub_params(info: dict[str, Any]) -> Sequence[SubParams]:
 
 
 def _with_widths(found: SubParams, pattern: str, info: dict[str, Any], traits: Traits) -> SubParams:
-    """Since version 0.4 of its format a checkpoint says how wide each rank's part of a sub-parameter is."""
+    """Add the width of each rank's part of a sub-parameter, which checkpoints record since format version 0.4."""
     widths = None
     if traits.shard_widths and info.get("universal_checkpoint_version", 0.0) >= 0.4:
         recorded = info.get(SHARD_WIDTHS, {}).get(pattern)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, read by their numbers."""
+"""Read the files of a checkpoint by their indices."""
 
 import resource
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ from ckpt_patches.convert.output_files import Slice
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.ranged import RangedFiles
 
-SPARE_DESCRIPTORS = 64  # for everything else that a process has open
+SPARE_DESCRIPTORS = 64  # for all other open files of a process
 
 
 class Sources:
-    """Byte ranges of the checkpoint's files, by their numbers."""
+    """Byte ranges of the checkpoint's files, by file index."""
 
     def __init__(self, paths: Sequence[Path], files: RangedFiles) -> None:
         self._paths, self._files = [str(path) for path in paths], files
@@ -29,7 +29,7 @@ class Sources:
         """Fill a buffer with a file's bytes from `offset` on.
 
         Raises:
-            UserError: the file has become shorter, or cannot be read.
+            UserError: the file is too short now, or cannot be read.
         """
         try:
             self._files.read(self._paths[file], offset, into)
@@ -39,13 +39,13 @@ class Sources:
 
 @contextmanager
 def opened(paths: Sequence[Path]) -> Iterator[Sources]:
-    """The files of a checkpoint, each opened when it is first needed, and kept open as long as there is room."""
+    """The files of a checkpoint, each opened at its first read and kept open while the limit of descriptors allows."""
     with RangedFiles(_descriptors() - SPARE_DESCRIPTORS) as files:
         yield Sources(paths, files)
 
 
 def _descriptors() -> int:
-    """How many a process may have open."""
+    """Raise the limit of open files to the maximum, and return it, at most 4096."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

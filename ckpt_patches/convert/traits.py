@@ -1,4 +1,4 @@
-"""Which features of universal checkpoints the installed DeepSpeed has; read from its source, nothing is imported."""
+"""The universal-checkpoint features of the installed DeepSpeed, read from its source without an import."""
 
 import ast
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
 
 @dataclass(frozen=True)
 class Traits:
-    """Features; those of the latest release by default."""
+    """Features of a DeepSpeed release; the defaults are those of the latest."""
 
     steps: bool = True  # zero/<parameter>/step.pt
-    # Sub-parameters of unequal shares, a count of them turned into widths, shapes by tensor-parallel rank
+    # Sub-parameters of unequal shares, counts converted to widths, a shape per tensor-parallel rank
     shard_widths: bool = True
-    module_weights: bool = True  # fp32.pt out of the model's weights, where the optimizer has none
+    module_weights: bool = True  # fp32.pt from the model's weights, if the optimizer has none
     affine_maps: bool = True
-    # A checkpoint that has one of these is refused where DeepSpeed does not know it.
+    # A checkpoint with one of these is refused if DeepSpeed does not support it.
     vocab_tensor: bool = True
     two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`
     sub_params: bool = True  # `parameter_with_sub_params`
@@ -30,8 +30,8 @@ class Traits:
     autoep: bool = True
 
 
-# A name or a string that the converter uses since it has the feature. A syntax tree is what it is in forks and
-# back-ports as well, which a version is not.
+# By feature, a name or string that a converter with the feature uses. In forks and back-ports, the syntax tree is
+# reliable and the version is not.
 SIGNS = {
     "steps": "step.pt",
     "shard_widths": "SUB_PARAM_SHARD_WIDTHS",
@@ -47,7 +47,7 @@ SIGNS = {
 
 
 def installed() -> tuple[Traits, str]:
-    """Those of the installed DeepSpeed, all where there is none; and a warning, where its release was not tested."""
+    """The features of the installed DeepSpeed (all if none is), and a warning if its release is untested."""
     root = locate(DEEPSPEED)
     if root is None or not (root / CONVERTER).is_file():
         return Traits(), ""
@@ -55,7 +55,7 @@ def installed() -> tuple[Traits, str]:
 
 
 def in_tree(root: Path) -> tuple[Traits, str]:
-    """Those of a DeepSpeed; and a warning, where its release was not tested."""
+    """The features of a DeepSpeed, and a warning if its release is untested."""
     release, last = version_in(root, DEEPSPEED), RECORDED[DEEPSPEED][-1]
     untested = f"DeepSpeed {release} ({root}) was not tested, the last that was is {last}"
     try:
@@ -71,7 +71,7 @@ def in_tree(root: Path) -> tuple[Traits, str]:
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """What a module defines and uses, and the file names in its strings; imports, comments and docstrings apart."""
+    """The names that a module defines and uses, and the file names in its strings; no imports or docstrings."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return
     if isinstance(node, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Write files of the output: their storages in windows of bounded size, then each file under its own name at once."""
+"""Write output files: storages in windows of bounded size, then an atomic rename of each file."""
 
 import os
 import shutil
@@ -17,9 +17,9 @@ from ckpt_patches.formats.torch_writer import torch_file
 from ckpt_patches.runtime.shared_writing import Moved
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
-SHORT = 65536  # bytes; rows up to this length are read together, longer ones each into its place
-COMPARED = 1 << 20  # bytes at once
-# So many files are waited for together: what the disk has to do for one of them it then does for all.
+SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones directly to their targets
+COMPARED = 1 << 20  # bytes at a time
+# Limits of a batch of files to sync together: the disk then does common work only once.
 FILES_TOGETHER = 32
 BYTES_TOGETHER = 64 << 20
 
@@ -28,18 +28,18 @@ Fill = Callable[["Sources", Content, int, memoryview, memoryview], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What all files of a conversion have in common."""
+    """The settings of all files of a conversion."""
 
-    folder: Path  # that they are written to
+    folder: Path  # of the output
     paths: list[Path]  # of the checkpoint's files
     bytes_in_flight: int  # of all workers together
-    sync: bool = True  # have a file on the disk before it gets its name
-    direct: bool = False  # write past the page cache
+    sync: bool = True  # sync a file before its rename
+    direct: bool = False  # bypass the page cache
 
 
 @contextmanager
 def writer(job: Job, workers: int, moved: Moved) -> Iterator["Writer"]:
-    """One of several workers' writers."""
+    """The writer of one of several workers."""
     with opened(job.paths) as sources:
         yield Writer(job, sources, job.bytes_in_flight // workers, moved)
 
@@ -47,20 +47,20 @@ def writer(job: Job, workers: int, moved: Moved) -> Iterator["Writer"]:
 class Writer:
     """Writes outputs of a job one by one; calls `moved` for every window of bytes.
 
-    A file has its name when it is on the disk: at the latest after `finish`.
+    A file gets its final name when it is on disk, at the latest in `finish`.
     """
 
     def __init__(self, job: Job, sources: Sources, nbytes: int, moved: Moved) -> None:
         self.job, self.sources, self.moved = job, sources, moved
-        # A second buffer takes rows on their way, or the slices that are averaged or compared.
+        # The second buffer is for rows before their copy, or for slices to average or compare.
         memory = pages(max(nbytes, 2 * PAGE))
         half = len(memory) // PAGE // 2 * PAGE
         self.buffer, self.rows = memory[:half], memory[half:]
-        # By chance and not by process: those of two containers have the same numbers.
+        # Random and not the process id: processes of two containers can have the same id.
         self._temporary = f"{TEMPORARY}{os.urandom(4).hex()}-"
-        self._unnamed: list[tuple[NewFile, str, str]] = []  # with their temporary names, and their own
-        self._unsynced = 0  # bytes of these
-        self._folders: set[str] = set()  # that are there
+        self._unnamed: list[tuple[NewFile, str, str]] = []  # with temporary and final names
+        self._unsynced = 0  # bytes in these
+        self._folders: set[str] = set()  # that exist
 
     def write(self, output: Output) -> None:
         """Write a file under a temporary name.
@@ -68,7 +68,7 @@ class Writer:
         Raises:
             UserError: the disk is full, or a file cannot be read.
         """
-        path = f"{self.job.folder}/{output.name}"  # with a `Path` this takes as long as to write a small file
+        path = f"{self.job.folder}/{output.name}"  # building a `Path` takes as long as writing a small file
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{self._temporary}{name}"
         with reported(path):
@@ -99,7 +99,7 @@ class Writer:
             self._copy(output, file)
 
     def finish(self) -> None:
-        """Have the files that were written on the disk, and give them their names."""
+        """Sync the written files, and give them their final names."""
         self._unsynced = 0
         while self._unnamed:
             file, temporary, path = self._unnamed.pop(0)
@@ -118,7 +118,7 @@ class Writer:
             self.moved(len(piece))
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
-        """A storage's bytes, in pieces that lie in the file's buffer."""
+        """Yield a storage's bytes in pieces of the file's buffer."""
         fill = made_by(content.how)
         begin = 0
         while begin < content.nbytes:
@@ -131,7 +131,7 @@ class Writer:
 
 
 def made_by(how: str) -> Fill:
-    """The function that makes a content; `arithmetic` is imported only for those that need it."""
+    """The function that fills windows with a content; imports `arithmetic` only if needed."""
     if how == "place":
         return place
     from ckpt_patches.convert import arithmetic
@@ -143,10 +143,10 @@ def made_by(how: str) -> Fill:
 def _check_copies(
     sources: Sources, content: Content, begin: int, window: memoryview, rows: memoryview, name: str
 ) -> None:
-    """That every slice that holds a part of the window holds the same.
+    """Check that all slices agree where they overlap the window.
 
     Raises:
-        UserError: one does not.
+        UserError: they differ.
     """
     size = ITEM_SIZE[content.dtype]
     copies = content.layout.copies if content.how == "place" else ()
@@ -166,13 +166,13 @@ def _differs(name: str, content: Content, index: int) -> str:
             "found others; a universal checkpoint has one of it: resume with as many stages as were saved"
         )
     return (
-        f"{name}: the checkpoint says that tensor-parallel rank {index} holds the same as others of this "
+        f"{name}: the checkpoint states that tensor-parallel rank {index} holds the same as others of this "
         "parameter, and it does not"
     )
 
 
 def _same(one: memoryview, other: memoryview, dtype: str) -> bool:
-    """Views compare byte by byte; bytes do at once."""
+    """Whether elements are equal. Compares bytes, which is faster than comparing views."""
     if all(bytes(one[at : at + COMPARED]) == bytes(other[at : at + COMPARED]) for at in range(0, len(one), COMPARED)):
         return True
     from ckpt_patches.convert import arithmetic
@@ -181,7 +181,7 @@ def _same(one: memoryview, other: memoryview, dtype: str) -> bool:
 
 
 def place(sources: Sources, content: Content, begin: int, window: memoryview, rows: memoryview) -> None:
-    """Fill a window of the whole parameter, from byte `begin` on, with what the slices hold of it."""
+    """Fill a window of the full parameter, from byte `begin` on, from the slices."""
     size = ITEM_SIZE[content.dtype]
     for block in content.layout.blocks:
         slice_ = content.slices[block.slice]
@@ -193,7 +193,7 @@ def place(sources: Sources, content: Content, begin: int, window: memoryview, ro
 
 
 def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Of a block's rows, in bytes, what lies between `begin` and `end` of the target: source, target, length."""
+    """The parts of a block's rows between `begin` and `end` of the target: source, target, length in bytes."""
     for row in range(max(0, (begin - block.target) // block.target_stride), block.count):
         target = block.target + row * block.target_stride
         if target >= end:
@@ -206,7 +206,7 @@ def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
 def _place_short_rows(
     sources: Sources, slice_: Slice, block: Block, begin: int, window: memoryview, rows: memoryview
 ) -> None:
-    """Read many rows at once, which follow on one another in the slice, and then put each in its place."""
+    """Read many rows that are consecutive in the slice at once, then copy each to its target."""
     batch: list[tuple[int, int, int]] = []
     nbytes = 0
     for row in _rows(block, begin, begin + len(window)):

@@ -1,4 +1,4 @@
-"""The fingerprints of a ZeRO checkpoint: of what a conversion would write, which is not written."""
+"""The fingerprints of a ZeRO checkpoint, computed from the bytes that a conversion would write."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +13,10 @@ from ckpt_patches.formats import universal
 
 
 def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
-    """Of every parameter, whole, in the order of their names: what ranks share is put together as a conversion does.
+    """The fingerprints of every full parameter, in the order of names, merged from the ranks as in a conversion.
 
     Raises:
-        UserError: the checkpoint is damaged, or of a kind that is not converted.
+        UserError: the checkpoint is damaged, or of an unsupported kind.
     """
     plan = planned(path, traits.installed()[0], Options(trust_checkpoint=trust, inject_missing_state=True))
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
@@ -27,7 +27,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
             state = file.removesuffix(".pt")
             if folder.startswith(f"{universal.FOLDER}/") and state != "step":
                 tensor = universal.tensor_of(outputs[name].value)
-                assert tensor is not None, name  # it is what the plan is made of
+                assert tensor is not None, name  # each of these outputs has one
                 content = outputs[name].contents[tensor.storage.key]
                 value = of_blocks(_windows(sources, content), tensor.dtype)
                 parameter = folder.removeprefix(f"{universal.FOLDER}/")
@@ -35,7 +35,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
 
 
 def _windows(sources: Sources, content: Content) -> Iterator[memoryview]:
-    """All bytes of a parameter's state, in order, one block after another in the same memory."""
+    """Yield all bytes of a parameter's state in order, block by block in one buffer."""
     fill = made_by(content.how)
     memory, rows = (memoryview(bytearray(min(BLOCK, content.nbytes))) for _ in range(2))
     for begin in range(0, content.nbytes, BLOCK):

@@ -1,7 +1,7 @@
-"""Demonstrations of the fixes: how one ends, and what they share (CPU ranks, small trainings, a stub for a GPU).
+"""Shared code of the demonstrations: the output of an outcome, CPU ranks, small training runs, a stub GPU.
 
-A demonstration is a program in `demos/`, beside the fixes, with the fix's name. It does on the real upstream package
-what users do, and prints one JSON object as its last line: whether the bug shows, and what was found. It does not know
+A demonstration is a program in `demos/`, beside the fixes, with the fix's name. It uses the real upstream package as
+users do, and prints one JSON object as its last line: whether the bug shows, and what was found. It does not know
 whether the import hook is active.
 """
 
@@ -15,23 +15,23 @@ from typing import TypeVar
 from ckpt_patches.demo.ranks import RankError
 
 T = TypeVar("T")
-# The argument of a demonstration that is to show its bug in a few seconds, as `status --prove` asks for.
+# The argument that limits a demonstration to a few seconds; `status --prove` passes it.
 SHORT = "--short"
 
 
 def cases(every: Sequence[T], short: int = 1) -> Sequence[T]:
-    """The cases in which a demonstration looks for its bug: all, or with `--short` the first so many."""
+    """The cases that a demonstration runs: all, or the first `short` ones with `--short`."""
     return every[:short] if SHORT in sys.argv else every
 
 
 def show(run: Callable[[Path], str], right: str, *, raises: str | tuple[str, ...] = ()) -> None:
     """Run a demonstration in an empty folder, and print its outcome.
 
-    `run` returns what went wrong, "" if nothing did; then `right` is printed. An error of a rank whose text begins with
-    `raises` is the bug.
+    `run` returns a description of the bug, or "" without a bug; then `right` is printed. A rank's error whose text
+    begins with `raises` counts as the bug.
 
     Raises:
-        RankError: another one.
+        RankError: a rank failed with any other error.
     """
     with tempfile.TemporaryDirectory(prefix="ckpt-patches-demo-") as folder:
         try:

@@ -1,17 +1,17 @@
-"""Asynchronous saves whose worker is killed while it writes: what each rank is told by megatron-core or NVRx."""
+"""Asynchronous saves whose worker is killed while it writes: the error that megatron-core or NVRx raises per rank."""
 
 import os
 import signal
 import time
 from typing import Any
 
-POLLS = 20  # what training does after each step; upstream would say nothing for ever
+POLLS = 20  # one per training step; upstream would never report the error
 RANKS = 2
-KEPT: list[Any] = []  # not freed before the end of the process: that waits for the worker as well
+KEPT: list[Any] = []  # kept until the process ends: freeing also waits for the worker
 
 
 def told(rank: int, calls: Any, request: type) -> str:
-    """What a rank is told within a few steps after the persistent worker of rank 1 was killed."""
+    """The error on a rank within a few steps after the persistent worker of rank 1 was killed, or ""."""
     import torch.distributed as dist
 
     KEPT.append(calls)
@@ -32,9 +32,9 @@ def told(rank: int, calls: Any, request: type) -> str:
     return ""
 
 
-def summary(told_by_rank: list[str]) -> str:
-    """What is wrong: ranks that were told nothing."""
-    silent = told_by_rank.count("")
+def summary(errors_by_rank: list[str]) -> str:
+    """The number of ranks without an error, in words, or "" if every rank got one."""
+    silent = errors_by_rank.count("")
     if not silent:
         return ""
     return f"a worker was killed, and {silent} of {RANKS} ranks raised no error in {POLLS} steps"

@@ -1,7 +1,7 @@
-"""Small trainings with the real DeepSpeed on CPU ranks: what saves, resumes and conversions are run on.
+"""Small training runs with the real DeepSpeed on CPU ranks, for saves, resumes and conversions.
 
-The no-decay group of `engine` has 11 elements; on 8 ranks it is padded to 16, 2 a rank: the padding, 5, reaches over
-3 ranks. Every rank sees its share of the same 16 samples a step, so runs with different numbers of ranks are
+The no-decay group of `engine` has 11 elements; on 8 ranks it is padded to 16, 2 per rank: the padding, 5 elements,
+spans 3 ranks. Every rank gets its share of the same 16 samples per step, so runs with different numbers of ranks are
 comparable.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch._dynamo  # by an optimizer, in every rank again, if it is not there by then
+import torch._dynamo  # else an optimizer imports it on every rank
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -33,10 +33,10 @@ _all_gather_into_tensor = torch.distributed.all_gather_into_tensor
 
 
 def prepare() -> None:
-    """Let DeepSpeed train on a CPU, without a compiler, and without a race of its own."""
-    # On a CPU, DeepSpeed would compile its shared-memory operator at run time; a test needs no compiler.
+    """Let DeepSpeed train on a CPU, without a compiler, and without DeepSpeed's own race."""
+    # On a CPU, DeepSpeed would compile its shared-memory operator at run time; tests must not need a compiler.
     deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
-    # Up to 0.14.0 it would compile oneCCL as well; and up to 0.15 it trains in fp16 on a GPU only.
+    # Up to 0.14.0 it would also compile oneCCL; up to 0.15 it trains in fp16 only on a GPU.
     if REAL_GPU:
         return
     get_accelerator()._communication_backend_name = "gloo"
@@ -47,17 +47,17 @@ def prepare() -> None:
 
 
 class DoneStream:
-    """What these releases, with hpZ, wait for; a CPU has None."""
+    """A stream to wait for: these releases need one with hpZ, but a CPU has None."""
 
     def synchronize(self) -> None:
         pass
 
 
 def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
-    """Up to 0.19.7 stage 3 starts many gathers, and waits for the last of them alone.
+    """Wait for each gather: up to 0.19.7 stage 3 starts many gathers, and waits only for the last one.
 
-    NCCL ends them in their order. Gloo has two threads: one gather in fifty was not done then, and now and then a step
-    began with parameters that were not there yet.
+    NCCL completes them in order. Gloo has two threads: one gather in fifty was incomplete, and some steps began
+    without all parameters.
     """
     work = _all_gather_into_tensor(*args, **kwargs)
     if work is not None:
@@ -78,17 +78,17 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}  # a scale at which
 
 
 def zero(stage: int, **more: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **more}}  # by default it takes 1 GB
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **more}}  # the default needs 1 GB
 
 
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 KINDS: dict[str, dict[str, Any]] = {
     "stage0": {**BF16, **zero(0)},
     "stage0_fp32_gradients": {**BF16, **zero(0), **FP32_GRADIENTS},
-    "pipeline": {**BF16, **zero(0), "gradient_accumulation_steps": 2},  # of one stage
+    "pipeline": {**BF16, **zero(0), "gradient_accumulation_steps": 2},  # with one stage
     "stage0_fp16": {**FP16, **zero(0)},
     "stage1": {**BF16, **zero(1)},
-    # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, the writer of the DP=768 report
+    # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, as in the DP=768 report
     "bf16_optimizer": {**BF16, **zero(1), **FP32_GRADIENTS},
     "stage2": {**BF16, **zero(2)},
     "stage1_round_robin": {**BF16, **zero(1, round_robin_gradients=True)},
@@ -101,14 +101,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage3_fp16": {**FP16, **zero(3)},
     "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
     "stage3_sub_groups": {**BF16, **zero(3, sub_group_size=4)},
-    "stage3_frozen": {**BF16, **zero(3)},  # the norm is
-    # Below the threshold, of 100,000 elements by default, parameters are gathered once and from all ranks.
+    "stage3_frozen": {**BF16, **zero(3)},  # the norm is frozen
+    # Parameters below the threshold (default: 100,000 elements) are gathered once and from all ranks.
     "stage3_hpz": {
         **BF16,
         **zero(3, zero_hpz_partition_size=2, stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0),
     },
 }
-# Before 0.18 the converter reads the first group only.
+# Before 0.18 the converter reads only the first group.
 ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups", "stage3_frozen")
 
 
@@ -141,7 +141,7 @@ def engine(kind: str, ranks: int, universal: bool) -> Any:
 
 
 def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) -> Any:
-    """A run of a case: a kind and the number of param groups, as `stage1-2`. `more` is set in each group."""
+    """A run of a case: kind and number of param groups, e.g. `stage1-2`. `more` is set in each group."""
     torch.manual_seed(seed)
     kind, _, number = case.rpartition("-")
     tiny = Tiny()
@@ -151,7 +151,7 @@ def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) ->
 
 
 def param_groups(model: Any, scale: torch.Tensor, number: int) -> list[dict[str, Any]]:
-    """One to three groups, of different learning rates and weight decays; the third has a single element, `scale`."""
+    """One to three groups with different learning rates and weight decays; the third has one element, `scale`."""
     if number == 1:
         return [{"params": list(model.parameters()), "weight_decay": 0.01}]
     others = [p for p in model.parameters() if p.dim() <= 1 and not (number == 3 and p is scale)]
@@ -172,7 +172,7 @@ def loss(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def initialize(kind: str, ranks: int, model: Any, groups: list[dict[str, Any]], universal: bool) -> Any:
-    gc.freeze()  # DeepSpeed collects garbage up to twenty times while it sets up; what was imported is none
+    gc.freeze()  # DeepSpeed's setup collects garbage up to twenty times; skip imported objects
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // ranks,
         "zero_allow_untested_optimizer": True,
@@ -192,7 +192,7 @@ def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
         samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).to(run.device, dtype)
         loss = (run(samples.chunk(ranks)[rank]).float() - 1).pow(2).mean()
         run.backward(loss)
-        with torch.no_grad():  # 0.12 gathers the parameters into views, outside of it
+        with torch.no_grad():  # with grad enabled, 0.12 gathers into views
             run.step()
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
@@ -210,7 +210,7 @@ def train_pipeline(run: Any, rank: int, ranks: int, first: int) -> list[float]:
 
 
 def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """The live master parameters and moments, whole; gathered from the running optimizer, not from any file."""
+    """The full main parameters and moments, gathered from the running optimizer, not from a file."""
     parameters = {name: p for name, p in run.module.named_parameters() if p.requires_grad}
     optimizer = run.optimizer
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stage 1 and 2
@@ -226,7 +226,7 @@ def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def flattened_state(optimizer: Any, names: dict[torch.Tensor, str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Put every group's equal partitions together again, and cut them by the parameters' sizes."""
+    """Concatenate every group's equal partitions, and split them by the parameters' sizes."""
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
     for master, parameters in zip(
         optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups, strict=True
@@ -243,7 +243,7 @@ def flattened_state(optimizer: Any, names: dict[torch.Tensor, str]) -> dict[str,
 
 
 def settings(run: Any) -> dict[str, Any]:
-    """What the inner optimizer knows beside its flat tensors: each group's settings, and each flat tensor's step."""
+    """The inner optimizer's state besides its flat tensors: each group's settings, each flat tensor's step."""
     inner = run.optimizer.optimizer
     return {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups],
@@ -256,7 +256,7 @@ def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dic
 
 
 def snapshot(run: Any) -> dict[str, Any]:
-    """All that the next steps depend on: weights, masters and moments, whole, and what is not a tensor."""
+    """All that the next steps depend on: full weights, main parameters and moments, and other state."""
     optimizer = run.optimizer
     if hasattr(optimizer, "fp16_partitioned_groups"):
         states = partitioned(run)
@@ -275,13 +275,13 @@ def snapshot(run: Any) -> dict[str, Any]:
 
 
 def groups_of(run: Any) -> list[dict[str, Any]]:
-    """Those that the inner optimizer steps by."""
+    """The inner optimizer's param groups."""
     groups: list[dict[str, Any]] = run.optimizer.optimizer.param_groups
     return groups
 
 
 def scaler_of(optimizer: Any) -> Any:
-    """Where an optimizer counts for its loss scale; without ZeRO it does so itself, or from 0.18.6 on in a record."""
+    """The object with the loss scale's counters; without ZeRO the optimizer, or since 0.18.6 its config object."""
     return getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
 
 
@@ -299,7 +299,7 @@ def partitioned(run: Any) -> dict[str, Any]:
 
 
 def unflattened(run: Any) -> dict[str, Any]:
-    """Of stage 0, where every rank has all."""
+    """The states at stage 0, where every rank has all of them."""
     names, states = names_of(run), {}
     optimizer = run.optimizer
     for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -311,7 +311,7 @@ def unflattened(run: Any) -> dict[str, Any]:
 
 
 def flattened(run: Any) -> dict[str, Any]:
-    """Put every group's equal partitions together again, and cut them by the parameters' sizes; not by the links."""
+    """Concatenate every group's equal partitions, and split them by the parameters' sizes, not by the links."""
     names = names_of(run)
     states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
     for master, parameters in flat_groups(run):
@@ -325,7 +325,7 @@ def flattened(run: Any) -> dict[str, Any]:
 
 
 def flat_groups(run: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Of each group this rank's part of the flat masters, and the parameters."""
+    """This rank's partition of each group's flat main parameters, and the group's parameters."""
     optimizer = run.optimizer
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
@@ -339,7 +339,7 @@ def names_of(run: Any) -> dict[torch.Tensor, str]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every rank has there."""
+    """The values of all ranks, in rank order."""
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
@@ -353,8 +353,8 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def reduce_as_on_a_gpu() -> None:
     """Let the engine reduce 16-bit gradients itself, as it does without ZeRO and for BF16_Optimizer.
 
-    Up to 0.16 it reduces those of types that the accelerator lists, where a CPU does not list fp16. Up to 0.12 it looks
-    for `torch.cpu.HalfTensor`, which torch calls `torch.HalfTensor`.
+    Up to 0.16 it reduces only dtypes that the accelerator lists, and a CPU does not list fp16. Up to 0.12 it expects
+    `torch.cpu.HalfTensor`, but torch's name is `torch.HalfTensor`.
     """
     if REAL_GPU:
         return
@@ -373,7 +373,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 class OneTensorParallelRank:
-    """What the loader of universal checkpoints asks Megatron for; up to 0.14.0 it cannot do without."""
+    """A stub of Megatron's `mpu`, which the loader of universal checkpoints requires up to 0.14.0."""
 
     get_tensor_model_parallel_rank = staticmethod(lambda: 0)
     get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
@@ -385,18 +385,18 @@ def same(one: Any, other: Any) -> bool:
 
 
 def on_any_rank(names: list[str]) -> list[str]:
-    """What a rank has for itself, as its copy of the weights, may be wrong there alone."""
+    """The names from all ranks: a rank's own data, e.g. its copy of the weights, may be wrong only there."""
     return sorted(set().union(*gathered(names)))
 
 
 def save(run: Any, folder: Path) -> None:
-    """As TAG in a folder, so that it can be converted."""
+    """Save as TAG in a folder, so that it can be converted."""
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
     run.save_checkpoint(str(folder), tag=TAG, client_state={**info, "iteration": STEPS})
 
 
 def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
-    """Load a checkpoint; returns the client's part of it."""
+    """Load a checkpoint. Returns the client state."""
     with model_parallel(run, universal=tag != TAG):
         _, client_state = run.load_checkpoint(str(folder), tag=tag, **asked)
     return client_state
@@ -404,7 +404,7 @@ def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
 
 @contextlib.contextmanager
 def model_parallel(run: Any, *, universal: bool) -> Iterator[None]:
-    """Up to 0.14.0 a universal checkpoint is loaded only with an object for model parallelism."""
+    """Set the `mpu` that a load of a universal checkpoint requires up to 0.14.0."""
     needed = universal and numbers(deepspeed.__version__) <= (0, 14, 0)
     if needed:
         run.optimizer.mpu = OneTensorParallelRank
@@ -422,9 +422,9 @@ def show_resume(
     raises: str | tuple[str, ...] = (),
     **settings: Any,
 ) -> None:
-    """A demonstration: save and resume, from a universal checkpoint if asked for.
+    """A demonstration: save and resume, with `universal` from a universal checkpoint.
 
-    An error that begins with `raises` is the bug. `settings` are those that the groups of the resumed run start with.
+    An error that starts with `raises` is the bug. `settings` are the initial settings of the resumed run's groups.
     """
 
     def run(folder: Path) -> str:
@@ -434,9 +434,9 @@ def show_resume(
 
 
 def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, settings: dict[str, Any]) -> str:
-    """Train, save, load into a fresh run of other weights, and take two steps in both runs.
+    """Train, save, load into a new run with other weights, and take two steps in both runs.
 
-    Returns how many states differ after the load and after the steps; "" if none.
+    Returns how many states differ after the load and after the steps, in words, or "" if none.
     """
     saved, end = train_and_save(rank, folder, case, ranks)
     if universal:
@@ -453,9 +453,9 @@ def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, sett
 
 
 def show_weights_alone(*cases: str, raises: str | tuple[str, ...] = (), **options: bool) -> None:
-    """A demonstration: load the weights of a checkpoint, not the latest one, and no states, on 2 ranks and on 3.
+    """A demonstration: load only the weights of a checkpoint that is not the latest, on 2 and on 3 ranks.
 
-    An error that begins with `raises` is the bug. `options` are those of `load_checkpoint`.
+    An error that starts with `raises` is the bug. `options` are passed to `load_checkpoint`.
     """
 
     allow_pickles()
@@ -472,7 +472,7 @@ def show_weights_alone(*cases: str, raises: str | tuple[str, ...] = (), **option
 
 
 def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[str, bool]) -> str:
-    """Save twice, and load the weights of the first checkpoint into a run of other weights; what is wrong then."""
+    """Save twice, and load the first checkpoint's weights into a run with other weights. Returns what is wrong."""
     run = engine_of(case, ranks, universal=False, seed=0)
     train(run, rank, ranks, first=0)
     run.save_checkpoint(str(folder), tag=TAG)
@@ -485,14 +485,14 @@ def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[s
     wrong = on_any_rank(differences(found, saved))
     stale = on_any_rank(differences(masters(loaded), {name: weight.float() for name, weight in found.items()}))
     if numbers(deepspeed.__version__) < (0, 13) and loaded.zero_optimization():
-        stale = []  # there no load without states makes the masters from the weights
+        stale = []  # there, loads without states never update main parameters
     if not wrong and not stale:
         return ""
     return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
-    """The whole 16-bit weights."""
+    """The full 16-bit weights."""
     found = {}
     for name, parameter in run.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -501,7 +501,7 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 
 
 def masters(run: Any) -> dict[str, torch.Tensor]:
-    """The whole fp32 parameters, where the optimizer has no moments yet."""
+    """The full fp32 parameters of an optimizer without moments."""
     if hasattr(run.optimizer, "fp32_groups"):
         names = names_of(run)
         groups = zip(run.optimizer.fp16_groups, run.optimizer.fp32_groups, strict=True)
@@ -511,11 +511,11 @@ def masters(run: Any) -> dict[str, torch.Tensor]:
 
 
 def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state at the save, and two steps later."""
+    """Train and save. Returns the state at the save, and the state STEPS steps later."""
     run = engine_of(case, ranks, universal=False, seed=0)
     train(run, rank, ranks, first=0)
     for group in groups_of(run):
-        group["lr"] /= 2  # as a scheduler would: it is not what the next run is started with
+        group["lr"] /= 2  # as a scheduler would, so that it differs from the next run's initial value
     save(run, folder)
     saved = snapshot(run)
     train(run, rank, ranks, first=STEPS)
@@ -523,7 +523,7 @@ def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict
 
 
 def convert(folder: Path, *more: str) -> None:
-    """The checkpoint TAG to the universal one UNIVERSAL, by rank 0 with this project's converter."""
+    """Convert TAG to the universal checkpoint UNIVERSAL, on rank 0 with this project's converter."""
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         alone = {name: value for name, value in os.environ.items() if name not in RANK_ENVIRONMENT}
@@ -536,7 +536,7 @@ def convert(folder: Path, *more: str) -> None:
 
 
 def show_conversion(case: str, *, ranks: int, raises: str | tuple[str, ...] = ()) -> None:
-    """A demonstration: save, and convert with DeepSpeed's converter; the result is the live state at the save."""
+    """A demonstration: save, convert with DeepSpeed's converter, and compare with the state at the save."""
 
     def run(folder: Path) -> str:
         results(train_and_keep, ranks, folder, case, ranks)
@@ -552,7 +552,7 @@ def train_and_keep(rank: int, folder: Path, case: str, ranks: int) -> None:
 
 
 def save_and_keep(run: Any, folder: Path) -> None:
-    """Save; beside the checkpoint TRUTH, the live state."""
+    """Save a checkpoint, and the live state as TRUTH."""
     save(run, folder)
     live = state(run)
     if torch.distributed.get_rank() == 0:
@@ -560,15 +560,15 @@ def save_and_keep(run: Any, folder: Path) -> None:
 
 
 def converted(folder: Path) -> str:
-    """Convert TAG with DeepSpeed's converter; how many states differ from TRUTH, "" if none.
+    """Convert TAG with DeepSpeed's converter. Returns how many states differ from TRUTH, or "" if none.
 
     Raises:
-        RankError: the converter has raised an error.
+        RankError: the converter raised an error.
     """
     run_ranks(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL)
     truth, found = torch.load(folder / TRUTH, map_location="cpu"), universal_states(folder / UNIVERSAL)
     pairs = [(live, found[name][key]) for name, states in truth.items() for key, live in states.items()]
-    different = sum(not live.flatten().equal(other.flatten()) for live, other in pairs)  # at ZeRO-3 they are flat
+    different = sum(not live.flatten().equal(other.flatten()) for live, other in pairs)  # ZeRO-3 states are flat
     return f"{different} of {len(pairs)} states differ, and no error" if different else ""
 
 
@@ -582,7 +582,7 @@ def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2)
 
 
 def universal_states(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The states in a universal folder, by parameter."""
+    """The states in a universal checkpoint, by parameter."""
     states: dict[str, dict[str, torch.Tensor]] = {}
     for parameter in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
         loaded = {key: torch.load(parameter / f"{key}.pt") for key in ("fp32", *MOMENTS)}
@@ -591,15 +591,15 @@ def universal_states(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def allow_pickles() -> None:
-    """Up to 0.15.4 no checkpoint loads with torch 2.6 and later: another bug, `torch_load_weights_only`."""
+    """Work around another bug, `torch_load_weights_only`: up to 0.15.4 no checkpoint loads with torch 2.6 or later."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def results(worker: Callable[..., Any], ranks: int, *args: object, node: int | None = None) -> list[Any]:
-    """What `worker(rank, *args)` returns on each of that many ranks, of which `node` are on a node (all by default).
+    """The return values of `worker(rank, *args)`, one per rank. `node` is the number of ranks per node (default: all).
 
     Raises:
-        RankError: a rank has raised an error.
+        RankError: a rank raised an error.
     """
     prepare()
     reduce_as_on_a_gpu()
@@ -611,7 +611,7 @@ def _start(rank: int, worker: Callable[..., Any], ranks: int, node: int, port: i
     result = worker(rank, *args)
     torch.distributed.barrier()
     if REAL_GPU:
-        torch.distributed.destroy_process_group()  # NCCL aborts a rank whose neighbor ends before
+        torch.distributed.destroy_process_group()  # NCCL aborts a rank whose neighbor ends first
     return result
 
 
@@ -634,10 +634,10 @@ def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
 
 
 def on_ranks(args: argparse.Namespace) -> None:
-    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for them."""
+    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for all."""
     port = free_port()
     prepare()
-    # Forked, so that torch and DeepSpeed are imported once and not by every rank.
+    # Fork the ranks, so that torch and DeepSpeed are imported only once.
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
     for process in ranks:

@@ -14,7 +14,7 @@ RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
 
 
 class Expert(torch.nn.Linear):
-    """A rank with several experts cuts their tokens out of one tensor, of which torch rounds a layer differently."""
+    """Makes its input contiguous: several experts on a rank get views of one tensor, where torch rounds differently."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.contiguous())
@@ -34,9 +34,9 @@ class Model(torch.nn.Module):
 
 
 def engine(ep: int, stage: int, universal: bool, most: int = 10**6) -> Any:
-    """A run on `ep` expert-parallel ranks; stage 0 is ZeRO-1 by BF16_Optimizer.
+    """A run on `ep` expert-parallel ranks; stage 0 is ZeRO-1 with BF16_Optimizer.
 
-    A param group of experts has at most `most` elements.
+    Each param group of experts has at most `most` elements.
     """
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -60,10 +60,10 @@ def train(run: Any, rank: int, steps: range) -> list[float]:
     for step in steps:
         generator = torch.Generator().manual_seed(RANKS * step + rank)
         samples = torch.randn(32, 3, generator=generator).to(run.device, torch.bfloat16)
-        torch.manual_seed(RANKS * step + rank)  # of two experts the gate draws the second
+        torch.manual_seed(RANKS * step + rank)  # the gate draws the second of the two experts at random
         loss = (run(samples).float() - 1).pow(2).mean()
         run.backward(loss)
-        with torch.no_grad():  # 0.18.7 to 0.18.9 gather the parameters into views, outside of it
+        with torch.no_grad():  # with grad enabled, 0.18.7 to 0.18.9 gather into views
             run.step()
         torch.distributed.all_reduce(total := loss.detach().clone())
         losses.append(total.item() / RANKS)
@@ -71,7 +71,7 @@ def train(run: Any, rank: int, steps: range) -> list[float]:
 
 
 def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights, masters and moments of this rank's parameters, whole, as they are live, and from no file."""
+    """The full weights, main parameters and moments of this rank's parameters, from memory, not from a file."""
     names = {parameter: name for name, parameter in run.module.named_parameters()}
     first = groups._get_expert_parallel_rank(f"ep_size_{ep}") * (EXPERTS // ep)
     optimizer = run.optimizer
@@ -98,5 +98,5 @@ def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def numbered(name: str, first: int) -> str:
-    """With the expert's number among all."""
+    """The name with the expert's global number in place of its local one; `first` is the rank's first expert."""
     return re.sub(r"(deepspeed_experts\.)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name)

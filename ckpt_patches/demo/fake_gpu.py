@@ -1,13 +1,12 @@
 """fake_gpu: run code written for CUDA + NCCL on a CPU-only torch build.
 
-A tensor "is on cuda" iff its *storage* carries the python attribute ``_fg``.  Real data always
-lives on the CPU.  Two modes do the work:
-  FG  (TorchFunctionMode): maps device=... arguments / .cuda() / .cpu() / .to(), answers .is_cuda,
-      .device, .type(), .get_device(), .is_pinned(); host<->device transfers always COPY.
-  FGD (TorchDispatchMode): a new output storage is "cuda" when any tensor input is "cuda".
-Plus: torch.cuda.* stubs, nccl -> gloo, ReduceOp.AVG, threads inherit the modes.
-env: FAKEGPU_NDEV (default: WORLD_SIZE or 8), FAKEGPU_PG_TIMEOUT (seconds, default 120)
-     FAKEGPU_TAG=0 (turn the is_cuda emulation off: everything claims to be cuda: old behaviour)
+A tensor is "on cuda" if its *storage* has the Python attribute ``_fg`` set. The data is always in CPU memory.
+Two modes emulate the device:
+  FG  (TorchFunctionMode): maps device=... arguments, .cuda(), .cpu() and .to(); overrides .is_cuda, .device,
+      .type(), .get_device(), .is_pinned(). Transfers between host and device always copy.
+  FGD (TorchDispatchMode): a new output storage is "cuda" if any tensor input is "cuda".
+Also: stubs for torch.cuda.*, gloo instead of nccl, ReduceOp.AVG. Threads inherit the modes.
+Environment: FAKEGPU_NDEV (default: WORLD_SIZE or 8), FAKEGPU_PG_TIMEOUT (seconds, default 120)
 """
 
 import contextlib
@@ -91,7 +90,7 @@ class FGD(TorchDispatchMode):
 
 
 def _norm(d):
-    """-> 'cuda' | 'cpu' | None(leave alone)"""
+    """The device type: 'cuda', 'cpu', or None (unchanged)."""
     if d is None or isinstance(d, bool):
         return None
     if isinstance(d, int):
@@ -108,7 +107,7 @@ _DEVD, _ISCD, _ISCPUD = T.device, T.is_cuda, T.is_cpu
 
 
 def _land(out, src, where):
-    """give `out` the residence `where`, copying when it still aliases src and residence differs"""
+    """Set the device of `out` to `where`; copy if the device differs and `out` shares memory with `src`."""
     if where is None or not isinstance(out, T):
         return out
     if not _realcpu(out):

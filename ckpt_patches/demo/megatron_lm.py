@@ -7,23 +7,23 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import stand_in_imports
+from ckpt_patches.demo import stub_imports
 
 SEED = 123
 
 
 def import_training() -> Any:
-    """`megatron.training.checkpointing`, on a machine without what its package imports besides it as well."""
+    """`megatron.training.checkpointing`, even if modules that its package imports are missing."""
     mt.import_packages()
     mt.without_transformer_engine()
-    stand_in_imports.install()
+    stub_imports.install()
     from megatron.training import checkpointing
 
     return checkpointing
 
 
 def start(tensor: int, expert: int, expert_tensor: int | None = None, context: int = 1) -> None:
-    """Begin a run: its parallel state, and the RNG states that it is seeded with."""
+    """Begin a run: initialize its parallel state and seed its RNG states."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -38,7 +38,7 @@ def start(tensor: int, expert: int, expert_tensor: int | None = None, context: i
 
 
 def arguments(folder: Path, tensor: int, expert: int, expert_tensor: int | None = None, **more: Any) -> Any:
-    """Of a script that saves into a folder, and loads from it."""
+    """The arguments of a script that saves to a folder and loads from it."""
     from megatron.training.arguments import parse_args
 
     found, sys.argv = sys.argv, [sys.argv[0]]
@@ -82,5 +82,5 @@ def save(checkpointing: Any, model: Any, args: Any, optimizer: Any = None) -> No
 
 def load(checkpointing: Any, model: Any, args: Any, optimizer: Any = None, **more: Any) -> None:
     checkpointing.get_args = lambda: args
-    checkpointing.update_num_microbatches = lambda **_: None  # of a schedule that is not set up here
+    checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
     checkpointing.load_checkpoint([model], optimizer, None, **more)

@@ -1,4 +1,4 @@
-"""A tiny model under the real megatron-core on CPU ranks: build it, step it, look into its optimizer."""
+"""A tiny model with the real megatron-core on CPU ranks: build it, step it, read its optimizer state."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ from ckpt_patches.demo.ranks import results as run_ranks
 if not REAL_GPU:
     fake_gpu.install()
 
-import torch  # the stand-in GPU has to be there first
+import torch  # after the stub GPU is installed
 import torch.distributed as dist
 
 Model = Any
@@ -30,7 +30,7 @@ Make = Callable[[], tuple[Model, Optimizer]]
 def spawn(
     worker: Callable[..., None], ranks: int, *args: object, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> None:
-    """Run `worker(rank, *args)` on that many processes with a Gloo group and Megatron's parallel state.
+    """Run `worker(rank, *args)` on `ranks` processes with a Gloo group and Megatron's parallel state.
 
     The ranks are forked from this process, so the packages are imported once.
     """
@@ -45,27 +45,27 @@ def spawn(
 
 
 def results(worker: Callable[..., Any], ranks: int, *args: object, parallel: tuple[int, int] = (1, 1)) -> list[Any]:
-    """What `worker(rank, *args)` returns on each of that many ranks, `parallel` of them tensor- and pipeline-parallel.
+    """The return values of `worker(rank, *args)`, one per rank; `parallel` is (TP, PP).
 
     Raises:
-        RankError: a rank has raised an error.
+        RankError: a rank raised an error.
     """
     import_packages()
     return run_ranks(_start, ranks, worker, ranks, str(free_port()), parallel, *args)
 
 
 def import_packages() -> None:
-    """Once, and not on every rank."""
+    """Import packages once, not on every rank."""
     import megatron.core.dist_checkpointing
     import megatron.core.optimizer  # noqa: F401
-    import torch._dynamo  # the first collective under the stand-in GPU would, on every rank
+    import torch._dynamo  # else the first collective imports it on every rank
 
     torch.set_num_threads(1)
 
 
 def fork_keeper_of_results() -> None:
-    """Of saves in torch_dist."""
-    with contextlib.suppress(ImportError):  # main may move it
+    """Fork the keeper for saves in torch_dist."""
+    with contextlib.suppress(ImportError):  # upstream's main may move it
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         fork_keeper(filesystem_async)
@@ -89,20 +89,20 @@ def _start(
     without_transformer_engine()
     result = worker(rank, *args)
     dist.barrier()
-    dist.destroy_process_group()  # after an error NCCL would wait here for the other ranks
+    dist.destroy_process_group()  # after an error NCCL would wait here for other ranks
     return result
 
 
 def use_inner_optimizer(name: str) -> None:
-    """`fused`: Apex's Adam, or what stands in for Transformer Engine's; `torch`: what a release takes by itself."""
+    """`fused`: Apex's Adam, or the stub of Transformer Engine's; `torch`: the release's default."""
     if name == "fused" and importlib.util.find_spec("apex") is None:
-        from ckpt_patches.demo import stand_in_fused_adam
+        from ckpt_patches.demo import stub_fused_adam
 
-        stand_in_fused_adam.patch_megatron()
+        stub_fused_adam.patch_megatron()
 
 
 def without_transformer_engine() -> None:
-    """Releases compare the version of Transformer Engine even where it is not installed; 0.12 steps only with it."""
+    """Set a Transformer Engine version: releases compare it even if none is installed; 0.12 steps only with it."""
     import megatron.core.utils
     from packaging.version import Version
 
@@ -113,7 +113,7 @@ def without_transformer_engine() -> None:
 
         refused = getattr(fp8_utils, "_quantize_param_shard_impl", None)
         if refused is not None and inspect.getfullargspec(refused).varargs:
-            # It raises even for no fp8 parameter at all, and there is none here.
+            # It raises even without any fp8 parameter.
             fp8_utils._quantize_param_shard_impl = lambda *args, **kwargs: None
 
 
@@ -131,12 +131,12 @@ def build(
     overrides: Callable[[Any], Any] | None = None,
     config: Any = None,
 ) -> tuple[Model, Optimizer]:
-    """The model under Megatron's DDP, and its distributed optimizer; `config` is that of the transformer.
+    """The model in Megatron's DDP, and its distributed optimizer; `config` is the transformer's.
 
-    `offload_fraction` None is the ordinary optimizer, a number the hybrid one; `native_fp32` keeps a parameter in fp32.
-    All parameters are in one bucket, unless `bucket_size` says how many elements make one. `instances` of the optimizer
-    share the data-parallel ranks (since 0.10). `settings` are more of the optimizer's configuration, of which
-    `overrides` makes those of single parameters (since 0.16).
+    A number as `offload_fraction` selects the hybrid optimizer. `native_fp32` adds a parameter in fp32. All parameters
+    are in one bucket, unless `bucket_size` (elements) is set. `instances` of the optimizer share the data-parallel
+    ranks (since 0.10). `settings` extend the optimizer's configuration; `overrides` computes overrides of single
+    parameters from it (since 0.16).
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -146,7 +146,7 @@ def build(
     torch.manual_seed(1)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=(settings or {}).get("use_distributed_optimizer", True),
-        overlap_grad_reduce=bucket_size is not None,  # there are no buckets without
+        overlap_grad_reduce=bucket_size is not None,  # no buckets without it
         grad_reduce_in_fp32=True,
         bucket_size=bucket_size,
         **({"num_distributed_optimizer_instances": instances} if instances > 1 else {}),
@@ -165,8 +165,8 @@ def build(
     if precision_aware:
         options["use_precision_aware_optimizer"] = True
         if "fp8_recipe" in OptimizerConfig.__dataclass_fields__:
-            # As Megatron-LM's arguments have it, with or without fp8. By None 0.13 puts the gradients where its
-            # optimizer does not look for them, and never steps.
+            # As in Megatron-LM's arguments, with or without fp8. With None, 0.13 stores the gradients where its
+            # optimizer does not find them, and never steps.
             options["fp8_recipe"] = "delayed"
     if offload_fraction is not None:
         options.update(
@@ -188,7 +188,7 @@ def build(
         if precision_aware and offload_fraction is None:
             stack.enter_context(fused_adam_of_transformer_engine())
         if native_fp32:
-            # A shard of an fp32 parameter is a view of it, which torch's optimizers take as a leaf only then.
+            # A shard of an fp32 parameter is a view of it; torch's optimizers accept it as a leaf only without grad.
             stack.enter_context(torch.no_grad())
         chosen = OptimizerConfig(**{**options, **(settings or {})})
         more = {"config_overrides": overrides(chosen)} if overrides else {}
@@ -197,13 +197,13 @@ def build(
 
 @contextlib.contextmanager
 def fused_adam_of_transformer_engine() -> Iterator[None]:
-    """The precision-aware optimizer looks at Transformer Engine's FusedAdam, which needs a GPU to be installed."""
-    from ckpt_patches.demo import stand_in_fused_adam
+    """The precision-aware optimizer imports Transformer Engine's FusedAdam, whose installation needs a GPU."""
+    from ckpt_patches.demo import stub_fused_adam
 
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     for name in names:
         sys.modules[name] = types.ModuleType(name)
-    vars(sys.modules[names[-1]])["FusedAdam"] = stand_in_fused_adam.FusedAdam
+    vars(sys.modules[names[-1]])["FusedAdam"] = stub_fused_adam.FusedAdam
     try:
         yield
     finally:
@@ -226,7 +226,7 @@ def transformer_config(dtype: torch.dtype) -> Any:
 
 
 def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool, hidden: int = 33, out: int = 7) -> Model:
-    """Two linear layers, 16 x hidden and hidden x out, and with `native_fp32` a scale that stays in fp32."""
+    """Two linear layers, 16 x hidden and hidden x out; with `native_fp32` also a scale in fp32."""
     from megatron.core.transformer.module import MegatronModule
 
     class Tiny(MegatronModule):
@@ -246,7 +246,7 @@ def tiny_model(config: Any, dtype: torch.dtype, native_fp32: bool, hidden: int =
 
 
 def dense_and_expert(config: Any, dtype: torch.dtype, native_fp32: bool) -> Model:
-    """Two linear layers, 16 x 16, the second of which is an expert-parallel rank's own."""
+    """Two linear layers, 16 x 16; the second is an expert of this expert-parallel rank."""
     from megatron.core.transformer.module import MegatronModule
 
     class Model(MegatronModule):
@@ -255,7 +255,7 @@ def dense_and_expert(config: Any, dtype: torch.dtype, native_fp32: bool) -> Mode
             self.dense = torch.nn.Linear(16, 16)
             self.expert = torch.nn.Linear(16, 16)
             for parameter in self.expert.parameters():
-                parameter.allreduce = False  # as Megatron marks those of experts
+                parameter.allreduce = False  # as Megatron marks expert parameters
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.expert(self.dense(x))
@@ -265,7 +265,7 @@ def dense_and_expert(config: Any, dtype: torch.dtype, native_fp32: bool) -> Mode
 
 
 def step(model: Model, optimizer: Optimizer, iteration: int) -> None:
-    """One training step on a batch that depends on the iteration alone."""
+    """One training step on a batch that depends only on the iteration."""
     generator = torch.Generator().manual_seed(100 + iteration)
     dtype = next(p.dtype for name, p in model.named_parameters() if name.endswith("a.weight"))
     x = torch.randn(4, 16, generator=generator).to(dtype).cuda()
@@ -273,7 +273,7 @@ def step(model: Model, optimizer: Optimizer, iteration: int) -> None:
 
 
 def update(model: Model, optimizer: Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-    """One training step on this loss."""
+    """One training step with this loss."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     optimizer.scale_loss(loss()).backward()
@@ -282,7 +282,7 @@ def update(model: Model, optimizer: Optimizer, loss: Callable[[], torch.Tensor])
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The distributed optimizer in the chain that later releases return."""
+    """The first optimizer of the chain that later releases return."""
     return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
 
 
@@ -293,20 +293,20 @@ def release() -> tuple[int, int]:
 
 
 def named(name: str) -> str:
-    """A sharding format; up to 0.14 the one that was there in its place."""
+    """A sharding format's name in this release; it changed in 0.15."""
     former = {"dp_reshardable": "fully_sharded_bucket_space", "fully_reshardable": "fully_sharded_model_space"}
     return former.get(name, name) if release() < (0, 15) else name
 
 
 def sharded_backend(name: str) -> str:
-    """torch_dist, but zarr where that cannot write: up to 0.12 with a current torch, and padded buckets."""
+    """torch_dist, or zarr where torch_dist fails: up to 0.12 with a current torch, and for padded buckets."""
     return "zarr" if release() < (0, 13) or name == "fully_sharded_bucket_space" else "torch_dist"
 
 
 def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    """The model's weights and the optimizer's state in a sharding format; how that is chosen changed in 0.14.
+    """The model's weights and the optimizer's state in a sharding format; its selection changed in 0.14.
 
-    The name `default` chooses none.
+    The name `default` selects no format.
     """
     of_model = model.sharded_state_dict()
     parameters = inspect.signature(inner(optimizer).sharded_state_dict).parameters
@@ -320,7 +320,7 @@ def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_load
 
 
 def save(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
-    """A checkpoint in a format: `torch`, or a sharding format of the optimizer's state."""
+    """Save a checkpoint in a format: `torch`, or a sharding format of the optimizer's state."""
     name = named(name)
     if name != "torch":
         write(sharded_state_dict(name, model, optimizer, is_loading=False), folder, sharded_backend(name))
@@ -333,7 +333,7 @@ def save(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
 
 
 def write(state_dict: Any, folder: Path, backend: str) -> None:
-    """A sharded checkpoint, by all ranks; whole when any of them returns."""
+    """Save a sharded checkpoint on all ranks; it is complete when any rank returns."""
     from megatron.core import dist_checkpointing
 
     make_folder(folder)
@@ -348,7 +348,7 @@ def make_folder(folder: Path) -> None:
 
 
 def load(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
-    """In Megatron's order: the optimizer's sharded state dict is made, the weights are loaded, then its state."""
+    """Load in Megatron's order: build the sharded state dict, load the weights, then the optimizer's state."""
     name = named(name)
     if name != "torch":
         from megatron.core import dist_checkpointing
@@ -357,7 +357,7 @@ def load(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
         set_weights(model, loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
         return
-    # Megatron-LM trusts this file of its own training run; what it may hold is not what is tested here.
+    # Megatron-LM trusts this file of its own training run; its content is not tested here.
     loaded = torch.load(folder / "model_optim.pt", weights_only=False)
     set_weights(model, loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -365,7 +365,7 @@ def load(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
 
 
 def everything(model: Model, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Every weight, main parameter and moment, whole, in fp32."""
+    """Every full weight, main parameter and moment, in fp32."""
     return {**weights(model), **optimizer_state(model, optimizer)}
 
 
@@ -375,14 +375,14 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every rank has there."""
+    """The values of all ranks, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def optimizer_state(model: Model, optimizer: Optimizer, group: Any = None) -> dict[str, torch.Tensor]:
-    """The main parameter and the moments of every parameter, complete, in fp32, from the shards of a group's ranks."""
+    """Every parameter's full main parameter and moments, in fp32, from the shards of a group's ranks."""
     distributed, state = inner(optimizer), {}
     for name, p in model.named_parameters():
         full = {key: torch.zeros(p.numel()) for key in ("param", "exp_avg", "exp_avg_sq")}
@@ -404,11 +404,11 @@ def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
     for name, p in model.named_parameters():
         p.data.copy_(
             values[name].to(p.dtype)
-        )  # by a change of `p` its shards would no longer take gradients in torch 2.15
+        )  # in torch 2.15 a change of `p` itself would stop gradients of its shards
 
 
 def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, ...] = (), inner: str = "fused") -> None:
-    """A demonstration: two ranks save in a format and resume; an error that begins with `raises` is the bug."""
+    """A demonstration: two ranks save in a format and resume; an error that starts with `raises` is the bug."""
 
     def run(folder: Path) -> str:
         return str(results(resume, 2, name, folder / "checkpoint", make, steps, inner)[0])
@@ -419,7 +419,7 @@ def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, .
 def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: str = "fused") -> str:
     """Train `steps` steps, save in a format, load into a fresh run, and take two steps in both runs.
 
-    Returns how many weights, main parameters and moments differ then, "" if none.
+    Returns how many weights, main parameters and moments differ, in words, or "" if none.
     """
     use_inner_optimizer(inner)
     model, optimizer = make()
@@ -437,5 +437,5 @@ def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: st
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors are the same, bit for bit."""
+    """Whether all tensors are equal, bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

@@ -1,4 +1,4 @@
-"""How much memory a call takes on a rank, and large parameters to measure it with."""
+"""Measure the memory that a call takes on a rank, with large parameters."""
 
 import ctypes
 import gc
@@ -13,16 +13,16 @@ from ckpt_patches.demo import megatron_training as mt
 
 MIB = 2**20
 LARGE_PARAMS = 4
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 def return_freed_memory() -> None:
-    """Else the C library keeps what one call has freed for the next, which then seems to need less."""
+    """Make the C library return freed memory: else the next call reuses it and seems to need less."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
 
 
 def large(elements: int, bucket_size: int | None = None) -> Any:
-    """The distributed optimizer of some parameters of so many elements, after a step."""
+    """The distributed optimizer of LARGE_PARAMS parameters with `elements` elements each, after a step."""
 
     def make(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
         model = mt.tiny_model(config, dtype, native_fp32)
@@ -33,17 +33,17 @@ def large(elements: int, bucket_size: int | None = None) -> Any:
 
     model, optimizer = mt.build(bucket_size=bucket_size, make_model=make)
     for param in model.parameters():
-        param.main_grad.fill_(0.5)  # as a backward pass leaves it
+        param.main_grad.fill_(0.5)  # as after a backward pass
     optimizer.step()
     return mt.inner(optimizer)
 
 
 def peak(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, by how much (MiB) this process had grown when it was largest, and the seconds it took."""
+    """A call's return value, the peak growth of this process (MiB), and the duration (seconds)."""
     gc.collect()
     dist.barrier()
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is what there is now
+        file.write("5")  # resets the peak to the current size
     before = resident("VmRSS")
     start = time.perf_counter()
     returned = call()
@@ -57,7 +57,7 @@ def resident(line: str) -> float:
 
 
 def size(state: Any) -> float:
-    """Of all tensors, in MiB."""
+    """The size of all tensors, in MiB."""
     if isinstance(state, dict):
         return sum(map(size, state.values()))
     return state.numel() * state.element_size() / MIB if isinstance(state, torch.Tensor) else 0.0

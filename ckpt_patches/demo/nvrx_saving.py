@@ -16,18 +16,18 @@ from ckpt_patches.demo.ranks import call_after, free_port
 if not REAL_GPU:
     fake_gpu.install()
 
-import torch  # the stand-in GPU has to be there first
+import torch  # after the stub GPU is installed
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.multiprocessing.reductions import reduce_tensor
 
 PARAMETERS, NUMEL = 12, 1000
-TENSORS = 4 * PARAMETERS  # with step, exp_avg and exp_avg_sq
+TENSORS = 4 * PARAMETERS  # each with step, exp_avg and exp_avg_sq
 
 
 @contextlib.contextmanager
 def calls(persistent: bool = True, **options: Any) -> Iterator[Any]:
-    """The queue of asynchronous calls, in a process group of this rank."""
+    """The queue of asynchronous calls, in a process group with only this rank."""
     from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
@@ -46,7 +46,7 @@ def join_group(rank: int, ranks: int, port: int) -> None:
 
 
 def flat_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and the optimizer's states by name; no copies."""
+    """Parameters and optimizer states by name, not copied."""
     state: dict[str, torch.Tensor] = {}
     for number, parameter in enumerate(parameters):
         state[f"model.{number}"] = parameter.detach()
@@ -55,7 +55,7 @@ def flat_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Opti
 
 
 def request(state: Mapping[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """What a trainer schedules to save a state into a folder; the options are those of NVRx's writer."""
+    """The request that a trainer schedules to save a state into a folder. `options` are for NVRx's writer."""
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
     from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
     from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
@@ -73,7 +73,7 @@ def request(state: Mapping[str, torch.Tensor], folder: Path, **options: Any) -> 
 
 
 class OnDevice(torch.Tensor):
-    """A stand-in for a tensor on a GPU: it says so, and a worker is sent its memory, not a copy."""
+    """A stub for a tensor on a GPU: it reports a GPU device, and workers share its memory instead of a copy."""
 
     @property
     def device(self) -> torch.device:
@@ -88,19 +88,19 @@ ForkingPickler.register(OnDevice, _reduce_by_memory)
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU, or its stand-in."""
+    """A copy on the GPU, or the stub for one."""
     return tensor.cuda() if REAL_GPU else tensor.as_subclass(OnDevice)
 
 
 def load(folder: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of these tensors."""
+    """The values of these tensors in a checkpoint."""
     loaded = {name: torch.empty_like(tensor) for name, tensor in like.items()}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return loaded
 
 
 def save_and_step(rank: int, checkpoint: Path, options: dict[str, Any]) -> int:
-    """Save parameters and Adam's states on the CPU; the worker writes them only after the next step."""
+    """The number of wrong tensors in a checkpoint of CPU tensors that the worker writes only after the next step."""
     stepped = checkpoint.with_suffix(".stepped")
     parameters = [torch.nn.Parameter(torch.full((NUMEL,), float(number))) for number in range(PARAMETERS)]
     optimizer = torch.optim.AdamW(parameters)

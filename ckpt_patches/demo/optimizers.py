@@ -1,4 +1,4 @@
-"""Small trainings with the real DeepSpeed and other optimizers than Adam: whatever states an optimizer has."""
+"""Small training runs with the real DeepSpeed and optimizers other than Adam, with their own states."""
 
 import gc
 import importlib.util
@@ -17,7 +17,7 @@ MOMENTUM = "momentum_buffer"
 
 
 class Lion(torch.optim.Optimizer):
-    """One moment, and no step: https://arxiv.org/abs/2302.06675."""
+    """Lion, with one moment and no step: https://arxiv.org/abs/2302.06675."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.01})
@@ -43,11 +43,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AMSGrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
 }
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.01}}}
-BEFORE_GROUPS = (0, 18)  # until then ZeRO-3 loads universal checkpoints of one group
+BEFORE_GROUPS = (0, 18)  # before, ZeRO-3 loads universal checkpoints of one group
 
 
 class NoCompiler:
-    """In the place of an operator that DeepSpeed would compile at run time: a demonstration needs no compiler."""
+    """Replaces an operator that DeepSpeed compiles at run time, so that no compiler is needed."""
 
     def load(self) -> None:
         raise RuntimeError("nothing is compiled here")
@@ -58,9 +58,9 @@ def has_muon() -> bool:
 
 
 def engine(name: str, ranks: int, stage: int, *, universal: bool = False, seed: int = 0, **of_zero: Any) -> Any:
-    """A run with an optimizer of OPTIMIZERS, or with "Muon"."""
+    """A run with an optimizer from OPTIMIZERS, or with "Muon"."""
     gc.freeze()
-    torch._dynamo.config.disable = True  # Muon compiles itself
+    torch._dynamo.config.disable = True  # Muon uses torch.compile
     torch.manual_seed(seed)
     model = dt.Tiny()
     config = {
@@ -71,7 +71,7 @@ def engine(name: str, ranks: int, stage: int, *, universal: bool = False, seed: 
         **dt.zero(stage, **of_zero),
     }
     if name == "Muon":
-        fused_adam.FusedAdamBuilder = NoCompiler  # then Muon steps vectors by Adam itself
+        fused_adam.FusedAdamBuilder = NoCompiler  # then Muon updates vectors with its own Adam
         config["zero_optimization"]["reduce_scatter"] = False
         return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config | MUON)[0]
     number = 1 if stage == 3 and dt.numbers(deepspeed.__version__) < BEFORE_GROUPS else 2
@@ -80,7 +80,7 @@ def engine(name: str, ranks: int, stage: int, *, universal: bool = False, seed: 
 
 
 def live(run: Any) -> dict[str, Any]:
-    """Weights, masters and all states, whole, from the running optimizer's memory; steps and settings by group."""
+    """Full weights, main parameters and states from the optimizer's memory; steps and settings by group."""
     names = dt.names_of(run)
     found: dict[str, Any] = {f"{name}.weight": weight for name, weight in dt.weights(run).items()}
     for number, (flat, params) in enumerate(_flats(run)):
@@ -105,7 +105,7 @@ def _flats(run: Any) -> list[tuple[torch.Tensor, list[Any]]]:
 
 
 def _cut(partitions: list[torch.Tensor], params: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each parameter's elements, from the partitions of all ranks."""
+    """Each parameter's full tensor, from all ranks' partitions."""
     at, flat = 0, torch.cat(partitions)
     for param in params:
         if not hasattr(param, "ds_id"):
@@ -119,7 +119,7 @@ def _cut(partitions: list[torch.Tensor], params: list[Any]) -> Iterator[tuple[An
 
 
 def _of_wholes(run: Any, group: int, own: torch.Tensor, names: dict[Any, str]) -> dict[str, torch.Tensor]:
-    """Muon's momentum at stage 1 and 2: of all of each matrix of which a part is in the partition."""
+    """Muon's momentum at stages 1 and 2: the full momentum of each matrix with a part in the partition."""
     at, mine = 0, {}
     for param in run.optimizer.params_in_partition[group]:
         mine[f"{names[param]}.{MOMENTUM}"] = own[at : at + param.numel()].view(param.shape).clone()
@@ -133,7 +133,7 @@ def _of_wholes(run: Any, group: int, own: torch.Tensor, names: dict[Any, str]) -
 
 
 def train_and_keep(rank: int, folder: Path, cases: list[str], ranks: int) -> None:
-    """Of each case, an optimizer and a stage as "Lion-1": save as dt.TAG; beside it dt.TRUTH, the live state."""
+    """Train each case ("Lion-1": optimizer and stage), save as dt.TAG, and save the live state as dt.TRUTH."""
     for case in cases:
         name, _, stage = case.partition("-")
         run = engine(name, ranks, int(stage))
@@ -145,9 +145,9 @@ def train_and_keep(rank: int, folder: Path, cases: list[str], ranks: int) -> Non
 
 
 def load(rank: int, folder: Path, cases: list[str], ranks: int, tag: str) -> dict[str, list[str]]:
-    """By case the states that a run of other weights has otherwise after a load.
+    """By case, the states that differ after a load into a run with other weights.
 
-    A load, or the step after it, that raises an error is the last one that is looked at.
+    An error in a load, or in the steps after it, ends the loop.
     """
     found = {}
     for case in cases:
@@ -177,9 +177,9 @@ def _same(one: Any, other: Any) -> bool:
 def show_resume(
     *every: str, tags: Sequence[str] = (dt.TAG,), raises: str | tuple[str, ...] = (), **of_zero: Any
 ) -> None:
-    """A demonstration: save each case on 2 ranks with these settings of ZeRO, and resume from each of the tags.
+    """A demonstration: save each case on 2 ranks with these ZeRO settings, and resume from each tag.
 
-    An error that begins with `raises` is the bug.
+    An error that starts with `raises` is the bug.
     """
     dt.allow_pickles()
 
@@ -192,7 +192,7 @@ def show_resume(
 
 
 def resume(rank: int, folder: Path, case: str, ranks: int, tags: Sequence[str], of_zero: dict[str, Any]) -> str:
-    """Train, save, load into a run of other weights, and take two steps in both; what differs then, "" if nothing."""
+    """Train, save, load into a run with other weights, and take two steps in both. Returns what differs, or ""."""
     name, _, stage = case.partition("-")
     run = engine(name, ranks, int(stage), **of_zero)
     dt.train(run, rank, ranks, first=0)

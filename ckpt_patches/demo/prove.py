@@ -1,9 +1,9 @@
-"""Run the demonstrations of several fixes in this environment, side by side, and say of each what it has found.
+"""Run the demonstrations of several fixes in this environment in parallel, and print the outcome of each.
 
     python -m ckpt_patches.demo.prove JOBS DEMONSTRATION...
 
-What they import takes most of their time: one process imports it, and a fork of it runs each. Prints one line of JSON,
-by the demonstration's name: {"bug": whether the bug shows, or null, "found": in words}.
+Imports take most of the time: one process imports the packages and forks for each demonstration. Prints one line of
+JSON by demonstration name: {"bug": whether the bug shows, or null, "found": a description}.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt_patches.demo import SHORT
 from ckpt_patches.demo.run import TIMEOUT, Demonstration, end_group, environment, outcome_in
 
-# What a demonstration imports of ours, and with it torch and the upstream package; else it gets torch alone.
+# The modules to import for a demonstration that names the key; they import torch and upstream. Otherwise only torch.
 PRELOADED = {
     "megatron_training": ("ckpt_patches.demo.megatron_training", "megatron.core.dist_checkpointing"),
     "deepspeed_training": ("ckpt_patches.demo.deepspeed_training",),
@@ -30,7 +30,7 @@ PRELOADED = {
 
 
 def prove(demonstrations: Sequence[Demonstration], environ: Mapping[str, str]) -> dict[str, tuple[bool | None, str]]:
-    """By fix: whether its bug shows with the patches, None where that could not be found out; and what was found."""
+    """By fix: whether its bug shows (None if the demonstration failed), and a description of the outcome."""
     groups: dict[str, list[Demonstration]] = {}
     for demonstration in demonstrations:
         text = demonstration.path.read_text(encoding="utf-8")
@@ -56,9 +56,9 @@ def _prove_group(group: Sequence[Demonstration], environ: Mapping[str, str]) -> 
 
 
 def variables(environ: Mapping[str, str], *, tree: str | None, mode: str) -> dict[str, str]:
-    """The variables of the programs: no GPU, the fixes as this environment has them, a tree first on the path.
+    """The programs' environment variables: no GPU, the fixes of this environment, and `tree` first on the path.
 
-    A fix that does not match keeps the others from being shown in no mode, so `strict` is `warn`.
+    `strict` becomes `warn`, so that a fix that does not match does not stop the demonstrations of the others.
     """
     kept = {name: environ[name] for name in ("CKPT_PATCHES_SKIP", "CKPT_PATCHES_ENABLE") if name in environ}
     path = [tree] if tree is not None else []
@@ -89,10 +89,10 @@ def _time_is_up(*_: object) -> None:
 
 
 def _run_all(jobs: int, waiting: list[Path], folder: Path) -> None:
-    """Run each program; the processes that one leaves behind are ended with it.
+    """Run each program, and end the processes that it leaves behind.
 
     Raises:
-        TimeoutError: they took longer than TIMEOUT together; those that still ran are ended.
+        TimeoutError: they took longer than TIMEOUT together; the running ones are ended.
     """
     running: set[int] = set()
     try:
@@ -118,7 +118,7 @@ def _preload(paths: Iterable[Path]) -> None:
 
 
 def _fork(path: Path, folder: Path) -> int:
-    """Run a program in a fork, with a process group of its own; its process id."""
+    """Run a program in a forked process with its own process group. Returns the process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -137,7 +137,7 @@ def _fork(path: Path, folder: Path) -> int:
 
 @contextlib.contextmanager
 def _exiting() -> Iterator[None]:
-    """End this process behind a block; nothing is freed, which takes a second, and threads may be left."""
+    """End this process after the block without freeing memory (that takes a second) or waiting for threads."""
     status = 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""Run a function on processes of this machine, and collect what each of them returns."""
+"""Run a function on several processes of this machine, and collect the return values."""
 
 import contextlib
 import json
@@ -15,14 +15,14 @@ from typing import Any
 
 
 class RankError(Exception):
-    """A rank has raised an error: its type and the first sentence of its message."""
+    """A rank raised an error: its type and the first sentence of its message."""
 
 
 def results(rank_main: Callable[..., Any], ranks: int, *args: object) -> list[Any]:
-    """What `rank_main(rank, *args)` returns on each rank, as JSON. The ranks are forked: packages are imported once.
+    """The return values (JSON types) of `rank_main(rank, *args)`. Ranks are forked: packages are imported once.
 
     Raises:
-        RankError: a rank has raised an error; the other ranks are ended.
+        RankError: a rank raised an error; the other ranks are ended.
     """
     import torch.multiprocessing as processes
 
@@ -48,29 +48,29 @@ def _keep_result(rank: int, folder: str, rank_main: Callable[..., Any], args: tu
 
 
 def _cause(folder: Path) -> str:
-    """A rank that has lost the connection to another one raises an error, too: prefer any other error."""
+    """The first error in rank order that is not a lost connection to a failed rank, else the first error."""
     found = [path.read_text() for path in sorted(folder.glob("*.error"))]
-    errors = [text for text in found if text]  # a rank may have been ended while it wrote
+    errors = [text for text in found if text]  # empty if a rank was killed while writing
     return next((text for text in errors if "onnection" not in text), errors[0] if errors else "")
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now, and that no connection is given meanwhile."""
+    """A TCP port of this machine that is free, and that Linux does not assign to connections."""
     while True:
-        port = random.SystemRandom().randrange(10000, 32768)  # below those that Linux gives to connections
+        port = random.SystemRandom().randrange(10000, 32768)  # below the ephemeral ports of Linux
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
 
 
 def wait_for(files: list[Path], seconds: float = 60) -> None:
-    """Until another process has made all of these files, but no longer."""
+    """Wait until all of these files exist, or until the time is over."""
     deadline = time.time() + seconds
     while time.time() < deadline and not all(file.exists() for file in files):
         time.sleep(0.01)
 
 
 def call_after(sign: Path, call: Callable[..., None], *args: Any, **keywords: Any) -> None:
-    """Call once another process has made a file: a writer in the background that is held back."""
+    """Call a function once a file exists: delays a background writer."""
     wait_for([sign])
     call(*args, **keywords)

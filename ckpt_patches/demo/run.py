@@ -1,4 +1,4 @@
-"""Find the demonstrations of the fixes by their files, and run one in an environment.
+"""Find the fixes' demonstrations, and run one in an environment.
 
 from ckpt_patches.demo import run
 run.run(run.demonstrations()["rank_order"], run.environment(os.environ, patched=False))
@@ -23,7 +23,7 @@ from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, PLUGINS, folde
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
-NOT_INHERITED = (*RANK_VARIABLES, "LOCAL_RANK", "WORLD_SIZE")  # of a launcher
+NOT_INHERITED = (*RANK_VARIABLES, "LOCAL_RANK", "WORLD_SIZE")  # set by a launcher
 TIMEOUT = 900.0  # seconds
 
 
@@ -34,23 +34,23 @@ class Demonstration:
     fix: str
     path: Path
     title: str  # "zarr save, 4 ranks"
-    beside: tuple[tuple[str, str], ...]  # distributions, with versions, that it needs beside the upstream release
+    beside: tuple[tuple[str, str], ...]  # required distributions besides upstream, with versions
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a demonstration has found."""
+    """The outcome of a demonstration."""
 
     bug: bool
     found: str  # "4 of 12 slices lost, and no error"
 
 
 class DemonstrationFailed(RuntimeError):
-    """A demonstration could not run: neither the bug nor its absence was shown."""
+    """A demonstration failed: it showed neither the bug nor its absence."""
 
 
 def demonstrations() -> dict[str, Demonstration]:
-    """By fix, in the order of their names; of plug-ins, too, that have been read."""
+    """All demonstrations by fix, sorted by name; includes loaded plug-ins."""
     paths = [path for package in FOLDERS for path in Path(folder(package), "demos").glob("*.py")]
     brought = (Path(path_of(name)).with_name("demos") / f"{name}.py" for name in PLUGINS)
     paths += (path for path in brought if path.exists())
@@ -58,10 +58,10 @@ def demonstrations() -> dict[str, Demonstration]:
 
 
 def read(path: Path) -> Demonstration:
-    """Read a demonstration's title and needs, without importing it.
+    """Read a demonstration's title and requirements without importing it.
 
     Raises:
-        ValueError: it has no docstring.
+        ValueError: the file has no docstring.
     """
     module = ast.parse(path.read_text(encoding="utf-8"))
     title = (ast.get_docstring(module) or "").partition("\n")[0]
@@ -75,21 +75,21 @@ def read(path: Path) -> Demonstration:
 
 
 def environment(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
-    """The variables of a demonstration: those of `environ`, with the import hook on or off for all fixes.
+    """A demonstration's environment variables: `environ`, with the import hook on or off for all fixes.
 
-    On also for those that are off by default.
+    "On" includes fixes that are off by default.
     """
     kept = {k: v for k, v in environ.items() if k not in NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
     accelerator = "cuda" if environ.get(gpu.SWITCH) == "1" else "cpu"
     hook = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
     kept |= hook if patched else {"CKPT_PATCHES": "off"}
-    # megatron-core 0.15 compiles for a GPU at its import, if torch is built for one; torch then asks the GPU for this.
+    # On import, megatron-core 0.15 compiles for a GPU if torch supports one; torch then queries the GPU for this.
     architecture = {"TORCH_CUDA_ARCH_LIST": "9.0"} if accelerator == "cpu" else {}
     return {**architecture, **kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator}
 
 
 def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
-    """Run a demonstration with exactly these variables; they name the Python path of the upstream release, too.
+    """Run a demonstration with exactly these variables, which include upstream's Python path.
 
     Raises:
         DemonstrationFailed: it ended with an error, printed no outcome, or took longer than TIMEOUT.
@@ -111,7 +111,7 @@ def run(demonstration: Demonstration, environ: Mapping[str, str]) -> Outcome:
 
 
 def _ends_within(child: int, seconds: float) -> bool:
-    """Whether a child ends in time. Its process id stays its own until somebody waits for it."""
+    """Whether a child ends in time. The child is not reaped, so its process id cannot be reused."""
     deadline = time.monotonic() + seconds
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         if time.monotonic() > deadline:
@@ -121,14 +121,14 @@ def _ends_within(child: int, seconds: float) -> bool:
 
 
 def end_group(leader: int) -> None:
-    """End a child that nobody has waited for yet, and the workers in its process group that it has left behind."""
+    """Kill a child that is not reaped yet, and the workers that it left in its process group."""
     os.kill(leader, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def outcome_of(demonstration: Demonstration, done: "subprocess.CompletedProcess[str]") -> Outcome:
-    """What a demonstration that has run has found.
+    """The outcome of a demonstration that has run.
 
     Raises:
         DemonstrationFailed: it ended with an error, or printed no outcome.
@@ -143,7 +143,7 @@ def outcome_of(demonstration: Demonstration, done: "subprocess.CompletedProcess[
 
 
 def outcome_in(output: str) -> Outcome | None:
-    """What the output of a demonstration says in its last line; None where it has ended with an error."""
+    """The outcome in the last line of a demonstration's output, or None if that line has no outcome."""
     try:
         outcome = json.loads(output.strip().splitlines()[-1])
         return Outcome(bool(outcome["bug"]), str(outcome["found"]))

@@ -1,4 +1,4 @@
-"""CPU ranks and flattened shards for saves with the zarr strategy of the real megatron-core."""
+"""CPU ranks and flattened shards for saves with the real megatron-core's zarr strategy."""
 
 import os
 import random
@@ -14,22 +14,22 @@ import torch.distributed as dist
 from ckpt_patches.demo.ranks import free_port, wait_for
 from ckpt_patches.demo.ranks import results as run_ranks
 
-PATIENCE = 0.3  # seconds, where a lock holds the others for as long as it is held
-FOREVER = 60.0  # seconds, where they come
+PATIENCE = 0.3  # seconds, while a lock blocks the other ranks
+FOREVER = 60.0  # seconds, where no lock blocks them
 
 
 def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
-    """Run `worker(rank, *args)` on that many processes with a Gloo group; forked, so packages are imported once."""
+    """Run `worker(rank, *args)` on `ranks` processes in a Gloo group. They are forked: packages are imported once."""
     import_packages()
     port = os.environ.get("MASTER_PORT", "29517")
     torch.multiprocessing.start_processes(_start, (worker, ranks, port, *args), nprocs=ranks, start_method="fork")
 
 
 def results(worker: Callable[..., Any], ranks: int, *args: object) -> list[Any]:
-    """What `worker(rank, *args)` returns on each of that many ranks.
+    """The return values of `worker(rank, *args)`, one per rank.
 
     Raises:
-        RankError: a rank has raised an error.
+        RankError: a rank raised an error.
     """
     import_packages()
     return run_ranks(_start, ranks, worker, ranks, str(free_port()), *args)
@@ -61,7 +61,7 @@ def flattened_shard(
     fill: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """This rank's even part of its tensor-parallel rank's shard, filled with rank + 1, or `fill`."""
+    """This rank's equal part of its tensor-parallel rank's shard, filled with rank + 1, or with `fill`."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     rows, columns = shape
@@ -83,8 +83,8 @@ def flattened_shard(
 def force_race(rank: int, dp: int, signals: Path) -> None:
     """Interleave each array's writes: rank 0 reads chunk 0, the ranks that share it write, rank 0 writes back.
 
-    Where rank 0 holds the chunk's lock, it waits until all others are about to ask for it, and gives them PATIENCE
-    seconds to write nevertheless.
+    If rank 0 holds the chunk's lock, it waits until all other ranks are about to request it, and then gives them
+    PATIENCE seconds to write despite the lock.
     """
     import zarr
 
@@ -116,7 +116,7 @@ def force_race(rank: int, dp: int, signals: Path) -> None:
 def lost_slices(
     out: Path, keys: Iterable[str], ranks: int, dp: int, dtype: torch.dtype = torch.float32
 ) -> list[tuple[str, int]]:
-    """Key and rank of every slice whose elements are not rank + 1; reads the chunk files, past zarr."""
+    """Key and rank of every slice whose elements are not rank + 1. Reads the chunk files directly, without zarr."""
     lost = []
     for key in keys:
         for rank in range(ranks):

@@ -1,1 +1,1 @@
-"""What a fix is, finding its anchors, editing text, planning a tree, diffs: text in, text out. Knows no other room."""
+"""Fix definitions, anchor search, text edits, plans for a tree and diffs: text to text. Imports no other layer."""

@@ -1,7 +1,7 @@
-"""Whether what is not in a tree was absent from a tested release as well: only then is a fix off for a good reason.
+"""Check whether code missing from a tree is also missing from a tested release. Only then may a fix stay off silently.
 
-A release that moves a file, or renames a class or a function, would else turn off the fixes to it without a word. It is
-the one place where a version number counts, and all that it can do is to add warnings.
+Otherwise a release that moves a file, or renames a class or function, would silently disable its fixes. This is the
+only module that uses version numbers to judge code, and it can only add warnings.
 """
 
 import re
@@ -10,24 +10,24 @@ from collections.abc import Iterator, Sequence
 from ckpt_patches.engine.outcomes import OUTCOMES
 from ckpt_patches.engine.releases import RECORDED
 
-# What an edit finds in a tree. Behind it: how many functions are not there of those that the fix has asked for by name.
+# What an edit finds in a tree. A number after the letter counts the functions that the fix looked up but did not find.
 MADE = "m"  # the code to edit
-THERE = "t"  # what it brings, or what upstream has in its place
-REPAIRED = "r"  # the code, repaired in another way
+THERE = "t"  # the fix's code, or upstream's equivalent
+REPAIRED = "r"  # the code, fixed upstream in another way
 NO_BUG = "b"  # the code, without the bug
-ABSENT = "-"  # not the code, or not the file
+ABSENT = "-"  # not this code in any form, or no such file
 
 
 def unrecorded(fix: str, package: str, version: str, found: Sequence[str]) -> tuple[int, str] | None:
-    """The number of the first edit whose code is absent though a tested release has it, and that release.
+    """The index of the first edit whose code is absent although a tested release has it, and that release.
 
-    None where nothing is, and for a fix without a record.
+    None if one of the compared releases has no such edit, or no record of the fix.
 
     Args:
         fix: its name.
         package: the upstream package.
-        version: what the tree calls itself; may be unknown.
-        found: for each edit of the fix what it finds, in the words above; empty for an edit that was not tried.
+        version: the tree's own version; may be unknown.
+        found: what each edit of the fix finds, as one of the codes above; empty for an edit that was not tried.
     """
     first: tuple[int, str] | None = None
     for release in compared_with(package, version):
@@ -43,7 +43,7 @@ def unrecorded(fix: str, package: str, version: str, found: Sequence[str]) -> tu
 
 
 def _is_benign(here: str, there: str) -> bool:
-    """Whether an edit was made, has been made, or has nothing to do by the record as well."""
+    """Whether an edit finds no less code than the record has."""
     if not here or there[0] == ABSENT:
         return True
     kind_known = here[0] in (MADE, THERE, REPAIRED, there[0]) or (here[0], there[0]) == (NO_BUG, THERE)
@@ -51,9 +51,9 @@ def _is_benign(here: str, there: str) -> bool:
 
 
 def compared_with(package: str, version: str) -> tuple[str, ...]:
-    """The tested releases to which a tree is compared: itself, or those around it, or the newest one.
+    """The tested releases to compare a tree with: its own release, or its two neighbors, or the newest one.
 
-    A release candidate and a commit on the way to a release may be as the one before or as that release.
+    A release candidate or a development commit may resemble the previous release or the next one.
     """
     releases = RECORDED[package]
     if version in releases:
@@ -66,7 +66,7 @@ def compared_with(package: str, version: str) -> tuple[str, ...]:
 
 
 def of_release(fix: str, package: str, release: str) -> list[str]:
-    """What each edit of a fix found in a tested release; empty where that is not recorded."""
+    """What each edit of a fix found in a tested release; empty if that is not recorded."""
     at = RECORDED[package].index(release)
     words = ""
     for first, found in _changes(fix):
@@ -76,7 +76,7 @@ def of_release(fix: str, package: str, release: str) -> list[str]:
 
 
 def _changes(fix: str) -> Iterator[tuple[str, str]]:
-    """From which release on a fix's edits find what."""
+    """Pairs of a release and what a fix's edits find from that release on."""
     words = OUTCOMES.get(fix, "").split()
     return zip(words[::2], words[1::2], strict=True)
 

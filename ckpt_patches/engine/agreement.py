@@ -1,8 +1,8 @@
-"""What a fix inserts that changes which collectives a save or a load calls: the ranks agree first that all have it.
+"""Code for fixes that change which collectives a save or load calls: it first checks that all ranks have the fix.
 
-A rank without it, of another image or with another skip list, calls upstream's collectives, and all ranks would wait
-for each other until the process group gives up. This is not part of a change for upstream, where all ranks run the same
-code: the edits that bring it are marked `ours_alone`.
+A rank without the fix (another image, another skip list) calls upstream's collectives. Then all ranks would wait for
+each other until the process group times out. A patch for upstream omits this check, because there all ranks run the
+same code: its edits are marked `ours_alone`.
 """
 
 from collections.abc import Iterable
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def _announce_fix(fix: str) -> None:
-    """Tell all ranks, in the store of the process group, that this one has a fix."""
+    """Announce in the store of the process group that this rank has a fix."""
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         store.set(f"ckpt_patches/{fix}/{torch.distributed.get_rank()}", "it is there")
     except Exception:
-        pass  # no group yet, or one without a store: nobody is asked
+        pass  # no group yet, or one without a store: nothing is checked
 
 
 def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int) -> None:
-    """Raise a RuntimeError, on all of these ranks that have a fix, if one of them has not; once for the same ranks.
+    """Raise RuntimeError on these ranks if one of them lacks a fix. Checks each set of ranks once.
 
-    The first rank that comes here looks whether all have announced it, and leaves in the store that
-    they have; so each rank has some messages, however many there are.
+    The first rank to arrive checks that all have announced the fix, and writes the result to the
+    store. So each rank sends a constant number of messages.
 
     Args:
-        fix: its name, and behind a dot a number that changes with what ranks send each other.
+        fix: its name, optionally followed by a dot and the version of the ranks' protocol.
         ranks: in the default process group; None for all of them.
         patience: seconds that a rank may be late.
     """
@@ -48,12 +48,12 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int
     checked.add((fix, tuple(ranks)))
     _announce_fix(fix)
     announced = [f"ckpt_patches/{fix}/{rank}" for rank in ranks]
-    place = f"ckpt_patches/{fix} on {hash(tuple(ranks))}"  # of integers: the same in each process
+    place = f"ckpt_patches/{fix} on {hash(tuple(ranks))}"  # a hash of integers is the same in each process
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         first = store.add(f"{place}/comers", 1) == 1
     except Exception:
-        return  # a store that cannot be asked, as that of a group for dry runs
+        return  # a store without queries, such as that of a dry-run group
     if torch.distributed.get_backend() == "fake":
         return
     looked = f"{place}/looked"
@@ -67,16 +67,16 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int
             return
     except RuntimeError:
         if first:
-            store.set(looked, "not all")  # the others look for themselves: one may have been late
+            store.set(looked, "not all")  # the others check for themselves: a rank may have been late
     found = "not all ranks have it"
-    if hasattr(store, "check"):  # torch before 2.3 cannot ask for a key without waiting for it
+    if hasattr(store, "check"):  # torch before 2.3 can only wait for a key
         there = [store.check([key]) for key in announced]
         if all(there):
             return
         found = f"{sum(there)} of {len(ranks)} ranks have it, rank {ranks[there.index(False)]} has not"
     checked.discard((fix, tuple(ranks)))
     raise RuntimeError(
-        f"{fix.partition('.')[0]}: {found}. With and without this fix ranks wait for each other for ever: expected it "
+        f"{fix.partition('.')[0]}: {found}. Ranks with and without this fix wait for each other forever: expected it "
         "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES, "
         "CKPT_PATCHES_ENABLE and CKPT_PATCHES_SKIP"
     )
@@ -96,22 +96,22 @@ def insert_agreement(
     patience: int,
     before: "ast.stmt",
 ) -> None:
-    """Announce a fix behind one statement, if there is one so early; check it where functions start.
+    """Insert the announcement of a fix after a statement, and the check at the start of functions.
 
     Args:
         source: the module.
-        fix: its name, and behind a dot a number that changes with what ranks send each other.
-        by_upstream: whether what the fix changes is in the source already.
-        announce: a statement that every rank has run long before it saves.
-        check: the functions that call other collectives with the fix.
-        ranks: an expression in them, the list of the ranks that call these collectives; None for all.
-        patience: seconds that a rank may come later than the first one, if it has not announced the fix before.
-        before: a definition of the module, which the functions come before.
+        fix: its name, optionally followed by a dot and the version of the ranks' protocol.
+        by_upstream: whether upstream already has the fix's changes.
+        announce: a statement that every rank runs long before it saves, or None.
+        check: the functions in which the fix changes the collectives.
+        ranks: an expression, valid in them, for the list of ranks that call these collectives; "None" for all.
+        patience: seconds that a rank without an earlier announcement may come after the first one.
+        before: a definition of the module; the inserted functions go before it.
 
     Raises:
-        NotConcerned: it is by upstream, and so on all ranks.
-        AlreadyThere: the agreement is there.
-        NoMatch: a part of it is.
+        NotConcerned: upstream has the changes, so all ranks have them.
+        AlreadyThere: the source has the announcement and the checks.
+        NoMatch: the source has some of them.
     """
     announcement = f'_announce_fix("{fix}")'
     call = f'_check_all_ranks_have_fix("{fix}", {ranks}, {patience})'

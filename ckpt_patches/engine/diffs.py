@@ -10,7 +10,7 @@ from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan
 
 
 def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
-    """Every edited file of a plan as a unified diff, paths relative to the tree.
+    """A unified diff of every edited file of a plan, with paths relative to the tree.
 
     With `with_test`, each fix that applies also adds its upstream-style regression test.
     """
@@ -21,26 +21,26 @@ def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
 
 
 def file_diff(root: str, file: FilePlan) -> bytes:
-    """One edited file, byte for byte: CRLF and a missing last newline stay visible to `git apply`."""
+    """The diff of one edited file. It keeps CRLF and a missing final newline, as `git apply` needs."""
     path = Path(os.path.relpath(file.path, root)).as_posix()
     return unified_diff(f"a/{path}", f"b/{path}", file.original, file.patched)
 
 
 def upstream_test(name: str) -> tuple[str, bytes]:
-    """Where a fix's upstream-style test goes in an upstream checkout, and its text."""
+    """The path of a fix's upstream-style test in an upstream checkout, and its text."""
     path = load(name).test
     return path, Path(path_of(name)).with_name("upstream_tests").joinpath(Path(path).name).read_bytes()
 
 
 def new_file_diff(path: str, text: bytes) -> bytes:
-    """The addition of a file, as git writes it."""
+    """A diff that adds a file, in git's format."""
     return b"new file mode 100644\n".join(
         [f"diff --git a/{path} b/{path}\n".encode(), unified_diff("/dev/null", f"b/{path}", b"", text)]
     )
 
 
 def unified_diff(before_name: str, after_name: str, before: bytes, after: bytes, context: int = 3) -> bytes:
-    """The difference between two texts, with so many lines of context; empty if there is none."""
+    """A unified diff of two texts with `context` lines of context; empty if they are equal."""
     lines = difflib.diff_bytes(
         difflib.unified_diff,
         lines_of(before),
@@ -53,5 +53,5 @@ def unified_diff(before_name: str, after_name: str, before: bytes, after: bytes,
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """Split at LF alone, as git does: a CR belongs to its line."""
+    """Split at LF only, as git does: a CR stays in its line."""
     return re.findall(rb"[^\n]*\n|[^\n]+", data)

@@ -1,9 +1,9 @@
-"""Find the fixes: each is a file in a folder of fixes, and names the upstream modules that it edits.
+"""Find the fixes: each is one file in a folder of fixes, and names the upstream modules that it edits.
 
-The files are parsed, not imported. A wheel holds the result as `index.py`, so that no process of a job parses them;
-`setup.py` runs this file on its own, before anything of the project can be imported.
+The files are parsed, not imported. A wheel stores the result as `index.py`, so that no process of a job parses them.
+`setup.py` runs this file alone, before it can import any other module of the project.
 
-In a checkout it runs with the lock of the import system held: it imports nothing that is not a part of the interpreter.
+In a checkout it runs while Python's import lock is held, so it imports only modules that are part of the interpreter.
 """
 
 import _ast
@@ -13,15 +13,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-# Fixes: by name, the modules that they edit or look at, all of one upstream package.
+# By the fix's name: the modules that it edits or reads, all in one upstream package.
 Modules = dict[str, tuple[str, ...]]
-STATED = ("concerns", "depends_on", "off_because", "switch")  # arguments of a Fix that are looked at
+STATED = ("concerns", "depends_on", "off_because", "switch")  # the arguments of Fix that are read
 
 
 def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules], dict[str, str]]:
-    """The fixes in the order in which they are applied, by switch what else is edited, and which fixes are off and why.
+    """The fixes in the order of application, the other edits by their switch, and why some fixes are off by default.
 
-    A fix comes after those that it depends on; otherwise folders are taken in turn, and names in alphabetical order.
+    A fix follows its dependencies; otherwise the order is by folder, then alphabetical by name.
     """
     fixes: Modules = {}
     switched: dict[str, Modules] = {}
@@ -50,14 +50,14 @@ def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules], d
 
 
 def index_text(folders: "Iterable[str]") -> str:
-    """`index.py` of a wheel."""
+    """The text of a wheel's `index.py`."""
     fixes, switched, off = find_fixes(folders)
     heading = '"""Made by setup.py from the files of the fixes."""\n\n'
     return f"{heading}FIXES = {fixes!r}\nSWITCHED = {switched!r}\nOFF_BY_DEFAULT = {off!r}\n"
 
 
 class _Definition:
-    """What the file of a fix states, as literals or by names of its own constants."""
+    """The arguments that a fix's file states, as literals or as names of its own constants."""
 
     def __init__(self, modules: tuple[str, ...], depends_on: tuple[str, ...], off_because: str, switch: str) -> None:
         self.modules = modules
@@ -67,7 +67,7 @@ class _Definition:
 
 
 def _read(path: str) -> _Definition | None:
-    """None for a file that defines no `fix`."""
+    """The definition in a fix's file; None if the file defines no `fix`."""
     with open(path, encoding="utf-8") as file:
         tree = compile(file.read(), path, "exec", _ast.PyCF_ONLY_AST)
     assert isinstance(tree, _ast.Module)
@@ -85,7 +85,7 @@ def _read(path: str) -> _Definition | None:
         raise ValueError(f"{path}: expected `fix = Fix(...)`")
     stated = {keyword.arg: _strings(keyword.value, constants) for keyword in call.keywords if keyword.arg in STATED}
     edited = [module for argument in _edit_arguments(tree) for module in _strings(argument, constants)]
-    # A package's own file is no module that an import names.
+    # A package's `__init__` is not a module name that an import uses.
     concerned = [module for module in stated.get("concerns", ()) if not module.endswith(".__init__")]
     return _Definition(
         modules=tuple(dict.fromkeys((*edited, *concerned))),
@@ -96,7 +96,7 @@ def _read(path: str) -> _Definition | None:
 
 
 def _edit_arguments(tree: "_ast.Module") -> list[_ast.expr]:
-    """The modules in `@fix.edit(...)`, in their order."""
+    """The module arguments of each `@fix.edit(...)`, in order."""
     decorators = [each for node in tree.body if isinstance(node, _ast.FunctionDef) for each in node.decorator_list]
     return [
         argument
@@ -107,7 +107,7 @@ def _edit_arguments(tree: "_ast.Module") -> list[_ast.expr]:
 
 
 def _strings(node: _ast.expr, constants: "Mapping[str, _ast.expr]") -> tuple[str, ...]:
-    """A string, or a tuple of strings."""
+    """The values of an expression that is a string, a tuple of strings or a constant's name."""
     if isinstance(node, _ast.Starred):
         return _strings(node.value, constants)
     if isinstance(node, _ast.Name):

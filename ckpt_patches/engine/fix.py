@@ -1,4 +1,4 @@
-"""What a fix is: its name, where it comes from, and functions that edit upstream source."""
+"""The definition of a fix: its name, upstream links, and functions that edit upstream source."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ EditFunction = Callable[[Source], None]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A release such as 0.16.1 in the form that orders releases."""
+    """A release such as 0.16.1 as a tuple that compares in release order."""
     return tuple(map(int, version.split(".")))
 
 
@@ -21,34 +21,34 @@ def numbers(version: str) -> tuple[int, ...]:
 class Edit:
     """One edit of one upstream module.
 
-    The function asks the source for edits, or raises `AlreadyThere` where upstream has what it brings, or `NoMatch`.
+    The function requests edits from the source. It raises `AlreadyThere` if upstream has its code, or `NoMatch`.
     """
 
     module: str
     function: EditFunction
-    optional: bool  # the module need not exist: releases moved the code between modules
-    independent: bool  # right without the fix's other edits: some releases have it alone
-    ours_alone: bool  # left out of a diff for upstream
+    optional: bool  # the module may be missing: releases moved the code between modules
+    independent: bool  # correct without the fix's other edits: some releases have only this one
+    ours_alone: bool  # omitted from a diff for upstream
 
 
 @dataclass(frozen=True)
 class Fix:
     """One fix: all of its edits are made, or none."""
 
-    module_name: str  # the fix's file is its name
+    module_name: str  # its last part is the fix's name
     upstream: tuple[str, ...] = ()  # issues and pull requests
     test: str = ""  # where the upstream-style regression test goes in an upstream checkout
-    depends_on: tuple[str, ...] = ()  # fixes without which this one, or its test, does not work
-    symptom: str = ""  # what a user sees, a fragment of at most 80 characters
-    releases: tuple[tuple[str, str], ...] = ()  # inclusive ranges with the bug; documentation, never the gate
+    depends_on: tuple[str, ...] = ()  # fixes that this one, or its test, needs
+    symptom: str = ""  # what a user sees, a phrase of at most 80 characters
+    releases: tuple[tuple[str, str], ...] = ()  # inclusive ranges with the bug; only for documentation
     stacks: str = ""  # the format, optimizer or setting that the bug needs
     silent: bool = False  # in at least one case the state is wrong without an error
-    stages: tuple[str, ...] = ()  # of a save, a conversion or a load, where the bug sits: tests/map_page.py
-    requires: tuple[str, ...] = ()  # versions of packages without which it is not needed: `torch>=2.8,<2.10`
-    concerns: str = ""  # module without which the fix is not for this release
-    off_because: str = ""  # off by default, and why: active where CKPT_PATCHES_ENABLE names it
-    switch: str = ""  # not a fix: active only where CKPT_PATCHES_<SWITCH> asks for it
-    where: Callable[[Source], bool] | None = None  # of that module's source: whether it is
+    stages: tuple[str, ...] = ()  # stages of a save, conversion or load that have the bug: tests/map_page.py
+    requires: tuple[str, ...] = ()  # package versions that need the fix, such as `torch>=2.8,<2.10`
+    concerns: str = ""  # module whose absence means that the fix is not for this release
+    off_because: str = ""  # why it is off by default; CKPT_PATCHES_ENABLE activates it
+    switch: str = ""  # not a fix: only CKPT_PATCHES_<SWITCH> activates it
+    where: Callable[[Source], bool] | None = None  # given the source of `concerns`: whether the fix is for it
     edits: list[Edit] = field(default_factory=list)
 
     @property
@@ -57,21 +57,21 @@ class Fix:
 
     @property
     def package(self) -> str:
-        """The upstream package that it edits, such as `megatron.core`."""
+        """The upstream package that the fix edits, such as `megatron.core`."""
         return TARGETS[EVERYTHING[self.name][0]]
 
     def affects(self, version: str) -> bool:
-        """Whether a release has the bug; known for those in `ckpt_patches.engine.releases`."""
+        """Whether a release has the bug; only known for those in `ckpt_patches.engine.releases`."""
         return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in self.releases)
 
     def edit(
         self, *modules: str, optional: bool = False, independent: bool = False, ours_alone: bool = False
     ) -> Callable[[EditFunction], EditFunction]:
-        """Decorate a function that edits these modules, each on its own.
+        """Decorate a function that edits each of these modules separately.
 
-        Where some edits of a fix are there already, and others are not, it does not match: a part of it may be worse
-        than nothing. Those marked `independent` are right alone. Those marked `ours_alone` are of use where fixes are
-        laid over a release, and no part of a diff for upstream.
+        If a tree has some edits of a fix but not the others, the fix does not match: a part of it may be worse than
+        nothing. Edits marked `independent` are correct alone. Edits marked `ours_alone` are only for patching a
+        release, and not part of a diff for upstream.
         """
 
         def register(function: EditFunction) -> EditFunction:
@@ -94,13 +94,13 @@ def path_of(name: str) -> str:
 
 
 def sentence(name: str) -> str:
-    """What a fix does: the first line of its file."""
+    """One sentence about what a fix does: the first line of its file."""
     with open(path_of(name), encoding="utf-8") as file:
         return file.readline().strip().strip('"')
 
 
 def load(name: str) -> Fix:
-    """Load a fix from its file, by path: the same in an install and in a checkout, and `megatron` is never imported."""
+    """Load a fix from its file by path. This works in an install and a checkout, and never imports `megatron`."""
     if name in PLUGINS:
         plugin: Fix = PLUGINS[name]
         return plugin

@@ -1,4 +1,4 @@
-"""The table of bugs: what a user sees, which releases and stacks have it, and the fix. Silent bugs come first."""
+"""The table of bugs: symptom, affected releases and stacks, and the fix. Silent bugs come first."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ Row = tuple[str, str, str, str]
 
 
 def groups(fixes: Iterable[Fix]) -> list[tuple[str, list[Row]]]:
-    """The heading and the rows of each group that is not empty."""
+    """The heading and the rows of each non-empty group."""
     every = list(fixes)
     found = [
         (title, [row(f) for f in every if f.silent is silent]) for title, silent in ((SILENT, True), (VISIBLE, False))

@@ -1,4 +1,4 @@
-"""A fix as a file in the form of `git format-patch`: a commit with its test, and the message of the fix's page."""
+"""A fix in the format of `git format-patch`: a commit with its test, and the message from the fix's page."""
 
 import os
 import re
@@ -14,9 +14,9 @@ from ckpt_patches.engine.registry import PLUGINS
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
-WIDTH = 72  # characters of a line of a commit message
+WIDTH = 72  # characters per line of a commit message
 SECTION = "## Upstream message"
-NO_COMMIT = "0" * 40  # the hash of no commit
+NO_COMMIT = "0" * 40  # a placeholder commit hash
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Author:
 
 @dataclass(frozen=True)
 class Message:
-    """A commit message for upstream's reviewer."""
+    """A commit message for upstream reviewers."""
 
     subject: str
     body: str
 
 
 def author_of(root: str) -> Author:
-    """The author that git names for commits in a tree.
+    """The author that git has configured for commits in a tree.
 
     Raises:
-        UserError: git names none, or is not installed.
+        UserError: git has no author, or is not installed.
     """
     try:
         done = subprocess.run(["git", "-C", root, "var", "GIT_AUTHOR_IDENT"], capture_output=True, text=True)
@@ -54,7 +54,7 @@ def author_of(root: str) -> Author:
 
 
 def files_of(series: Series, author: Author) -> dict[str, bytes]:
-    """By file name, the patches of a series, numbered in their order for `git am`."""
+    """The patches of a series by file name, numbered in order for `git am`."""
     messages = {patch.name: _message(patch) for patch in series.patches}
     count = len(series.patches)
     return {
@@ -64,7 +64,7 @@ def files_of(series: Series, author: Author) -> dict[str, bytes]:
 
 
 def _message(patch: Patch) -> Message:
-    """That of the page; of a plug-in's fix without one, the sentence that says what it does."""
+    """The message from the fix's page; for a plug-in's fix without one, the fix's first sentence."""
     try:
         return message_of(page(patch.name).read_text(encoding="utf-8"), patch)
     except UserError:
@@ -96,14 +96,14 @@ def _wrapped(text: str) -> str:
 
 
 def message_of(text: str, patch: Patch) -> Message:
-    """The message of a patch: the blocks of the section `## Upstream message` of the fix's page that are for it.
+    """The message of a patch: its blocks from the section `## Upstream message` of the fix's page.
 
-    A block is a fence of ```text: the commit message as it is. One that begins with ```text if=WORD is for patches
-    that change a line with WORD in the package itself, one with unless=WORD for the others. The first block has the
-    subject.
+    A block is a ```text fence with the literal commit message. A block that begins with ```text if=WORD is for patches
+    that change a line with WORD in the package itself, a block with unless=WORD for the others. The first block has
+    the subject.
 
     Raises:
-        UserError: the page has no such section, or no block of it is for this patch.
+        UserError: the page has no such section, or the section has no block for this patch.
     """
     _, found, section = text.partition(f"\n{SECTION}\n")
     section = section.partition("\n## ")[0]
@@ -117,10 +117,10 @@ def message_of(text: str, patch: Patch) -> Message:
 
 
 def page(name: str) -> Path:
-    """Where the page of a fix lies: with the package, or in docs/ of a checkout; a plug-in's beside the fix.
+    """The path of a fix's page: in the package, or in docs/ of a checkout; for a plug-in, next to the fix.
 
     Raises:
-        UserError: in neither.
+        UserError: no such file exists.
     """
     package = Path(os.path.realpath(__file__)).parent.parent
     places = [package / "pages" / f"{name}.md", package.parent / "docs" / f"{name}.md"]

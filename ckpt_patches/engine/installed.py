@@ -1,4 +1,4 @@
-"""Where the upstream packages are, and which releases they are. Nothing of them is imported."""
+"""Locate the upstream packages and find their releases, without importing them."""
 
 import os
 import re
@@ -15,17 +15,17 @@ STATE_FOLDER = ".ckpt-patches"
 
 
 def contains(root: str | Path, package: str) -> bool:
-    """Whether a tree holds an upstream package."""
+    """Whether a tree contains an upstream package."""
     return Path(root, *package.split(".")).is_dir()
 
 
 def state_folder(root: str | Path, package: str) -> Path:
-    """Where the originals and the state of a package that is edited in place are kept."""
+    """The folder for the original files and the state of a package that is edited in place."""
     return Path(root, STATE_FOLDER, package)
 
 
 def version_in(root: str | Path, package: str) -> str:
-    """The release of the package in a tree, from its files; '?' where they do not say."""
+    """The release of the package in a tree, read from its files; '?' if unknown."""
     if package.startswith("megatron."):
         found = _core_version(Path(root))
     elif package == DEEPSPEED:
@@ -36,17 +36,17 @@ def version_in(root: str | Path, package: str) -> str:
 
 
 def is_released(root: str | Path, package: str) -> bool:
-    """Whether pip has installed the package into a tree; a checkout may be any commit."""
+    """Whether pip installed the package into a tree; a checkout may be at any commit."""
     return bool(_recorded_version(Path(root), DISTRIBUTIONS[package]))
 
 
 def version_of(distribution: str, root: str | Path) -> str | None:
-    """The release that a program gets with this tree first on its path; '?' where nothing says it, None without it."""
+    """The release that a program imports with this tree first on its path; '?' if unknown, None if not installed."""
     for package in (package for package, name in DISTRIBUTIONS.items() if name == distribution):
         place = root if contains(root, package) else locate(package)
         if place is not None:
             return version_in(place, package)
-    import importlib.metadata  # 20 ms, which only this needs
+    import importlib.metadata  # takes 20 ms, and only this code needs it
 
     for found in importlib.metadata.distributions(name=distribution, path=[str(root), *sys.path]):
         return found.version or "?"
@@ -70,19 +70,19 @@ def _core_version(root: Path) -> str:
 
 
 def _deepspeed_version(root: Path) -> str:
-    """The installed package has git_version_info_installed.py, a checkout version.txt."""
+    """An installed package has git_version_info_installed.py, a checkout has version.txt."""
     found = re.search(r"^version\s*=\s*['\"]([^'\"]+)", _read(root / "deepspeed/git_version_info_installed.py"), re.M)
     return found[1] if found else _read(root / "version.txt").strip()
 
 
 def _recorded_version(root: Path, distribution: str) -> str:
-    """The installed package's folder `name-version.dist-info`."""
+    """The version in the name of the installed package's folder `name-version.dist-info`."""
     found = sorted(root.glob(f"{distribution.replace('-', '_')}-*.dist-info"))
     return found[0].stem.partition("-")[2] if found else ""
 
 
 def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """What an import would find first; asks the finders, imports nothing (not even a parent package)."""
+    """The spec that an import would find first. Queries the finders and imports nothing, not even a parent package."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         spec: ModuleSpec | None = find_spec(name, path) if find_spec else None
@@ -94,14 +94,14 @@ def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
 def locate(package: str) -> Path | None:
     """The tree that `import <package>` would load from in this environment; None if it is not installed.
 
-    A folder without a module is what an uninstall has left there; one above the package may be shared by several.
+    A package folder without a module is a remnant of an uninstall. A parent folder may be shared by several packages.
     """
     path: Sequence[str] | None = None
     parts = package.split(".")
     for depth in range(1, len(parts) + 1):
         try:
             spec = find_spec(".".join(parts[:depth]), path)
-        except KeyError:  # of Python's: a folder alone, in one whose package is not imported
+        except KeyError:  # from Python, for a namespace package whose parent is not imported
             return None
         if spec is None or spec.submodule_search_locations is None:
             return None

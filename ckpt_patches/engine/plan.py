@@ -1,6 +1,6 @@
-"""Decide, for one tree with an upstream package, what every fix does there. Reads files, changes nothing.
+"""Decide what every fix does in one tree with an upstream package. Reads files, changes nothing.
 
-A tree is the folder that holds the package: site-packages, a `--target` folder or a checkout.
+A tree is the folder that contains the package: site-packages, a `--target` folder or a checkout.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from ckpt_patches.runtime.pause import without_garbage_collection, without_synta
 
 
 class Outcome(Enum):
-    """What a fix does in a tree, found in the structure of the source.
+    """What a fix does in a tree, determined from the structure of the source.
 
-    Code that is absent is NOT_PRESENT where a tested release lacks it as well, and NO_MATCH elsewhere: `absence`.
+    Absent code is NOT_PRESENT if a tested release lacks it as well, else NO_MATCH: see `absence`.
     """
 
     APPLIES = "applies"
     ALREADY_THERE = "already there"
     NO_MATCH = "no match"
     NOT_PRESENT = "not present"
-    NOT_NEEDED = "not needed"  # what it requires of other packages' versions is not so here
+    NOT_NEEDED = "not needed"  # its requirements on other packages' versions are not met
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class FixResult:
 
     name: str
     outcome: Outcome
-    reason: str = ""  # for NO_MATCH: file, what was expected, what was found; for NOT_NEEDED: which version
+    reason: str = ""  # for NO_MATCH: file, expected and found code; for NOT_NEEDED: the version
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
-    modules: tuple[str, ...] = ()  # for APPLIES: those that it edits
-    functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: by module, those that it edits or brings
-    found: tuple[str, ...] = ()  # by each edit, in the words of `absence`; empty for NO_MATCH
+    modules: tuple[str, ...] = ()  # for APPLIES: the edited modules
+    functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: module and name of the functions it edits or adds
+    found: tuple[str, ...] = ()  # by edit, as codes of `absence`; empty for NO_MATCH
 
 
 @dataclass(frozen=True)
@@ -57,39 +57,39 @@ class FilePlan:
     original: bytes
     patched: bytes
     code: CodeType  # `patched`, compiled
-    fixes: tuple[str, ...]  # those that edit it
-    functions: dict[str, tuple[str, ...]]  # by name, also `Class.name`: the fixes that edit or bring that function
+    fixes: tuple[str, ...]  # the fixes that edit it
+    functions: dict[str, tuple[str, ...]]  # by name, also `Class.name`: the fixes that edit or add that function
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Every fix's outcome in one tree, and every file that changes."""
+    """The outcome of every fix in one tree, and the edited files."""
 
     package: str
     root: str
     results: tuple[FixResult, ...]
     files: dict[str, FilePlan]  # by module
-    texts: dict[str, bytes]  # by module, the digest of every text that was looked at; empty where there is no file
+    texts: dict[str, bytes]  # by module, the digest of every text that was read; empty if there is no file
 
     def named(self, outcome: Outcome) -> list[str]:
         return [result.name for result in self.results if result.outcome is outcome]
 
     def check_readable(self) -> None:
-        """For a tree that a user names. Raises a UserError where a file of it could not be read."""
+        """Raise UserError if a file could not be read; for a tree that a user names."""
         for result in self.results:
             if result.unreadable:
                 raise UserError(result.reason)
 
 
 def module_path(root: str, module: str) -> str:
-    """Path of a module's source in a tree; where the module is a package, as Python sees it, of its `__init__.py`."""
+    """The path of a module's source in a tree; for a package, as Python resolves it, of its `__init__.py`."""
     path = os.path.join(root, *module.split("."))
     package = os.path.join(path, "__init__.py")
     return package if os.path.exists(package) else path + ".py"
 
 
 def text_digest(data: bytes) -> bytes:
-    """What two texts are compared by, also between processes."""
+    """A digest for comparing texts, also between processes."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -103,7 +103,7 @@ def tree_root(path: str, module: str) -> str | None:
 
 
 def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = ()) -> list[str]:
-    """Names of the fixes to an upstream package, in their order, and behind them of what these overlays lay over it."""
+    """The names of the fixes to an upstream package in order, followed by the edits of these overlays."""
     wanted = dict(FIXES)
     for overlay in overlays:
         wanted.update(SWITCHED[overlay])
@@ -113,8 +113,8 @@ def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = 
 class _Tree:
     """The sources of a tree, each read and parsed once.
 
-    `originals` (by path) stand in for files that were edited in place; `unavailable` says why a fix must not edit a
-    module.
+    `originals` (by path) replace files that were edited in place; `unavailable` has the reason why a fix must not edit
+    a module.
     """
 
     def __init__(
@@ -157,28 +157,28 @@ class _Tree:
         return {module: text_digest(source.data) if source else b"" for module, source in self.sources.items()}
 
     def marks(self) -> dict[str, int]:
-        """How much has been asked for so far, by module."""
+        """The number of edits requested so far, by module."""
         return {module: len(source.edits) for module, source in self.sources.items() if source}
 
     def edited_since(self, marks: Mapping[str, int]) -> list[str]:
-        """The modules for which more was asked since."""
+        """The modules with edits requested since `marks`."""
         return [module for module, count in self.marks().items() if count > marks.get(module, 0)]
 
     def functions_edited_since(self, marks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-        """The functions for which more was asked since, or that are brought: module and name."""
+        """The module and name of each function that was edited or added since `marks`."""
         for module, source in self.sources.items():
             edits = source.edits[marks.get(module, 0) :] if source else []
             for name in source.functions_of(edits) if source and edits else ():
                 yield module, name
 
     def take_back(self, marks: Mapping[str, int]) -> None:
-        """Forget what was asked for since."""
+        """Drop the edits requested since `marks`."""
         for module, source in self.sources.items():
             if source:
                 del source.edits[marks.get(module, 0) :]
 
 
-@without_garbage_collection()  # until the syntax trees are gone
+@without_garbage_collection()  # until the syntax trees are freed
 @without_syntax_warnings()
 def plan_tree(
     root: str,
@@ -189,15 +189,15 @@ def plan_tree(
     *,
     for_upstream: bool = False,
 ) -> TreePlan:
-    """Decide what these fixes (all of the package's, if None) do in a tree.
+    """Decide what these fixes (None: all fixes of the package) do in a tree.
 
     Args:
         root: the tree.
         package: such as `megatron.core`.
-        names: the fixes, in their order.
-        originals: by path, the text to start from, for files that are edited on disk already.
-        unavailable: by fix and module, why this fix cannot edit it here; if it would, it does not match.
-        for_upstream: without the edits that are no part of a change for upstream.
+        names: the fixes, in order.
+        originals: by path, the original text of files that are already edited on disk.
+        unavailable: by fix and module, why the fix cannot edit the module here; if it would, it does not match.
+        for_upstream: omit the edits that do not belong in a patch for upstream.
     """
     tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream=for_upstream)
     names = fixes_for(package) if names is None else list(names)
@@ -210,7 +210,7 @@ def plan_tree(
 
 
 def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FilePlan], str]:
-    """The edited files; and what is wrong with one of them, if the edits together do not make a program."""
+    """The edited files; and the defect of one of them, if the edits together do not give a valid program."""
     files: dict[str, FilePlan] = {}
     for module, source in tree.sources.items():
         if source is None or not source.edits:
@@ -233,7 +233,7 @@ def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FileP
 
 
 def _one_by_one(names: Iterable[str], tree: _Tree) -> list[FixResult]:
-    """Try each fix on top of those that were good before it: one with a bad edit takes no other one away."""
+    """Try each fix on top of the valid ones before it, so that a bad edit rejects only its own fix."""
     tree.take_back({})
     results: list[FixResult] = []
     for name in names:
@@ -255,13 +255,13 @@ def _try(name: str, tree: _Tree) -> FixResult:
         if reason := unmet(fix.requires, tree.root):
             return FixResult(name, Outcome.NOT_NEEDED, reason)
         found = _make(fix, tree)
-        if name not in PLUGINS:  # of these there is no record
+        if name not in PLUGINS:  # plug-ins have no record
             _check_absence(fix, tree, found)
         modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
         return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)
     except (NoMatch, UnreadableSource) as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
-    except Exception as error:  # a defect of this fix is none of the others
+    except Exception as error:  # a defect of this fix must not affect the others
         result = FixResult(name, Outcome.NO_MATCH, f"the fix itself failed: {type(error).__name__}: {error}")
     tree.take_back(before)
     return result
@@ -275,7 +275,7 @@ def _outcome(found: Sequence[str]) -> Outcome:
 
 
 def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
-    """Ask for all edits of a fix, and say what each has found; whoever calls takes them back if this raises NoMatch or
+    """Request all edits of a fix, and return what each has found. The caller drops the edits if this raises NoMatch or
     UnreadableSource."""
     if fix.concerns and not _concerned(fix, tree):
         return (ABSENT,) * len(fix.edits)
@@ -293,9 +293,9 @@ def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
 
 
 def _check_absence(fix: Fix, tree: _Tree, found: Sequence[str]) -> None:
-    """Raises NoMatch where code is absent that the tested releases have with which this tree is to be compared."""
+    """Raise NoMatch if code is absent that is present in the tested releases to compare this tree with."""
     absent = unrecorded(fix.name, tree.package, tree.version, found)
-    # A commit of the main branch calls itself the release that it is on the way to.
+    # A commit of the main branch has the version of the next release.
     commit = f"{tree.version}+"
     if absent is None or (
         not is_released(tree.root, tree.package) and unrecorded(fix.name, tree.package, commit, found) is None
@@ -318,7 +318,7 @@ def _check_absence(fix: Fix, tree: _Tree, found: Sequence[str]) -> None:
 
 
 def _concerned(fix: Fix, tree: _Tree) -> bool:
-    """Whether a fix that says which module it is about is for this release."""
+    """Whether a fix that states the module it concerns is for this release."""
     source = _source(tree, fix.concerns)
     if source is None or fix.where is None:
         return source is not None
@@ -332,7 +332,7 @@ def _source(tree: _Tree, module: str) -> Source | None:
 
 
 def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> str:
-    """What an edit finds, in a word of `absence`; empty where it is not wanted."""
+    """What an edit finds, as a code of `absence`; empty if the edit is not wanted."""
     if edit.ours_alone and tree.for_upstream:
         return ""
     source = _source(tree, edit.module)
@@ -363,7 +363,7 @@ def _kind(edit: Edit, source: Source) -> str:
 
 @contextmanager
 def _said_of(path: str) -> Iterator[None]:
-    """Say of which file something is that does not match."""
+    """Add the file's path to a NoMatch or UnreadableSource."""
     try:
         yield
     except (NoMatch, UnreadableSource) as error:
@@ -371,7 +371,7 @@ def _said_of(path: str) -> Iterator[None]:
 
 
 def _check_whole(made: Sequence[Edit], there: Sequence[Edit]) -> None:
-    """Raises NoMatch for a fork that has some edits of a fix, and not those that they need."""
+    """Raise NoMatch for a fork that has some edits of a fix and lacks others that they need."""
     made, there = ([edit for edit in edits if not edit.independent] for edits in (made, there))
     if made and there:
         has, lacks = (", ".join(f"{e.function.__name__} in {e.module}" for e in edits) for edits in (there, made))

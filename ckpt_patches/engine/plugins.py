@@ -1,7 +1,7 @@
-"""Fixes that other installed distributions bring, by the entry points of the group `ckpt_patches.fixes`.
+"""Plug-ins: fixes from other installed distributions, declared as entry points of the group `ckpt_patches.fixes`.
 
-They are read when the first upstream package is loaded, in that thread and outside of the lock of the import system:
-a plug-in is any code. One that is of no use stops nobody; it is kept in `errors`.
+They are read when the first upstream package is loaded, in that thread and outside Python's import lock, because a
+plug-in can run any code. An unusable plug-in stops nothing; `errors` reports it.
 """
 
 import re
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 GROUP = "ckpt_patches.fixes"
 
-# What is wrong with a plug-in, in words: the fix that is not active for it.
+# By error message: the fix that is not active because of it.
 errors: dict[str, str] = {}
 _thread = threading.local()
-_brought_by: dict[str, str] = {}  # by fix, the distribution
+_brought_by: dict[str, str] = {}  # distribution by fix
 
 
 def names() -> set[str]:
-    """What the fixes of plug-ins are called; none of them is loaded for it."""
+    """The names of the fixes of all plug-ins, without loading them."""
     return {point.name for point in _entry_points()}
 
 
 def read() -> bool:
-    """Add the fixes of all plug-ins to the registry; once, and not again while a plug-in imports what they are for.
+    """Add the fixes of all plug-ins to the registry, once; does nothing when a plug-in's own import calls it again.
 
-    Returns whether they were read now.
+    Returns whether this call read them.
     """
     if registry.has_plugins or getattr(_thread, "is_reading", False):
         return False
@@ -50,14 +50,14 @@ def read() -> bool:
 
 
 def complaints(skip: Container[str]) -> list[str]:
-    """What is wrong with plug-ins whose fix is not skipped."""
+    """The errors of plug-ins whose fix is not skipped."""
     return [message for message, name in errors.items() if name not in skip]
 
 
 def _entry_points() -> list[metadata.EntryPoint]:
     try:
         return sorted(metadata.entry_points(group=GROUP), key=lambda point: (_distribution(point), point.name))
-    except Exception as error:  # of the metadata of any distribution
+    except Exception as error:  # caused by the metadata of any distribution
         errors[f"the entry points of {GROUP} cannot be read: {type(error).__name__}: {_line(error)}"] = ""
         return []
 
@@ -71,7 +71,7 @@ def _line(what: object) -> str:
 
 
 class _Unusable(Exception):
-    """Why an entry point brings no fix."""
+    """An entry point provides no usable fix, with the reason."""
 
 
 def _add(point: metadata.EntryPoint) -> None:
@@ -121,7 +121,7 @@ def _check(point: metadata.EntryPoint, fix: object) -> "TypeGuard[Fix]":
 
 
 def _modules(fix: "Fix") -> Iterable[str]:
-    """The modules that a fix edits or looks at; a package's own file is no module that an import names."""
+    """The modules that a fix edits or reads, without a package's `__init__`, which no import names."""
     concerned = [fix.concerns] if fix.concerns and not fix.concerns.endswith(".__init__") else []
     return tuple(dict.fromkeys([*(edit.module for edit in fix.edits), *concerned]))
 

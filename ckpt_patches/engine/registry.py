@@ -1,7 +1,7 @@
-"""Every fix and the upstream modules it edits, in the order in which fixes are applied.
+"""Every fix and the upstream modules it edits, in the order of application.
 
-Read when the first module of one of these packages is imported. Nothing is listed here: the fixes are found in their
-folders, when a wheel is built or, in a checkout, now. Those of other distributions come later: `plugins`.
+The registry is read when the first module of one of these packages is imported. It lists no fix by hand: fixes are
+found in their folders, when a wheel is built or, in a checkout, at this point. Plug-ins add theirs later: `plugins`.
 """
 
 import os
@@ -18,7 +18,7 @@ DEEPSPEED = "deepspeed"
 NVRX = "nvidia_resiliency_ext"
 APEX = "apex"
 
-# Folder of the fixes of an upstream package, beside this package: as it is installed, or as it is in a checkout.
+# The folder of an upstream package's fixes, next to this package: its name in an install and in a checkout.
 FOLDERS = {
     CORE: ("megatron_patches", "megatron/patches"),
     DEEPSPEED: ("deepspeed_patches",),
@@ -26,14 +26,14 @@ FOLDERS = {
     APEX: ("apex_patches",),
 }
 
-# A root with modules of another one's package: in the same checkout and, since megatron-core 0.17, in the same wheel.
-# The fixes are in one folder; the import hook plans them apart, as most programs import the other one alone.
+# A root whose modules ship with another root: in the same checkout and, since megatron-core 0.17, in the same wheel.
+# The fixes share one folder; the import hook plans them separately, as most programs import only megatron.core.
 PART_OF = {TRAINING: CORE}
 
 
 def folder(package: str) -> str:
     """The folder with an upstream package's fixes."""
-    # An editable install that was made before a folder came has no link to it yet: then the checkout's own.
+    # An editable install that is older than a folder has no link to it: then use the checkout's folder.
     packages = [os.path.dirname(os.path.dirname(path(__file__))) for path in (os.path.abspath, os.path.realpath)]
     folders = [os.path.join(os.path.dirname(beside), name) for beside in packages for name in FOLDERS[package]]
     return next(filter(os.path.isdir, folders), folders[0])
@@ -49,9 +49,9 @@ def _found() -> "tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[str
     return index.FIXES, index.SWITCHED, index.OFF_BY_DEFAULT
 
 
-# Fix: the modules it edits or looks at, all of one upstream package. And by switch (CKPT_PATCHES_<NAME>) what is not a
-# fix, and edits upstream only where that is set: applied last, it decorates what the fixes have edited.
-# Of the fixes, those that are left out where CKPT_PATCHES_ENABLE does not name them, and why.
+# FIXES: by fix, the modules it edits or reads, all in one upstream package. SWITCHED: by switch (CKPT_PATCHES_<NAME>),
+# edits that are not fixes and are made only if it is set; they come last and decorate what the fixes have edited.
+# OFF_BY_DEFAULT: fixes that are inactive unless CKPT_PATCHES_ENABLE names them, and the reasons.
 FIXES, SWITCHED, OFF_BY_DEFAULT = _found()
 EVERYTHING: dict[str, tuple[str, ...]] = {**FIXES}
 for _parts in SWITCHED.values():
@@ -59,24 +59,24 @@ for _parts in SWITCHED.values():
 
 
 def root_of(module: str) -> str:
-    """The one of `ROOTS` that a module is of; empty if it is of none."""
+    """The root in `ROOTS` that contains a module; empty if none does."""
     return max((root for root in ROOTS if f"{module}.".startswith(f"{root}.")), key=len, default="")
 
 
 def package_with(module: str) -> str:
-    """The upstream package with a module's fixes; empty if there are none for it."""
+    """The upstream package whose fixes cover a module; empty if none does."""
     root = root_of(module)
     return PART_OF.get(root, root)
 
 
-# Upstream module: its package. What the import hook looks every name up in.
+# The package of each upstream module. The import hook looks up every imported name here.
 TARGETS = {module: package_with(module) for modules in EVERYTHING.values() for module in modules}
 
-# The fixes of other distributions, by their names, and whether they have been looked for.
+# The fixes of other distributions by name, and whether the search for them is done.
 PLUGINS: "dict[str, Any]" = {}
 has_plugins = False
 
 
 def packages() -> list[str]:
-    """The upstream packages that there are fixes for."""
+    """The upstream packages that have fixes."""
     return list(dict.fromkeys((*FOLDERS, *TARGETS.values())))

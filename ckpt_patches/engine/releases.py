@@ -1,4 +1,4 @@
-"""The upstream releases that the tests ran on. What is known about a bug is known for these and for no other."""
+"""The upstream releases that the tests ran on. Statements about a bug hold for these releases only."""
 
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX
@@ -15,15 +15,15 @@ _RECORDED = {
         0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
         0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
     NVRX: "0.4.1 0.5.0 0.6.0",
-    APEX: "0.1",  # what every commit calls itself; tests/upstream.py has which one was tested
+    APEX: "0.1",  # every commit has this version; tests/upstream.py names the tested one
 }
 _PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
-# In order, the oldest first.
+# Oldest first.
 RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
 
 
 def newest(distribution: str) -> str:
-    """The newest of the releases: where the range of a bug ends that upstream has not fixed."""
+    """The newest of the releases: the end of the range of a bug that upstream has not fixed."""
     return RECORDED[_PACKAGES[distribution]][-1]
 
 

@@ -1,4 +1,4 @@
-"""Conditions on the versions of other packages, such as `torch>=2.8,<2.10`, in the order that PEP 440 gives versions.
+"""Conditions on the versions of other packages, such as `torch>=2.8,<2.10`. Versions are ordered by PEP 440.
 
 https://packaging.python.org/en/latest/specifications/version-specifiers/
 """
@@ -28,10 +28,10 @@ Key = tuple[tuple[int, ...], tuple[int, int], int, float]
 
 
 def parse(requirement: str) -> tuple[str, list[tuple[str, str]]]:
-    """The distribution and its conditions: operator and version.
+    """The distribution of a requirement and its conditions: operator and version.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is not a requirement.
     """
     name, conditions = re.fullmatch(r"\s*([^\s<>=!]*)(.*)", requirement, re.DOTALL).groups()  # type: ignore[union-attr]
     parts = [re.fullmatch(r"\s*(>=|<=|==|!=|<)\s*(\S+)\s*", part) for part in conditions.split(",")]
@@ -42,7 +42,7 @@ def parse(requirement: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def unmet(requirements: Sequence[str], root: str) -> str:
-    """Which requirement is not met with a tree first on the path, and by which version; empty if all are.
+    """The first requirement that is not met with a tree first on the path, and the version found; empty if all are met.
 
     Raises:
         NoMatch: the version of an installed package is unknown.
@@ -64,7 +64,7 @@ def unmet(requirements: Sequence[str], root: str) -> str:
 def _holds(version: str, sign: str, limit: str) -> bool:
     here, there = _key(version), _key(limit)
     if sign == "<" and here[0] == there[0] and _is_early(here) and not _is_early(there):
-        return False  # 0.13.0rc1 is no version below 0.13
+        return False  # 0.13.0rc1 does not count as below 0.13
     return bool(_OPERATORS[sign](here, there))
 
 
@@ -73,7 +73,7 @@ def _is_early(key: Key) -> bool:
 
 
 def _key(version: str) -> Key:
-    """What a version is ordered by; what is behind its + is left out."""
+    """The sort key of a version, without its local part (after the +)."""
     found = _VERSION.fullmatch(version)
     assert found
     release = [*map(int, found["release"].split("."))]

@@ -1,4 +1,4 @@
-"""Fixes as a numbered series of patches: each applies with its dependencies alone, and all of them in their order."""
+"""Fixes as a numbered series of patches: each applies on top of its dependencies only, and all apply in order."""
 
 import difflib
 import os
@@ -10,12 +10,12 @@ from ckpt_patches.engine.diffs import lines_of, new_file_diff, unified_diff, ups
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.plan import FilePlan, FixResult, Outcome, fixes_for, plan_tree
 
-CONTEXTS = (3, 5, 8, 12, 20, 40)  # lines around a change in a patch: as few as tell it from all other places
+CONTEXTS = (3, 5, 8, 12, 20, 40)  # lines of context around a change: the fewest that make its place unique
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One fix as a change of a tree that has its dependencies."""
+    """One fix as a change to a tree that has the fix's dependencies."""
 
     name: str  # of the fix
     depends_on: tuple[str, ...]  # fixes that come earlier in the series
@@ -25,14 +25,14 @@ class Patch:
 
 @dataclass(frozen=True)
 class Series:
-    """The patches of one upstream package in their order, and the outcome of every fix that was asked for."""
+    """The patches of one upstream package in order, and the outcome of every requested fix and its dependencies."""
 
     patches: tuple[Patch, ...]
     results: tuple[FixResult, ...]
 
 
 def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
-    """Plan the patches of these fixes, and of those that they depend on, against a tree."""
+    """Plan the patches of these fixes and their dependencies against a tree."""
     wanted = with_dependencies(names)
     plans = {name: plan_tree(root, package, [name], for_upstream=True) for name in fixes_for(package) if name in wanted}
     results = {name: plan.results[0] for name, plan in plans.items()}
@@ -56,7 +56,7 @@ def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
 
 
 def with_dependencies(names: Iterable[str]) -> set[str]:
-    """These fixes and all that they depend on."""
+    """These fixes and all their dependencies."""
     found: set[str] = set()
     pending = list(names)
     while pending:
@@ -69,16 +69,16 @@ def with_dependencies(names: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a patch changes one file, in lines of the original from 0, as half-open ranges."""
+    """Where a patch changes one file, as half-open ranges of zero-based lines of the original."""
 
-    changes: tuple[tuple[int, int], ...]  # the lines that it replaces; empty ranges where it inserts
+    changes: tuple[tuple[int, int], ...]  # the replaced lines; empty ranges for insertions
     hunks: tuple[tuple[int, int], ...]  # the same with their context
-    end: int  # number of lines of the file
+    end: int  # number of lines in the file
     context: int  # lines around a change
 
 
 def _place(file: FilePlan) -> _Place:
-    matcher = difflib.SequenceMatcher(None, lines_of(file.original), lines_of(file.patched))  # as unified_diff has it
+    matcher = difflib.SequenceMatcher(None, lines_of(file.original), lines_of(file.patched))  # as in unified_diff
     changes = [(low, high) for tag, low, high, _, _ in matcher.get_opcodes() if tag != "equal"]
     context = next((n for n in CONTEXTS if _is_found_once(lines_of(file.original), _hunks(matcher, n))), CONTEXTS[-1])
     return _Place(tuple(changes), tuple(_hunks(matcher, context)), len(lines_of(file.original)), context)
@@ -89,13 +89,13 @@ def _hunks(matcher: "difflib.SequenceMatcher[bytes]", context: int) -> list[tupl
 
 
 def _is_found_once(lines: list[bytes], hunks: list[tuple[int, int]]) -> bool:
-    """Whether the lines of each hunk stand in one place alone: behind other patches git looks for them."""
+    """Whether the lines of each hunk occur only once: after other patches git has to search for them."""
     text = b"\n" + b"".join(lines)
     return all(text.count(b"\n" + b"".join(lines[start:stop])) == 1 for start, stop in hunks)
 
 
 def _disturbs(first: _Place, second: _Place) -> bool:
-    """Whether one patch changes lines that a hunk of another one has to find, or inserts between them."""
+    """Whether the first patch changes, or inserts between, lines that a hunk of the second one has to find."""
     return any(
         (low < stop and high > start) or low == start == 0 or high == stop == second.end
         for low, high in first.changes
@@ -106,7 +106,7 @@ def _disturbs(first: _Place, second: _Place) -> bool:
 def _patch(
     root: str, package: str, name: str, dependencies: dict[str, tuple[str, ...]], places: dict[str, _Place]
 ) -> Patch:
-    """The difference that a fix makes to a tree that has its dependencies, and theirs."""
+    """The patch of a fix against a tree that has its direct and indirect dependencies."""
     needed = _closure(name, dependencies)
     before = plan_tree(root, package, [other for other in dependencies if other in needed], for_upstream=True)
     after = plan_tree(root, package, [other for other in dependencies if other in {*needed, name}], for_upstream=True)

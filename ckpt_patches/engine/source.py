@@ -1,8 +1,8 @@
-"""Source text of an upstream module: anchors found in its syntax tree, edits made in its text.
+"""Source text of an upstream module: anchors are found in its syntax tree, edits are made in its text.
 
-Everything outside an edit stays byte for byte what it was: line endings, quotes, comments, a byte order mark. Anchors
-are written as Python (`source.one('zarr.create(...)', within=function)`) and compared as syntax, so quotes, spacing and
-line breaks of a release do not matter.
+Everything outside an edit stays byte-identical: line endings, quotes, comments, a byte order mark. Anchors are written
+as Python (`source.one('zarr.create(...)', within=function)`) and compared as syntax, so quotes, spacing and line breaks
+of a release do not matter.
 """
 
 import ast
@@ -18,39 +18,39 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
 
-COLUMNS = 100  # of a line of upstream's, at most
+COLUMNS = 100  # maximum line length of upstream
 Function = ast.FunctionDef
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
 
 class NoMatch(Exception):
-    """An anchor is not in the source as often as the fix says: unknown code, the fix does not apply."""
+    """An anchor does not occur as often as the fix expects: unknown code, the fix does not apply."""
 
 
 class AlreadyThere(Exception):
-    """What the fix brings is in the source already: upstream has it, or it was applied in place."""
+    """The source already has the fix's code: upstream has it, or it was applied in place."""
 
 
 class NoBug(AlreadyThere):
-    """The code with the bug is not there, nor anything that says why: upstream has fixed it in the tested releases."""
+    """The buggy code is missing, with no sign of the fix: in the tested releases, upstream has fixed the bug."""
 
 
 class NotConcerned(Exception):
-    """The code that the fix is about is not in this release, in no form; in a tested one, there is nothing to fix."""
+    """This release has no form of the code that the fix is for. In a tested release, there is nothing to fix."""
 
 
 class Repaired(NotConcerned):
-    """The code that the fix is about is there, and upstream has repaired it in a way of its own, beside which the fix's
-    other edits are right. Or the code is there as it was before it got the bug, where versions cannot be told apart."""
+    """Upstream has fixed the code in its own way, and the fix's other edits stay correct with it. Or the code predates
+    the bug, in a package whose versions cannot be distinguished."""
 
 
 class UnreadableSource(Exception):
-    """The file cannot be edited at all: not UTF-8, or it does not parse with this Python."""
+    """The file cannot be edited at all: it is unreadable or not UTF-8, or does not parse with this Python."""
 
 
 @dataclass(frozen=True)
 class TextEdit:
-    """Replace the bytes [start, stop) of the file by `text`."""
+    """Replace the bytes [start, stop) of the file with `text`."""
 
     start: int
     stop: int
@@ -58,7 +58,7 @@ class TextEdit:
 
 
 def _same(pattern: Any, node: Any) -> bool:
-    """Whether two syntax trees are equal; in the pattern, `...` stands for any expression and any arguments."""
+    """Whether two syntax trees are equal; in the pattern, `...` matches any expression or any arguments."""
     if _is_wildcard(pattern):
         return isinstance(node, ast.expr)
     if type(pattern) is not type(node):
@@ -66,7 +66,7 @@ def _same(pattern: Any, node: Any) -> bool:
     if isinstance(pattern, ast.Call) and len(pattern.args) == 1 and _is_wildcard(pattern.args[0]):
         return _same(pattern.func, node.func)
     if isinstance(pattern, ast.AST):
-        for field in reversed(pattern._fields):  # of `a.b.c` the last name first: most nodes differ there
+        for field in reversed(pattern._fields):  # the last name of `a.b.c` first: most nodes differ there
             if field not in ("ctx", "kind", "type_comment") and not _same(
                 getattr(pattern, field), getattr(node, field, None)
             ):
@@ -82,9 +82,9 @@ def _is_wildcard(pattern: Any) -> bool:
 
 
 def _walk(root: ast.AST) -> list[ast.AST]:
-    """`ast.walk` but for what a variable is there for (`ctx`), in half of its time: every process of a job does it."""
+    """`ast.walk` without the `ctx` of variables, in half the time: it runs in every process of a job."""
     nodes = [root]
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows meanwhile
         for field in node._fields:
             value = getattr(node, field, None)
             if isinstance(value, list):
@@ -101,13 +101,13 @@ def _parse_pattern(pattern: str) -> ast.AST:
 
 
 class Source:
-    """One upstream file and the edits that fixes have asked for. `data` is the file as it is on disk."""
+    """One upstream file and the edits that fixes have requested. `data` is the content of the file on disk."""
 
     def __init__(self, data: bytes, path: str) -> None:
         self.data = data
         self.path = path
         self.edits: list[TextEdit] = []
-        self.absent: list[str] = []  # functions that a fix has asked for by `has_function`, and that are not there
+        self.absent: list[str] = []  # functions that a fix looked up with `has_function`, and that are missing
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
@@ -116,7 +116,7 @@ class Source:
         """The syntax tree, parsed once.
 
         Raises:
-            UnreadableSource: not UTF-8, or not a program for this Python.
+            UnreadableSource: the file is not UTF-8, or does not parse with this Python.
         """
         if self._tree is None:
             self._check_encoding()
@@ -139,7 +139,7 @@ class Source:
     # Anchors
 
     def function(self, name: str) -> Function:
-        """The one function of that name; a method is `Class.method`. Raises NoMatch."""
+        """The only function of that name; a method is `Class.method`. Raises NoMatch."""
         found: ast.AST = self.tree
         for part in name.split("."):
             body: list[ast.stmt] = getattr(found, "body", [])
@@ -152,20 +152,20 @@ class Source:
         return found
 
     def function_of_release(self, name: str) -> Function:
-        """The one function of that name, which a release may not have. Raises NotConcerned where it has none."""
+        """The only function of that name, which some releases lack. Raises NotConcerned unless the source has one."""
         if not self.has_function(name):
             raise NotConcerned
         return self.function(name)
 
     def class_named(self, name: str) -> ast.ClassDef:
-        """The one class of the module of that name. Raises NoMatch."""
+        """The only top-level class of that name. Raises NoMatch."""
         found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
         if len(found) != 1:
             raise NoMatch(f"expected one class {name}, found {len(found)}")
         return found[0]
 
     def has_function(self, name: str) -> bool:
-        """Whether that function or method is defined exactly once. One that upstream has renamed since is missed."""
+        """Whether that function or method is defined exactly once. Records it in `absent` if not."""
         there = self._defines(name)
         self.absent += [] if there else [name]
         return there
@@ -178,13 +178,13 @@ class Source:
         return True
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
-        """Every node equal to the pattern, in the order of the text. `...` is any expression, `f(...)` any call."""
+        """Every node equal to the pattern, in text order. `...` is any expression, `f(...)` any call of f."""
         wanted = _parse_pattern(pattern)
         found = [node for node in self._nodes_of(type(wanted), within) if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def _nodes_of(self, kind: type[ast.AST], within: ast.AST | None) -> list[Any]:
-        """The nodes of a kind; a function is walked once for all the anchors that are looked for in it."""
+        """The nodes of a kind; a function is walked once for all anchors in it."""
         root = within or self.tree
         if root not in self._nodes:
             self._nodes[root] = {}
@@ -193,7 +193,7 @@ class Source:
         return self._nodes[root].get(kind, [])
 
     def one(self, pattern: str, within: ast.AST | None = None) -> Any:
-        """The only node equal to the pattern. Raises NoMatch if there is none, or more than one."""
+        """The only node equal to the pattern. Raises NoMatch unless there is exactly one."""
         found = self.all(pattern, within)
         if len(found) != 1:
             where = f" in {within.name}" if isinstance(within, ast.FunctionDef | ast.ClassDef) else ""
@@ -213,7 +213,7 @@ class Source:
         return self._one_with(ast.If, "test", test, within, f"if {test}")
 
     def branch_around(self, pattern: str, within: ast.AST | None = None) -> ast.If:
-        """The only `if` that has this code in its own branch, not in `else` alone. Raises NoMatch."""
+        """The only `if` that has this code in its body, not just in its `else`. Raises NoMatch."""
         branches = self.all_of(ast.If, within)
         found = [branch for branch in branches if any(self.has(pattern, line) for line in branch.body)]
         if len(found) != 1:
@@ -225,7 +225,7 @@ class Source:
         return self._one_with(ast.For, "target", target, within, f"for {target} in ...")
 
     def _one_with(self, kind: type[NodeT], field: str, pattern: str, within: ast.AST | None, shown: str) -> NodeT:
-        """The only node of a kind that has what equals the pattern in a field."""
+        """The only node of a kind whose field equals the pattern."""
         wanted = _parse_pattern(pattern)
         found = [node for node in self.all_of(kind, within) if _same(wanted, getattr(node, field))]
         if len(found) != 1:
@@ -233,23 +233,23 @@ class Source:
         return found[0]
 
     def text(self, node: ast.AST) -> str:
-        """The source text of a node, as it stands in the file."""
+        """The source text of a node, as in the file."""
         start, stop = self._span(node)
         return self.data[start:stop].decode()
 
     def imports(self, name: str) -> bool:
-        """Whether a plain import statement of the module itself, not of a block or function in it, binds that name."""
+        """Whether an import statement at module level, outside blocks and functions, binds that name."""
         return name in imported_names(self.tree.body)
 
     def check_parts(self, parts: Mapping[str, bool]) -> None:
-        """Go on only where nothing of what an edit brings is there yet.
+        """Check that the source has no part of an edit yet.
 
         Args:
-            parts: each part of the edit, in words, and whether the source has it.
+            parts: a description of each part of the edit, and whether the source has it.
 
         Raises:
             AlreadyThere: it has all of them.
-            NoMatch: it has some: unknown code, of which the rest would make something that nobody has tested.
+            NoMatch: it has some: with the rest, this unknown code would become something untested.
         """
         missing = [part for part, there in parts.items() if not there]
         if not missing:
@@ -259,17 +259,17 @@ class Source:
             raise NoMatch(f"a part of this fix is there already ({', '.join(there)}), missing: {', '.join(missing)}")
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
-        """Whether a node equal to the pattern is there at all."""
+        """Whether any node is equal to the pattern."""
         return bool(self.all(pattern, within))
 
     def first_there(self, *patterns: str, within: ast.AST | None = None) -> str:
-        """The pattern that is there, of the forms in several releases; the first where none is, for `one` to say so."""
+        """The first pattern that occurs, of the forms in several releases; else the first one, for `one` to report."""
         return next((pattern for pattern in patterns if self.has(pattern, within)), patterns[0])
 
     def functions_there(self, prefix: str, *functions: Callable[..., Any]) -> dict[str, bool]:
         """For `check_parts`: which of these functions of a fix's file the source has (`prefix`: "" or "Class.").
 
-        Raises NoMatch for one of that name that is another: of an earlier version of the fix, perhaps.
+        Raises NoMatch for another function of the same name, perhaps from an earlier version of the fix.
         """
         there = {f"{prefix}{function.__name__}": function for function in functions}
         for name, function in there.items():
@@ -282,7 +282,7 @@ class Source:
     # Edits
 
     def replace(self, node: ast.AST, text: str) -> None:
-        """Put `text` (one expression, or statements without indentation) in place of a node."""
+        """Replace a node with `text` (one expression, or statements without indentation)."""
         start, stop = self._span(node)
         if isinstance(node, ast.stmt):
             self._check_begins_line(node)
@@ -290,10 +290,10 @@ class Source:
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
     def replace_from_to(self, first: ast.stmt, last: ast.stmt, text: str, *, about: str = "") -> None:
-        """Put statements, written without indentation, in place of those from `first` to `last` of one block.
+        """Replace the statements from `first` to `last` of one block with statements, written without indentation.
 
-        The comments between them go as well, and the comment above them if it names what they are `about`. Raises
-        NoMatch unless they stand on lines of their own.
+        Also removes the comments between them, and the comment above them if it contains the word `about`. Raises
+        NoMatch unless the statements are on lines of their own.
         """
         self._check_begins_line(first)
         self._end_of_line(last)
@@ -301,7 +301,7 @@ class Source:
         self._edit(start, self._span(last)[1], self._indented(text, self._indent(first)))
 
     def _comment_above(self, statement: ast.stmt, word: str) -> int:
-        """Where the comment above a statement starts, if it has this word; else where the statement does."""
+        """The offset of the comment above a statement if it contains this word; else the offset of the statement."""
         lines = [self.data[low:high].strip() for low, high in itertools.pairwise(self._lines[: statement.lineno])]
         while lines and not lines[-1]:
             lines.pop()
@@ -311,16 +311,16 @@ class Source:
         return self._lines[len(lines) - len(comment)] + len(self._indent(statement))
 
     def remove(self, statement: ast.stmt) -> None:
-        """Take a statement out, with the line breaks in front of it and a comment behind it. One above it stays.
+        """Remove a statement, the line breaks before it and a comment on its line. A comment above it stays.
 
-        Raises NoMatch unless it stands on lines of its own.
+        Raises NoMatch unless the statement is on lines of its own.
         """
         start, _ = self._span(statement)
         self._check_begins_line(statement)
         self._edit(len(self.data[:start].rstrip()), self._end_of_line(statement), "")
 
     def remove_comment_above(self, statement: ast.stmt, about: str) -> None:
-        """Take out the comment above a statement, from the line on that names what it is `about`, if one does.
+        """Remove the comment above a statement, starting at the line that contains `about`, if one does.
 
         Raises NoMatch unless the statement begins its line.
         """
@@ -331,9 +331,9 @@ class Source:
             self._edit(self.data.rindex(b"#", start, named), stop, "")
 
     def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
-        """Insert statements, written without indentation, in front of a statement (or of an expression that is one).
+        """Insert statements, written without indentation, before a statement (or an expression that is one).
 
-        Raises NoMatch unless it begins its line: behind `if a:` on the same line, it would no longer be under the `if`.
+        Raises NoMatch unless it begins its line: after `if a:` on the same line, it would no longer be under the `if`.
         """
         start, _ = self._span(statement)
         self._check_begins_line(statement)
@@ -342,9 +342,9 @@ class Source:
         )
 
     def insert_after(self, statement: ast.stmt | ast.expr, text: str) -> None:
-        """Insert statements, written without indentation, behind a statement and the comment on its last line.
+        """Insert statements, written without indentation, after a statement and the comment on its last line.
 
-        Raises NoMatch unless it stands on lines of its own.
+        Raises NoMatch unless the statement is on lines of its own.
         """
         self._check_begins_line(statement)
         stop = self._end_of_line(statement)
@@ -352,36 +352,36 @@ class Source:
         self._edit(stop, stop, self._newline + indent + self._indented(text, indent))
 
     def insert_at_start(self, function: Function, text: str) -> None:
-        """Insert statements, written without indentation, at the start of a function, behind its docstring."""
+        """Insert statements, written without indentation, at the start of a function, after its docstring."""
         if ast.get_docstring(function) is None:
             self.insert_before(function.body[0], text)
         else:
             self.insert_after(function.body[0], text)
 
     def insert_at(self, node: ast.AST, text: str, *, end: bool = False) -> None:
-        """Insert text right in front of an expression, or right behind it."""
+        """Insert text directly before a node, or with `end` directly after it."""
         position = self._span(node)[1 if end else 0]
         self._edit(position, position, text)
 
     def insert_import(self, text: str) -> None:
-        """Insert an import statement behind the last one of the module itself."""
+        """Insert an import statement after the last one at module level."""
         imports = [node for node in self.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         if not imports:
             raise NoMatch("expected an import statement, found none")
         self.insert_after(imports[-1], text)
 
     def decorate(self, function: Function, text: str) -> None:
-        """Insert a decorator, as the outermost one."""
+        """Insert a decorator as the outermost one."""
         self._check_begins_line(function)
         first = self._lines[min([node.lineno for node in function.decorator_list], default=function.lineno) - 1]
         self._edit(first, first, self._indent(function) + text + self._newline)
 
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
-        """Insert a method of a class in a fix's file, from its own source text, in front of an upstream method."""
+        """Insert the source text of a method in a fix's file before an upstream method."""
         self._insert_definition_before(method, function, blank_lines=1)
 
     def insert_function_before(self, statement: ast.stmt, function: Callable[..., Any]) -> None:
-        """Insert a function of a fix's file, from its own source text, in front of a function or class of a module."""
+        """Insert the source text of a function in a fix's file before a function or class of a module."""
         self._insert_definition_before(statement, function, blank_lines=2)
 
     def _insert_definition_before(self, other: ast.stmt, function: Callable[..., Any], blank_lines: int) -> None:
@@ -393,12 +393,12 @@ class Source:
         self._edit(line_start, line_start, text)
 
     def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
-        """The text of a function in a fix's file, without indentation, as this module would have it so far in."""
+        """The text of a function in a fix's file, unindented, in the form for this module at that indentation."""
         names = {*dir(builtins), *imported_names(self.tree.body)}
         return joined_headers(with_annotations(function_text(function), names), COLUMNS - indent)
 
     def add_keyword(self, call: ast.Call, name: str, value: str) -> None:
-        """Add a keyword argument behind a call's last argument, in the call's own layout."""
+        """Add a keyword argument after a call's last argument, in the call's own layout."""
         last = max([*call.args, *[k.value for k in call.keywords]], key=lambda n: self._span(n)[1])
         if last.lineno == call.lineno:
             self.insert_at(last, f", {name}={value}", end=True)
@@ -407,7 +407,7 @@ class Source:
         self.insert_at(last, f",{self._newline}{indent}{self._indented(f'{name}={value}', indent)}", end=True)
 
     def add_parameter(self, function: Function, text: str) -> None:
-        """Add a parameter (`name: type = default`) behind the last one. Raises NoMatch unless all of them are plain."""
+        """Add a parameter (`name: type = default`) after the last one. Raises NoMatch unless all of them are plain."""
         arguments = function.args
         if not arguments.args or arguments.vararg or arguments.kwonlyargs or arguments.kwarg:
             raise NoMatch(f"expected {function.name} to have plain parameters only")
@@ -415,7 +415,7 @@ class Source:
         self.insert_at(max(last, key=lambda node: self._span(node)[1]), f", {text}", end=True)
 
     def edited(self) -> bytes:
-        """The text with every edit made."""
+        """The text with all edits."""
         parts, position = [], 0
         for edit in sorted(self.edits, key=lambda e: (e.start, e.stop)):
             parts += [self.data[position : edit.start], edit.text]
@@ -423,7 +423,7 @@ class Source:
         return b"".join([*parts, self.data[position:]])
 
     def functions_of(self, edits: Sequence[TextEdit]) -> list[str]:
-        """The functions and methods (`Class.name`) of the module that these edits are in, or that they bring."""
+        """The functions and methods (`Class.name`) of the module that contain these edits, or that the edits add."""
         found: dict[str, None] = {}
         for edit in edits:
             brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
@@ -438,7 +438,7 @@ class Source:
         return list(found)
 
     def _is_in(self, edit: TextEdit, node: "ast.stmt") -> bool:
-        """Whether an edit is in a definition: not in front of it, but for a decorator."""
+        """Whether an edit is inside a definition or adds a decorator to it, and is not only before it."""
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
         start, stop = self._lines[first - 1], self._span(node)[1]
         brings_another = edit.start == start and edit.start == edit.stop and not edit.text.lstrip().startswith(b"@")
@@ -448,7 +448,7 @@ class Source:
 
     @functools.cached_property
     def _lines(self) -> list[int]:
-        """Byte offset of every line's start, and of the end."""
+        """The byte offset of the start of each line, and of the end."""
         start = len(codecs.BOM_UTF8) if self.data.startswith(codecs.BOM_UTF8) else 0
         return list(itertools.accumulate(map(len, self.data[start:].splitlines(keepends=True)), initial=start))
 
@@ -467,7 +467,7 @@ class Source:
         return "\r\n" if b"\r\n" in self.data else "\n"
 
     def _check_begins_line(self, statement: Any) -> None:
-        """Raises NoMatch if there is anything but indentation in front of a statement, on its line."""
+        """Raise NoMatch if anything but indentation precedes a statement on its line."""
         line_start = self._lines[statement.lineno - 1]
         before = self.data[line_start : self._span(statement)[0]]
         above = self.data[:line_start].rstrip(b"\r\n").rpartition(b"\n")[2]
@@ -476,7 +476,7 @@ class Source:
             raise NoMatch(f"line {statement.lineno}: expected `{self.text(statement)}` to begin its line")
 
     def _end_of_line(self, statement: Any) -> int:
-        """Where the last line of a statement ends, a comment included. Raises NoMatch if it holds another statement."""
+        """The end of a statement's last line, with its comment. Raises NoMatch if the line has another statement."""
         stop = self._span(statement)[1]
         line = self.data[stop : self._lines[statement.end_lineno]]
         if line.strip() and not line.lstrip().startswith(b"#"):
@@ -484,7 +484,7 @@ class Source:
         return stop + len(line.rstrip())
 
     def _indented(self, text: str, indent: str) -> str:
-        """Indent every line but the first, with the file's own indentation and line endings."""
+        """Indent every line except the first, with the file's own indentation and line endings."""
         first, *rest = textwrap.dedent(text).strip().splitlines()
         if indent.startswith("\t"):
             rest = [re.sub("^ +", lambda spaces: "\t" * (len(spaces[0]) // 4), line) for line in rest]
@@ -498,7 +498,7 @@ class Source:
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Functions and classes of a module or class, under an `if` or a `try` of it as well."""
+    """The functions and classes of a module or class, also under an `if`, `try` or `with`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node
@@ -517,7 +517,7 @@ def _logic(function: ast.stmt) -> str:
 
 
 def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The names that the import statements among these nodes bind."""
+    """The names bound by the import statements among these nodes."""
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -525,9 +525,9 @@ def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """The source text of a function in a fix's file, decorators and comments included, without indentation.
+    """The source text of a function in a fix's file, with decorators and comments, without indentation.
 
-    Found by its indentation, as the files are formatted: parsing them takes longer than all edits together.
+    It is found by indentation, which works as the files are formatted; parsing would take longer than all edits.
     """
     lines = _lines_of(function.__code__.co_filename)
     first = function.__code__.co_firstlineno - 1
@@ -538,9 +538,9 @@ def function_text(function: Callable[..., Any]) -> str:
 
 
 def with_annotations(text: str, names: Collection[str]) -> str:
-    """A function whose annotations, quoted as a fix's file imports none of their names, are as upstream has its own.
+    """The text of a function with unquoted annotations, as upstream writes them; a fix's file quotes them.
 
-    One of whose names is not among `names` is left out: it would be looked up when the module is imported.
+    An annotation with a name that is not in `names` is omitted, as the import of the module would look up that name.
     """
 
     def is_there(annotation: str) -> bool:
@@ -570,7 +570,7 @@ def with_annotations(text: str, names: Collection[str]) -> str:
 
 
 def joined_headers(text: str, columns: int) -> str:
-    """Heads of functions in one line where that is long enough now, as formatters have them."""
+    """The text with function headers joined into one line where they fit, as formatters write them."""
 
     def joined(found: re.Match[str]) -> str:
         line = f"{found[1]}{found[2]}{found[3]}"
@@ -580,12 +580,12 @@ def joined_headers(text: str, columns: int) -> str:
 
 
 def _at(line: str) -> int:
-    """The column at which a line begins."""
+    """The column at which a line's text begins."""
     return len(line) - len(line.lstrip())
 
 
 @functools.cache
 def _lines_of(path: str) -> list[str]:
-    """The lines of a fix's file; a fix inserts several functions."""
+    """The lines of a fix's file; cached because a fix inserts several functions."""
     with open(path, encoding="utf-8") as file:
         return file.read().splitlines()

@@ -1,4 +1,4 @@
-"""Which trees a command works on: the one that the user names, or those that this environment imports from."""
+"""Select the trees that a command works on: the one that the user names, or those that this environment imports."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ckpt_patches.errors import UserError, unknown
 
 @dataclass(frozen=True)
 class Selection:
-    """One upstream package in one tree, and the fixes that the user asked for."""
+    """One upstream package in one tree, and the requested fixes."""
 
     package: str
     root: str
@@ -42,14 +42,14 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises UserError if one of them is not a fix."""
+    """Raise UserError if one of the names is not a fix."""
     for name in names:
         if name not in FIXES:
             raise UserError(unknown("fix", name, FIXES, "ckpt-patches list"))
 
 
 def root_of(package: str, tree: str | None) -> str | None:
-    """The tree with an upstream package: the named one, or the one that this Python imports; None without the package.
+    """The named tree or the one that this Python imports an upstream package from; None if it lacks the package.
 
     Raises:
         UserError: the named tree is not a folder.

@@ -1,6 +1,6 @@
-"""What two fixes insert into the classes that call the writers of asynchronous saves: the end of a writer is an error.
+"""Code that two fixes insert into the callers of asynchronous checkpoint writers: the death of a writer is an error.
 
-megatron-core's classes and those of nvidia-resiliency-ext have one origin, and differ in where the queues are kept.
+The classes of megatron-core and nvidia-resiliency-ext have a common origin, but keep the queues in different places.
 """
 
 import ast
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class AsyncCaller:
-    """The methods that upstream's class of this name gets."""
+    """The methods added to upstream's class of this name."""
 
     if TYPE_CHECKING:
         process: multiprocessing.Process | None
 
     def _worker_ended(self, no_dist: bool) -> int:
-        """What this rank adds to the count of active writers, so that all ranks raise together.
+        """The value that this rank adds to the count of active writers, so that all ranks raise.
 
-        It is more than all active ones are together.
+        It exceeds the number of all active writers.
         """
         if no_dist:
             self._raise_as_worker_ended()
@@ -34,23 +34,23 @@ class AsyncCaller:
         return ranks + 1
 
     def _raise_as_worker_ended(self) -> None:
-        """The checkpoint that it was to write is not whole, and no more will be written."""
+        """Raise RuntimeError: this checkpoint is incomplete, and no more will be written."""
         code = None if self.process is None else self.process.exitcode
         found = f"it ended with exit code {code}" if code else "that of a rank ended"
         raise RuntimeError(
             f"expected the process that writes checkpoints to finish its save, found {found}:"
-            " this checkpoint is not whole; look for what killed it"
+            " this checkpoint is incomplete; look for what killed it"
         )
 
 
 class PersistentAsyncCaller:
-    """The method that upstream's class of this name gets."""
+    """The method added to upstream's class of this name."""
 
     if TYPE_CHECKING:
         process: multiprocessing.Process
 
     def _join_or_worker_ends(self, queue: "Any") -> None:
-        """Wait until all that was put into a queue is done, or its worker has ended."""
+        """Wait until all items of a queue are done, or its worker has ended."""
         waiting = threading.Thread(target=queue.join, daemon=True)
         waiting.start()
         while waiting.is_alive() and self.process.is_alive():
@@ -72,12 +72,12 @@ return active == 0"""
 
 
 def raise_at_the_end_of_a_worker(source: Source) -> None:
-    """Nobody finishes what a dead worker has begun: upstream waits for it for ever, or takes it for done.
+    """Insert an error for a worker that dies before its save is done; upstream waits forever or considers it done.
 
     Raises:
-        AlreadyThere: all of it is there.
-        NoMatch: a part of it is, or the code is unknown.
-        NotConcerned: a release without persistent workers.
+        AlreadyThere: the source has all of the change.
+        NoMatch: the source has a part of it, or the code is unknown.
+        NotConcerned: the release has no persistent workers.
     """
     schedule, done, close = (
         source.function_of_release(f"PersistentAsyncCaller.{name}")
@@ -95,7 +95,7 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
             "import threading": source.imports("threading"),
             "scheduling": source.has("self._join_or_worker_ends(...)", within=schedule),
             "closing": source.has("self._join_or_worker_ends(...)", within=close),
-            "a persistent worker's end is seen": source.has("worker_ended = ...", within=done),
+            "a persistent worker's end is detected": source.has("worker_ended = ...", within=done),
             "and counts": source.has("self._worker_ended(no_dist)", within=done),
             "a forked worker's end is waited for": source.has("self.process.join()", within=forked),
             "and counts, too": source.has("self._worker_ended(no_dist)", within=forked),
@@ -122,7 +122,7 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
 
 
 def _joined(source: Source, function: Function, queue: str) -> ast.Expr:
-    """Where it waits for a queue, which is the instance's up to Megatron 0.16 and the class's since."""
+    """The statement that waits for a queue, an attribute of the instance up to Megatron 0.16, and then of the class."""
     waits = [f"self.{queue}.join()", f"self._persistent_{queue}.join()"]
     found = [one for one in source.all_of(ast.Expr, function) if source.text(one) in waits]
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""One number for each state of a parameter, which no division among ranks, files or formats changes.
+"""One number per state of a parameter, independent of its division among ranks, files and formats.
 
 In a training script with plain torch (`torch.nn`, DDP, FSDP1, FSDP2, HSDP, tensor parallelism):
 
@@ -8,7 +8,7 @@ In a training script with plain torch (`torch.nn`, DDP, FSDP1, FSDP2, HSDP, tens
     …
     fingerprint.prove(model, optimizer, state["ckpt_patches_fingerprint"])                   # after a load
 
-The fixes have no part in it: nothing is recorded or proven unless a script calls these.
+The fixes are not involved: nothing is recorded or verified unless a script calls these functions.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ __all__ = ["FingerprintError", "of_training", "prove"]
 def of_training(model: "nn.Module", optimizer: "optim.Optimizer | Sequence[optim.Optimizer]", group: Any = None) -> str:
     """The record of a model and its optimizers, to be saved under the key `ckpt_patches_fingerprint`.
 
-    Every rank of the group calls it, and all get the same. It is one string, so that torch.distributed.checkpoint
+    Every rank of the group calls it, and all get the same record. It is one string, so torch.distributed.checkpoint
     stores it as one entry.
 
     Args:
-        model: as it is trained, with its wrappers.
-        optimizer: one or several, of its parameters.
+        model: the trained model, with its wrappers.
+        optimizer: one or several optimizers of its parameters.
         group: the process group of all ranks that hold the model; None for the default one.
     """
     from ckpt_patches.fingerprint import training_record, training_state
@@ -44,17 +44,17 @@ def prove(
     recorded: str | None,
     group: Any = None,
 ) -> None:
-    """Compare the live state after a load with the record of the save; rank 0 logs what was proven.
+    """Compare the live state after a load with the record of the save; rank 0 logs the result.
 
-    Every rank of the group calls it. The ranks, the mesh and the kind of parallelism may be others than at the save.
+    Every rank of the group calls it. The ranks, the mesh and the kind of parallelism may differ from those of the save.
 
     Args:
-        model, optimizer, group: as of `of_training`.
-        recorded: what that returned when the checkpoint was saved; None if the checkpoint has no record.
+        model, optimizer, group: as for `of_training`.
+        recorded: the result of `of_training` at the save; None if the checkpoint has no record.
 
     Raises:
-        FingerprintError: a state or a setting is not what was saved, or nothing could be compared with the record; on
-            all ranks. With CKPT_PATCHES_FINGERPRINT=warn it is logged instead.
+        FingerprintError: on all ranks, if a state or a setting differs from the saved one, or nothing could be
+            compared with the record. With CKPT_PATCHES_FINGERPRINT=warn it is logged instead.
     """
     from ckpt_patches.fingerprint import proof, training_state
     from ckpt_patches.fingerprint.record import from_text

@@ -1,4 +1,4 @@
-"""Fingerprints of parts of a tensor that are boxes in it, as tensor-parallel ranks and chunks of files are."""
+"""Fingerprints of parts of a tensor that are boxes in it, such as tensor-parallel shards and chunks of files."""
 
 import math
 from collections.abc import Callable
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     Elements = TypeVar("Elements", npt.NDArray[np.int64], torch.Tensor)
 
-LONG = 1024  # elements: a row of so many is summed by itself, shorter ones together
-TOGETHER = 1 << 19  # elements of short rows, for each of which its place is calculated
+LONG = 1024  # elements: rows of this length are summed one by one, shorter ones together
+TOGETHER = 1 << 19  # elements of short rows per batch; the place of each is calculated
 
 
 class Box(NamedTuple):
-    """Where a part lies in a tensor: its first element, and its size, on every axis."""
+    """A part's position in a tensor: its first element and size on every axis."""
 
     offsets: tuple[int, ...]
     size: tuple[int, ...]
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
 
     @property
     def numel(self) -> int:
@@ -32,14 +32,14 @@ class Box(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Elements that are neighbours in the whole tensor as well: of the last axis on which the part is not all."""
+        """The number of elements that are contiguous in the full tensor: a row of the last axis that is cut."""
         axis = len(self.shape)
         while axis and self.size[axis - 1] == self.shape[axis - 1]:
             axis -= 1
         return math.prod(self.size[max(axis - 1, 0) :])
 
     def element(self, place: int) -> int | None:
-        """Which element of the box is at a place of the whole flattened tensor; None where none is."""
+        """The index in the box of the element at a place of the full flattened tensor; None if outside."""
         found, stride = 0, 1
         for size, offset, whole in zip(reversed(self.size), reversed(self.offsets), reversed(self.shape), strict=True):
             place, index = divmod(place, whole)
@@ -50,18 +50,18 @@ class Box(NamedTuple):
         return None if place else found
 
     def place(self, element: int) -> int:
-        """Where an element of the box is in the whole flattened tensor."""
+        """The place of an element of the box in the full flattened tensor."""
         (found,) = places(np.array([element]), self).tolist()
         return int(found)
 
 
 def of_box(bits: npt.NDArray[np.uint32], first: int, box: Box) -> int:
-    """What elements of a box add, in C order of the box from its element `first` on.
+    """The fingerprint sum over elements of a box, in C order of the box from its element `first` on.
 
     Args:
-        bits: of their 32-bit floats, in one dimension.
-        first: in the box.
-        box: whose first element is `box.offsets` in the whole tensor.
+        bits: the elements as 32-bit floats, in one dimension.
+        first: index in the box of the first element.
+        box: its first element is at `box.offsets` in the full tensor.
     """
     return of_runs(
         len(bits),
@@ -79,14 +79,14 @@ def of_runs(
     of_run: Callable[[int, int, int], int],
     of_short: Callable[[int, int], int],
 ) -> int:
-    """What elements of a box add, from its element `first` on, wherever they lie.
+    """The fingerprint sum over elements of a box, from its element `first` on, on any device.
 
     Args:
-        numel: how many.
-        first: in the box.
-        box: that they are of.
-        of_run: what those from one to another (counted from `first`) add, which are neighbours from a place on.
-        of_short: what those from one to another add, which are not.
+        numel: number of elements.
+        first: index in the box of the first element.
+        box: of the elements.
+        of_run: sums elements [begin, end), counted from `first`, contiguous from a place on.
+        of_short: the same, not contiguous.
     """
     row, found, at = box.row, 0, 0
     while at < numel:
@@ -101,7 +101,7 @@ def of_runs(
 
 
 def places(elements: "Elements", box: Box) -> "Elements":
-    """Where elements of a box (numbers in it) are in the whole flattened tensor."""
+    """The places in the full flattened tensor of elements, given their indices in the box."""
     found = elements * 0
     stride = 1
     for size, offset, whole in zip(reversed(box.size), reversed(box.offsets), reversed(box.shape), strict=True):

@@ -1,7 +1,7 @@
-"""Fingerprints of Megatron's buckets of many parameters: a run's record says where each of them begins.
+"""Fingerprints of Megatron's buckets of many parameters. The run's record has the offset of each parameter.
 
-The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor for each bucket and state, `torch` and
-`dp_zero_gather_scatter` one for each buffer and state, of its buckets without their end padding.
+The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor per bucket and state. `torch` and
+`dp_zero_gather_scatter` have one per buffer and state: its buckets without their end padding.
 """
 
 import re
@@ -22,34 +22,34 @@ from ckpt_patches.formats.ranged import RangedFiles
 
 BUCKET = re.compile(r"^(?P<chain>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<rest>.*)$")
 OF_BUCKET = re.compile(r"^gbuf_idx_(?P<buffer>\d+)\.dtype_.*\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$")
-OWN_GROUP = 0  # in the `torch` format, where each model-parallel rank has a file
+OWN_GROUP = 0  # in the `torch` format, with one file per model-parallel rank
 
 
 class Laid(NamedTuple):
-    """A parameter, or a box of it, in a bucket: its elements are neighbours there, in C order."""
+    """A parameter, or a box of it, in a bucket: its elements are contiguous there, in C order."""
 
     bucket: int
-    begin: int  # element of the bucket
+    begin: int  # index in the bucket
     parameter: str
     box: Box
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one buffer of a model-parallel rank."""
+    """The layout of one buffer of a model-parallel rank."""
 
     numels: tuple[int, ...]  # of its buckets, without end padding
     laid: tuple[Laid, ...]
 
     def as_plain(self) -> list[Any]:
-        """For a record."""
+        """The form for a record."""
         return [list(self.numels), [[own.bucket, own.begin, own.parameter, *map(list, own.box)] for own in self.laid]]
 
 
 class Segment(NamedTuple):
-    """Elements of a flat array that lie one after another in a file."""
+    """Elements of a flat array that are contiguous in a file."""
 
-    first: int  # of them in the array
+    first: int  # index in the array
     numel: int
     path: Path
     offset: int  # bytes
@@ -57,24 +57,24 @@ class Segment(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """All elements of a state of a bucket, or of a whole buffer."""
+    """All elements of one state of a bucket or a full buffer."""
 
     layout: str  # key
-    bucket: int | None
+    bucket: int | None  # None for a full buffer
     state: str
     segments: list[Segment]
 
 
 def key_of(chain: int | None, group: int, buffer: int) -> str:
-    """Of a layout: the optimizer's place in a chain, if there are several, and the buffer's."""
+    """The key of a layout: the optimizer's index in a chain (None: no chain), the data-parallel group, the buffer."""
     return f"{'' if chain is None else f'chained_{chain}.'}dp_group_idx_{group}.gbuf_idx_{buffer}"
 
 
 def layouts(plain: Mapping[str, Any]) -> dict[str, Layout]:
-    """What `Layout.as_plain` has made, by its key.
+    """The layouts by key, from results of `Layout.as_plain`.
 
     Raises:
-        NotARecord: it is not.
+        NotARecord: the value has another form.
     """
     try:
         return {
@@ -86,7 +86,7 @@ def layouts(plain: Mapping[str, Any]) -> dict[str, Layout]:
 
 
 def fingerprints(known: Mapping[str, Layout], flats: Iterable[Flat]) -> Iterator[Fingerprint]:
-    """Of the parameters whose places are known, put together of all buckets.
+    """The fingerprints of the parameters with known offsets, summed over all buckets.
 
     Raises:
         UserError: a file cannot be read.
@@ -104,7 +104,7 @@ def fingerprints(known: Mapping[str, Layout], flats: Iterable[Flat]) -> Iterator
 
 
 def _in_array(layout: Layout | None, bucket: int | None) -> Iterator[tuple[Laid, int]]:
-    """What is in a flat array, and where it begins there."""
+    """The parameters in a flat array, and their offsets there."""
     if layout is None:
         return
     begins = list(accumulate(layout.numels, initial=0))
@@ -116,7 +116,7 @@ def _in_array(layout: Layout | None, bucket: int | None) -> Iterator[tuple[Laid,
 
 
 def _of_laid(files: RangedFiles, laid: Laid, begin: int, segments: list[Segment]) -> tuple[int, int]:
-    """How many of its elements the segments have, and what they come to."""
+    """The number of a parameter's elements in the segments, and their sum."""
     found, numel, end = 0, 0, begin + laid.box.numel
     for segment in segments:
         first, last = max(begin, segment.first), min(end, segment.first + segment.numel)
@@ -133,11 +133,11 @@ def _of_laid(files: RangedFiles, laid: Laid, begin: int, segments: list[Segment]
     return numel, found
 
 
-# Where they are
+# Locations in the formats
 
 
 def in_distributed(path: Path, stored: Mapping[str, torch_dist.Tensor | zarr.Array]) -> Iterator[Flat]:
-    """Of a distributed checkpoint.
+    """The flat arrays of a distributed checkpoint.
 
     Raises:
         UserError: it cannot be read.
@@ -156,7 +156,7 @@ def in_distributed(path: Path, stored: Mapping[str, torch_dist.Tensor | zarr.Arr
 
 
 def in_torch(folder: Path, value: Any) -> Iterator[Flat]:
-    """Of what an optimizer of a model-parallel rank has in the `torch` format's file."""
+    """The flat arrays of one optimizer of a model-parallel rank, from the `torch` format's file."""
     return _of_buffers(folder / megatron_torch.OPTIMIZER, value, partial(key_of, None, OWN_GROUP))
 
 
@@ -185,7 +185,7 @@ def _segments(path: Path, tensor: torch_dist.Tensor | zarr.Array) -> Iterator[Se
 
 
 def _objects(path: Path) -> Iterator[tuple[str, torch_file.TorchFile]]:
-    """By name, those that buckets can be in."""
+    """The files that can contain buckets, with their names."""
     if (path / torch_dist.INDEX).exists():
         with RangedFiles() as files:
             for name, place in torch_dist.read_index(path).objects.items():
@@ -194,4 +194,4 @@ def _objects(path: Path) -> Iterator[tuple[str, torch_file.TorchFile]]:
         return
     for folder in sorted(path.glob("*optimizer.distributed.*param_state")):
         for file in sorted(folder.glob("shard_*.pt")):
-            yield folder.name, torch_file.read(file, trust=True)  # runs nothing
+            yield folder.name, torch_file.read(file, trust=True)  # runs no code

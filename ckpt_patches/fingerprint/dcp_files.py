@@ -1,4 +1,4 @@
-"""The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint; without torch."""
+"""The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint. Needs no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +10,20 @@ from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprin
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
 
-Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter, and its state
+Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter and state
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder is such a checkpoint, and not megatron-core's."""
+    """Whether a folder is such a checkpoint, and not one of megatron-core."""
     folders = dcp.folders(path)
     return bool(folders) and not (folders == [path] and dcp.is_by_megatron_core(path))
 
 
 def read(path: Path) -> torch_dist.Index:
-    """What a checkpoint has; no element is read.
+    """The index of a checkpoint; reads no elements.
 
     Raises:
-        UserError: an index is missing, damaged or of a kind that is not read, or an entry is in no file.
+        UserError: an index is missing, damaged or of an unsupported kind, or no file has an entry's bytes.
     """
     index = dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
     megatron_files.check_entries(path, index)
@@ -31,10 +31,10 @@ def read(path: Path) -> torch_dist.Index:
 
 
 def recorded(path: Path, index: torch_dist.Index) -> Any:
-    """What the run that saved has recorded; None if it has recorded nothing.
+    """The record of the run that saved, or None.
 
     Raises:
-        BadFileError, NotReadError: its entry cannot be read.
+        BadFileError, NotReadError: the record's entry cannot be read.
     """
     name = next((name for name in index.objects if name.rpartition(".")[2] == KEY), None)
     if name is None:
@@ -44,7 +44,7 @@ def recorded(path: Path, index: torch_dist.Index) -> Any:
 
 
 def fingerprints(path: Path, index: torch_dist.Index) -> Iterator[Fingerprint]:
-    """Of every tensor of floats, but for steps.
+    """The fingerprints of all tensors of floats, except steps.
 
     Raises:
         UserError: the checkpoint is damaged, or a chunk is missing.
@@ -57,7 +57,7 @@ def fingerprints(path: Path, index: torch_dist.Index) -> Iterator[Fingerprint]:
 
 
 def left_out(index: torch_dist.Index) -> dict[str, str]:
-    """The names of tensors that have none, and why not; steps are settings."""
+    """The names of tensors without a fingerprint, and the reasons; steps are settings."""
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {states.get("step") for own in optimizers for states in own.states.values()}
     rest = {name: tensor.dtype for name, tensor in sorted(index.tensors.items()) if name not in steps}
@@ -66,7 +66,7 @@ def left_out(index: torch_dist.Index) -> dict[str, str]:
 
 
 def names(index: torch_dist.Index) -> Names:
-    """Parameter and state of each tensor of floats; "model" is the state of a tensor without any."""
+    """The parameter and state of each tensor of floats; "model" if it is not an optimizer's."""
     found: Names = {}
     for own in dcp.optimizers(index.tensors, index.objects):
         for parameter, states in own.states.items():

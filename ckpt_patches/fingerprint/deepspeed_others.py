@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine keeps beside parameters and their states: buffers, scheduler, loss scale and counters."""
+"""DeepSpeed engine state besides parameters and optimizer states: buffers, scheduler, loss scale and counters."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def others(engine: Any, *, scheduler: bool) -> dict[str, Settings]:
-    """By what it is called in messages, its values; of buffers a digest of shape, dtype and bytes."""
+    """The values by their name in messages; for buffers, a digest of shape, dtype and bytes."""
     found: dict[str, Settings] = {f"{BUFFER}{name}": {"value": digest(one)} for name, one in buffers(engine.module)}
     if scheduler and engine.lr_scheduler is not None:
         found[SCHEDULER] = plain_values(engine.lr_scheduler.state_dict())
-    if hasattr(engine.optimizer, "optimizer"):  # without ZERO or 16 bits there is no scale
+    if hasattr(engine.optimizer, "optimizer"):  # without ZeRO or 16-bit training there is no scale
         found["loss scale"] = _loss_scale(engine.optimizer)
     found["counters"] = {name: getattr(engine, name) for name in COUNTERS}
     return {what: its for what, its in found.items() if its}
 
 
 def buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a checkpoint keeps."""
+    """The persistent buffers, which a checkpoint saves."""
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
@@ -33,7 +33,7 @@ def buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest(buffer: torch.Tensor) -> str:
-    """Of shape, dtype and bytes."""
+    """A digest of a buffer's shape, dtype and bytes."""
     digest = hashlib.blake2b(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), digest_size=8)
     if buffer.numel():
         digest.update(memoryview(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -1,6 +1,6 @@
-"""Which elements of which parameters the optimizers of DeepSpeed hold on this rank.
+"""The elements of parameters that DeepSpeed's optimizers hold on this rank.
 
-Read from what is stepped, the flat partitions, and not from DeepSpeed's links to parts of them.
+They are read from the flat partitions that the optimizer steps, not from DeepSpeed's links to fragments of them.
 """
 
 import re
@@ -17,40 +17,40 @@ from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, state_named
 from ckpt_patches.fingerprint.verdict import Key
 
-NOT_WHOLE = "of tensor parallelism DeepSpeed does not say which part of a parameter a rank has"
+PART_UNKNOWN = "with tensor parallelism DeepSpeed does not record which part of a parameter a rank has"
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
-# Of an expert by its number on its rank; a conversion has all, by their numbers among all.
+# An expert by its local number on its rank; a converted checkpoint has all experts, by their global numbers.
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
 MASTER = "fp32"
 
 
 class Slice(NamedTuple):
-    """Neighbouring elements of a parameter, which this rank steps."""
+    """Contiguous elements of a parameter that this rank steps."""
 
-    param: Any  # the model's
-    shape: tuple[int, ...]  # of all of it
-    first: int  # of these elements in the flattened parameter
+    param: Any  # of the model
+    shape: tuple[int, ...]  # of the full parameter
+    first: int  # index of the first element in the flattened parameter
     numel: int
-    at: int  # the first one's place in the flat tensors
+    at: int  # index of the first element in the flat tensors
 
 
 class Flat(NamedTuple):
-    """What an optimizer steps as one tensor."""
+    """A tensor that an optimizer steps, with its states."""
 
     values: torch.Tensor
     states: Mapping[str, Any]
     group: Mapping[str, Any]
     slices: list[Slice]
-    among: list[Slice]  # with those of which this rank has no element
-    is_partition: bool  # whether other data-parallel ranks have other elements, and not the same
+    among: list[Slice]  # also those without elements on this rank
+    is_partition: bool  # whether the other data-parallel ranks have other elements, not the same ones
 
 
 def live(engine: Any, *, scheduler: bool = True) -> Live:
-    """What an engine holds on this rank: its optimizer's states, what that does not step, and what is no parameter.
+    """The state of an engine on this rank: its optimizer's states, frozen parameters, and non-parameter state.
 
     Args:
         engine: DeepSpeed's.
-        scheduler: whether the learning-rate scheduler is to be what was saved.
+        scheduler: whether to include the learning-rate scheduler.
     """
     settings: dict[str, Settings] = {}
     left_out = dict(_left_out(engine))
@@ -82,7 +82,7 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
 
 
 def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_out: dict[str, str]) -> list[Any]:
-    """The parameters that no optimizer steps; says of those that cannot be looked at why."""
+    """The parameters that no optimizer steps; adds to `left_out` why some of them cannot be read."""
     stepped = {id(own.param) for flat in flats for own in flat.among}
     found = []
     for param in engine.module.parameters():
@@ -104,7 +104,7 @@ def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) 
     is_first = _rank(getattr(engine, "data_parallel_group", None)) == 0
     for param in params:
         values, shape, first, is_main = param.detach(), tuple(param.shape), 0, is_first
-        if hasattr(param, "ds_tensor"):  # stage 3: each rank has a part, and the last ones' end with padding
+        if hasattr(param, "ds_tensor"):  # stage 3: each rank has a partition; those of the last ranks end with padding
             numel = param.partition_numel()
             shape, is_main = tuple(param.ds_shape), True
             first = _rank(getattr(param, "ds_process_group", engine.optimizer.dp_process_group)) * numel
@@ -126,19 +126,19 @@ def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
 
 
 def _is_alike(state: str, tensor: torch.Tensor, flat: Flat) -> bool:
-    """Whether a state has an element for each of the flat tensor; NAdam's `mu_product` is a number."""
+    """Whether a state has one element per element of the flat tensor; NAdam's `mu_product` is a scalar."""
     is_number = tensor.dim() < min(1, flat.values.dim())
     return not is_number and tensor.numel() == flat.values.numel() and tensor.is_floating_point() and state != "step"
 
 
 def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
-    """Where nothing is told of any parameter: why."""
+    """The reasons if no parameter can be fingerprinted."""
     mpu = getattr(engine, "mpu", None)
     size = getattr(mpu, "get_tensor_model_parallel_world_size", None) or getattr(
         mpu, "get_slice_parallel_world_size", None
     )
     if size is not None and size() > 1:
-        yield "the optimizer's state", NOT_WHOLE
+        yield "the optimizer's state", PART_UNKNOWN
     elif engine.optimizer is None:
         yield "the optimizer's state", "the engine has no optimizer"
     elif not any(hasattr(engine.optimizer, name) for name in (*KINDS, "param_groups")):
@@ -146,10 +146,10 @@ def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
 
 
 def _names(module: Any) -> dict[int, str]:
-    """As a conversion calls the parameters, by their identity."""
+    """The names that a converter gives to the parameters, by the parameters' identity."""
     local = {id(param): name for name, param in module.named_parameters()}
     found = {key: LOCAL_EXPERT.match(name) for key, name in local.items()}
-    counts: dict[str, int] = {}  # of experts on this rank, by layer
+    counts: dict[str, int] = {}  # number of experts on this rank, by layer
     for place in found.values():
         if place:
             counts[place["before"]] = max(counts.get(place["before"], 0), int(place["number"]) + 1)
@@ -178,7 +178,7 @@ def _is_unknown_expert(param: Any, names: Mapping[int, str]) -> bool:
 
 
 def _tensors(flat: Flat) -> dict[str, torch.Tensor]:
-    """Those that a step changes, steps among them."""
+    """The tensors that a step changes, including step counts."""
     found = {state_named(MASTER): flat.values, **flat.states}
     return {name: its.detach() for name, its in found.items() if isinstance(its, torch.Tensor)}
 
@@ -195,7 +195,7 @@ def _flats(optimizer: Any, names: Mapping[int, str]) -> Iterator[Flat]:
 
 
 def _of_stage_1_and_2(optimizer: Any) -> Iterator[Flat]:
-    """With `round_robin_gradients` the order is not that of DeepSpeed's links."""
+    """With `round_robin_gradients` the order differs from that of DeepSpeed's links."""
     offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # since 0.19.3, with padding between parameters
     yield from _of_shares(
         optimizer, optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups, offsets
@@ -207,7 +207,7 @@ def _of_bf16(optimizer: Any) -> Iterator[Flat]:
 
 
 def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None) -> Iterator[Flat]:
-    """A group is one buffer, of which each rank has an equal part, in the order in which it was flattened."""
+    """Each group is one buffer of its parameters in flattened order; each rank has an equal partition of it."""
     for number, (params, partition) in enumerate(zip(groups, partitions, strict=True)):
         size = partition.numel()
         begin = _rank(optimizer.real_dp_process_group[number]) * size
@@ -220,7 +220,7 @@ def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
-    """Each parameter is divided evenly, and the last ranks' parts end with padding."""
+    """Each parameter is divided evenly among the ranks; the last partitions end with padding."""
     for number, (params, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -231,12 +231,12 @@ def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
             there = max(min(numel, param.ds_numel - first), 0)
             slices.append(Slice(param, tuple(param.ds_shape), first, there, at))
             at += numel
-        if flat.numel():  # else it is on a disk
+        if flat.numel():  # else it is offloaded to disk
             yield _flat(optimizer.optimizer, optimizer.sub_group_to_group_id[number], flat, slices, is_partition=True)
 
 
 def _of_fused(optimizer: Any) -> Iterator[Flat]:
-    """Without ZeRO, in 16 bits: a group is one tensor."""
+    """16-bit training without ZeRO: each group is one tensor."""
     for number, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         yield _flat(optimizer.optimizer, number, flat, _in_a_row(params), is_partition=False)
 
@@ -267,7 +267,7 @@ def _flat(inner: Any, number: int, values: Any, slices: list[Slice], *, is_parti
     return Flat(values, inner.state.get(values, {}), inner.param_groups[number], own, slices, is_partition)
 
 
-# By an attribute that such an optimizer alone has, in the order in which they are looked for.
+# By an attribute that only this kind of optimizer has, in lookup order.
 KINDS = {
     "single_partition_of_fp32_groups": _of_stage_1_and_2,
     "fp32_groups_flat_partition": _of_bf16,

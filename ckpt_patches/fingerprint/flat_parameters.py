@@ -1,6 +1,6 @@
-"""FSDP1: parameters that are flattened together, of which a rank has a range of elements.
+"""FSDP1: parameters that are flattened together; each rank has a range of the elements.
 
-What torch keeps of them: `FlatParameter` in torch/distributed/fsdp/_flat_param.py.
+Torch's metadata: `FlatParameter` in torch/distributed/fsdp/_flat_param.py.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from torch import nn
 
 
 class Elements(NamedTuple):
-    """Neighbouring elements of a flattened parameter."""
+    """Contiguous elements of a flattened parameter."""
 
     values: torch.Tensor  # one dimension
-    shape: tuple[int, ...]  # of the whole parameter
-    first: int  # of them in it
+    shape: tuple[int, ...]  # of the full parameter
+    first: int  # index of the first element in it
 
 
 class Slice(NamedTuple):
-    """Which elements of a rank's part of a flat parameter are a parameter's."""
+    """A parameter's elements in a rank's shard of a flat parameter."""
 
-    shape: tuple[int, ...]  # of the whole parameter
-    first: int  # in it
-    at: int  # in the flat part
+    shape: tuple[int, ...]  # of the full parameter
+    first: int  # index of the first element in the parameter
+    at: int  # the same in the shard
     numel: int
-    is_own: bool  # whether the optimizer has the parameter itself, and not the flat one
+    is_own: bool  # whether the optimizer has the parameter itself, not the flat parameter
 
     def of(self, tensor: torch.Tensor) -> Elements | torch.Tensor:
-        """A parameter's elements in a tensor that is as the optimizer's; one that is no such tensor as it is."""
+        """A parameter's elements in one of the optimizer's tensors; a scalar is returned unchanged."""
         if tensor.dim() == 0:
             return tensor
         flat = tensor.reshape(-1)
@@ -36,7 +36,7 @@ class Slice(NamedTuple):
 
 
 def slices(model: nn.Module, clean_name: Callable[[nn.Module, str], str]) -> dict[int, list[tuple[str, Slice]]]:
-    """By the identity of what the optimizer steps, or the model has: the parameters in it, by their names."""
+    """The names and slices of flattened parameters, by the identity of the optimizer's or model's tensor."""
     found: dict[int, list[tuple[str, Slice]]] = {}
     for prefix, module in model.named_modules():
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)

@@ -1,4 +1,4 @@
-"""What this rank of a running job holds of the optimizer's state, and what that comes to."""
+"""This rank's part of the optimizer's state in a running job, and its sums."""
 
 import itertools
 import math
@@ -16,43 +16,43 @@ from ckpt_patches.fingerprint.record import SAMPLE, Settings, State, sample_plac
 from ckpt_patches.fingerprint.states import bits_of
 from ckpt_patches.fingerprint.verdict import Key, Total
 
-BLOCK = 1 << 22  # elements that are looked at together
+BLOCK = 1 << 22  # elements that are processed together
 
 
 class Part(NamedTuple):
     """Elements of one state of one parameter that this rank holds."""
 
-    parameter: str  # as it is called in checkpoints
-    state: str  # "master", or as the optimizer calls it
-    box: Box  # in the whole parameter, as it is without parallelism
-    first: int  # of these elements, in the box
-    values: torch.Tensor  # in one dimension and contiguous; float32, bfloat16 or float16, anywhere
-    main: bool  # whether it is the first of its replicas, which a save counts
+    parameter: str  # its name in checkpoints
+    state: str  # "master", or the optimizer's name for it
+    box: Box  # in the full parameter, without parallelism
+    first: int  # index of the first element in the box
+    values: torch.Tensor  # one dimension, contiguous; float32, bfloat16 or float16, on any device
+    main: bool  # whether it is the first of its replicas, the only one that a save counts
 
 
 @dataclass(frozen=True)
 class Live:
-    """What a rank says of its state."""
+    """A rank's description of its state."""
 
-    parts: Callable[[], Iterable[Part]]  # to go through more than once
+    parts: Callable[[], Iterable[Part]]  # a function, as the parts are read more than once
     settings: Mapping[str, Settings] = field(default_factory=dict)  # by parameter
     left_out: Mapping[str, str] = field(default_factory=dict)  # what has no fingerprint, and why
-    shared: Mapping[Key, Key] = field(default_factory=dict)  # states in the memory of another one
+    shared: Mapping[Key, Key] = field(default_factory=dict)  # states that share memory with another one
     buckets: Mapping[str, Any] = field(default_factory=dict)  # see Record
     others: Mapping[str, Settings] = field(default_factory=dict)  # see Record
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """In a state dict that is copied or written by others than `dist_checkpointing.save`: nothing."""
+        """Copy and pickle as None, when other code than `dist_checkpointing.save` copies or writes a state dict."""
         return type(None), ()
 
 
 @dataclass
 class Sums:
-    """Of one state: what this rank's elements of it come to."""
+    """The sums over this rank's elements of one state."""
 
     numel: int = 0
     value: int = 0
-    whole: int = 0  # elements of the whole parameter
+    whole: int = 0  # elements of the full parameter
     dtype: str = ""
     sample: dict[int, int] = field(default_factory=dict)  # bits by place
 
@@ -64,7 +64,7 @@ class Sums:
 
 
 def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Sums]:
-    """What the elements of each state come to; with `main`, of the first replicas alone, and with their samples."""
+    """The sums over the elements of each state; with `main`, only of the first replicas, and with their samples."""
     found: dict[Key, Sums] = {}
     for part in parts:
         if main and not part.main:
@@ -79,10 +79,10 @@ def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Sums]:
 
 
 def in_one_memory(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, Key]:
-    """States that have memory of another one: a step changes that twice, whatever is in it now.
+    """The states that share memory with another one: a step would change that memory twice.
 
     Args:
-        tensors: of states, contiguous; steps that are tensors too.
+        tensors: contiguous tensors of states, including steps that are tensors.
     """
     places = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
@@ -97,7 +97,7 @@ def in_one_memory(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, Key]
 
 
 def blocks_of(part: Part) -> Iterator[tuple[int, Any]]:
-    """The bits of a part's elements, block by block, and the first of each in the box: NumPy's, or the device's."""
+    """Blocks of a part's elements: the index of the first one in the box, and their bits, in NumPy or on the device."""
     for begin in range(0, len(part.values), BLOCK):
         values = part.values[begin : begin + BLOCK]
         yield part.first + begin, _bits(values) if values.device.type == "cpu" else values.float().view(torch.int32)
@@ -109,7 +109,7 @@ def _value(part: Part) -> int:
 
 
 def _bits(values: torch.Tensor) -> Any:
-    """NumPy knows no bfloat16: the elements are handed over as bytes."""
+    """The bits of elements on the CPU. They are passed as bytes, because NumPy has no bfloat16."""
     return bits_of(memoryview(values.detach().view(torch.uint8).numpy()), _dtype(values))
 
 
@@ -118,7 +118,7 @@ def _dtype(values: torch.Tensor) -> str:
 
 
 def _sample(part: Part) -> dict[int, int]:
-    """Those of the state's sample that are among these elements."""
+    """The bits of the elements of the state's sample that are in this part, by place."""
     begin = sample_place(math.prod(part.box.shape))
     wanted = {place: part.box.element(place) for place in range(begin, begin + SAMPLE)}
     here = {place: at - part.first for place, at in wanted.items() if at is not None}

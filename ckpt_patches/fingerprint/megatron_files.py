@@ -1,8 +1,8 @@
-"""The fingerprints of Megatron's distributed checkpoints, torch_dist and zarr: of every tensor, as it is named there.
+"""The fingerprints of all tensors in Megatron's distributed checkpoints (torch_dist and zarr), under their names there.
 
-Its place in a tensor is the same in all of these formats, whatever the parallelism of the run that saved. Layers that
-are stacked into one tensor are one. Buckets are left out: which of their elements are padding, and where parameters
-begin, is not in the checkpoint.
+An element has the same place in its tensor in all of these formats, whatever the parallelism of the run that saved.
+Layers that are stacked into one tensor have one fingerprint. Buckets are left out, because the checkpoint does not
+have their padding and the offsets of parameters.
 """
 
 import math
@@ -19,7 +19,7 @@ from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.runtime.shown import shown
 
-Stored = Mapping[str, torch_dist.Tensor | zarr.Array]  # what a checkpoint says of its tensors, by name
+Stored = Mapping[str, torch_dist.Tensor | zarr.Array]  # a checkpoint's metadata of its tensors, by name
 
 
 def is_megatron(path: Path) -> bool:
@@ -28,10 +28,10 @@ def is_megatron(path: Path) -> bool:
 
 
 def read(path: Path) -> Stored:
-    """What a checkpoint has; no element is read.
+    """The metadata of a checkpoint's tensors; reads no elements.
 
     Raises:
-        UserError: its index or an array's metadata is damaged, or of a kind that is not read.
+        UserError: its index or an array's metadata is damaged, or of an unsupported kind.
     """
     if (path / torch_dist.INDEX).exists():
         return torch_dist.read_index(path).tensors
@@ -39,10 +39,10 @@ def read(path: Path) -> Stored:
 
 
 def check_complete(path: Path) -> None:
-    """Refuse an index whose entries are in no file, or two of which are the same bytes.
+    """Check that a file has each entry of the index, and that no two entries are at the same bytes.
 
     Raises:
-        UserError: it names the first.
+        UserError: an entry fails the check; the message names the first one.
     """
     if not (path / torch_dist.INDEX).exists():
         return
@@ -50,16 +50,16 @@ def check_complete(path: Path) -> None:
 
 
 def check_entries(path: Path, index: torch_dist.Index) -> None:
-    """The same of the index of a folder, or of several that are one checkpoint; raises as `check_complete`."""
+    """The same check for one index, or the merged index of several folders. Raises as `check_complete`."""
     absent = [name for name in index.absent if name != torch_dist.COMMON_OBJECT]
     wrong = [f"{shown(name)} is in the index, and in no file" for name in absent[:1]]
     wrong += [f"{shown(one)} and {shown(other)} are at the same bytes" for one, other in index.same_places()]
     if wrong:
-        raise UserError(f"{path} is not whole: {wrong[0]} (ckpt-patches audit)")
+        raise UserError(f"{path} is damaged or incomplete: {wrong[0]} (ckpt-patches audit)")
 
 
 def left_out(stored: Stored) -> dict[str, str]:
-    """The names of tensors that have none, and why not."""
+    """The names of tensors without a fingerprint, and the reasons."""
     why = {name: _why_none(name, tensor.dtype) for name, tensor in sorted(stored.items())}
     return {name: reason for name, reason in why.items() if reason}
 
@@ -71,7 +71,7 @@ def _why_none(name: str, dtype: str) -> str | None:
 
 
 def fingerprints(path: Path, stored: Stored) -> Iterator[Fingerprint]:
-    """Of every tensor but for those that are left out, in the order of their names.
+    """The fingerprints of all tensors that are not left out, sorted by name.
 
     Raises:
         UserError: the checkpoint is damaged, or a chunk is missing.
@@ -83,24 +83,24 @@ def fingerprints(path: Path, stored: Stored) -> Iterator[Fingerprint]:
 
 
 def fingerprint(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> Fingerprint:
-    """Of one tensor that has one; raises as `fingerprints`."""
+    """The fingerprint of one tensor that is not left out. Raises as `fingerprints`."""
     return Fingerprint(*parameter_and_state(tensor.name), *_of_tensor(files, path, tensor))
 
 
 def parameter_and_state(name: str) -> tuple[str, str]:
-    """Of a tensor's name: `optimizer.state.exp_avg.decoder.weight` is the state exp_avg of decoder.weight."""
+    """Split a tensor's name: `optimizer.state.exp_avg.decoder.weight` is the state exp_avg of decoder.weight."""
     before, found, rest = name.partition(OPTIMIZER_STATE)
     state, _, parameter = rest.partition(".")
     return (f"{before}{parameter}", state_named(state)) if found and parameter else (name, "model")
 
 
 def _of_tensor(files: RangedFiles, path: Path, tensor: torch_dist.Tensor | zarr.Array) -> tuple[int, int]:
-    """Its number of elements, and what they come to."""
+    """The number of elements of a tensor, and their sum."""
     return _of_zarr(files, tensor) if isinstance(tensor, zarr.Array) else of_torch_dist(files, path, tensor)
 
 
 def of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> tuple[int, int]:
-    """A tensor's number of elements, and what they come to; raises as `fingerprints`."""
+    """The number of elements of a tensor, and their sum. Raises as `fingerprints`."""
     found, numel = 0, 0
     for offsets in tensor.chunks:
         if offsets not in tensor.places:
@@ -117,7 +117,7 @@ def of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> 
 
 
 def _of_chunk(tensor: torch_dist.Tensor, offsets: torch_dist.Offsets) -> tuple[Box, int, int]:
-    """The box that a chunk lies in, its first element there, and how many it has; a flattened one is no box itself."""
+    """The box that contains a chunk, the chunk's first element in it, and its length; a flattened chunk is no box."""
     if tensor.whole is None:
         box = Box(offsets, tensor.chunks[offsets], tensor.size)
         return box, 0, box.numel
@@ -138,7 +138,7 @@ def _of_zarr(files: RangedFiles, array: zarr.Array) -> tuple[int, int]:
 
 
 def _of_file(files: RangedFiles, path: Path, offset: int, dtype: str, box: Box, first: int, count: int) -> int:
-    """Of `count` elements that lie in a file from a byte on, of a box from its element `first` on."""
+    """The sum over `count` elements at a byte offset of a file; they are those of a box from its element `first` on."""
     found = 0
     for block in blocks(files, path, offset, count * item_size(dtype)):
         bits = bits_of(block, dtype)

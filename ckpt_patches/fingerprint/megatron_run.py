@@ -1,6 +1,6 @@
-"""What a run of Megatron keeps beside its optimizer: the learning-rate scheduler, the position in its data, RNG states.
+"""The state of a Megatron run besides its optimizer: learning-rate scheduler, data position and RNG states.
 
-In the record it is apart, under RUN: an optimizer is proven when it has loaded, and these are loaded later.
+The record has it separately, under RUN: an optimizer is verified when it has loaded, and this state loads later.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ RUN = "run"
 SCHEDULER, POSITION, LAYOUT, RNG = "learning-rate scheduler", "data position", "layout", "RNG states of rank "
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 NOT_RECORDED = "the checkpoint's fingerprint does not have it"
-EXPERTS = "expert-parallel-rng"  # what the tracker of RNG states calls that of experts
+EXPERTS = "expert-parallel-rng"  # name of the experts' state in the RNG state tracker
 
 
 def of_save(state_dict: Mapping[str, Any]) -> dict[str, Settings]:
-    """Of this rank, while this state dict is saved."""
+    """This rank's run state while it saves this state dict."""
     found = {LAYOUT: layout(), f"{RNG}{rank()}": rng_states()}
     if "args" in state_dict:
         found[POSITION] = position(state_dict["args"])
@@ -33,7 +33,7 @@ def of_save(state_dict: Mapping[str, Any]) -> dict[str, Settings]:
 
 
 def of_scheduler(saved: Mapping[str, Settings], scheduler: Any) -> Besides:
-    """A scheduler that has loaded. Where it overrides what it loads, only its steps are what was saved."""
+    """Compare a loaded scheduler with the record; only its steps, if it overrides loaded values."""
     its, live = saved.get(SCHEDULER), plain_values(scheduler.state_dict())
     if its is None:
         return Besides([], [], {SCHEDULER: NOT_RECORDED})
@@ -43,7 +43,7 @@ def of_scheduler(saved: Mapping[str, Settings], scheduler: Any) -> Besides:
 
 
 def of_load(saved: Mapping[str, Settings], args: Any) -> Besides:
-    """A run that has loaded all, by its arguments."""
+    """Compare a completely loaded run, given its arguments, with the record."""
     found = _compared({k: v for k, v in saved.items() if k == POSITION}, {POSITION: position(args)})
     if POSITION not in saved:
         found.unproven[POSITION] = NOT_RECORDED
@@ -69,14 +69,14 @@ def _compare_rng(found: Besides, saved: Settings, all_are_saved: bool) -> None:
 
 
 def _compared(saved: Mapping[str, Settings], live: Mapping[str, Settings]) -> Besides:
-    """In what both releases keep."""
+    """Compare the values that both releases have."""
     common = {what: {k: v for k, v in its.items() if k in live[what]} for what, its in saved.items()}
     differences = other_differences(common, {what: {k: live[what][k] for k in its} for what, its in common.items()})
     return Besides([] if differences else sorted(saved), differences, {})
 
 
 def position(args: Any) -> Settings:
-    """In the data, as the arguments of Megatron-LM's scripts have it."""
+    """The position in the data, from the arguments of Megatron-LM's scripts."""
     return {name: getattr(args, name) for name in COUNTERS if isinstance(getattr(args, name, None), int)}
 
 
@@ -85,7 +85,7 @@ def rank() -> int:
 
 
 def layout() -> Settings:
-    """How many ranks of each kind of parallelism there are."""
+    """The number of ranks, in total and for each kind of parallelism."""
     from megatron.core import parallel_state
 
     sizes = {"ranks": distributed.get_world_size() if distributed.is_initialized() else 1}
@@ -108,7 +108,7 @@ def _said(its: Settings) -> str:
 
 
 def rng_states() -> Settings:
-    """A digest of this rank's generators by what they are for."""
+    """Digests of this rank's random generators, by their purpose."""
     return {kind: _digest(states) for kind, states in _generators()}
 
 
@@ -129,7 +129,7 @@ def _generators() -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(state: Any) -> Any:
-    """Of a generator, or of its state."""
+    """The bytes of a generator or of its state."""
     state = state.get_state() if hasattr(state, "get_state") else state
     return state.cpu().numpy().tobytes() if isinstance(state, torch.Tensor) else state
 
@@ -139,11 +139,11 @@ def _digest(states: Any) -> str:
 
 
 def _is_saved(kind: str, all_are_saved: bool) -> bool:
-    """Whether Megatron saves this rank's states of this kind, and not another's for it.
+    """Whether Megatron saves this rank's own RNG states of this kind.
 
     Args:
         kind: one of `rng_states`.
-        all_are_saved: of data-parallel ranks, by --data-parallel-random-init; of context-parallel ones the first's.
+        all_are_saved: --data-parallel-random-init is set: all data-parallel ranks with context-parallel rank 0 save.
     """
     from megatron.core import parallel_state
 

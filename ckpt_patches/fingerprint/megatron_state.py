@@ -1,4 +1,4 @@
-"""Which elements of which parameters the optimizers of megatron-core hold on this rank."""
+"""The elements of parameters that megatron-core's optimizers hold on this rank."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -15,19 +15,19 @@ from ckpt_patches.fingerprint.verdict import Key
 
 
 class Piece(NamedTuple):
-    """Neighbouring elements of a parameter as this rank has it, which are a box of a parameter in the checkpoint."""
+    """Contiguous elements of this rank's parameter that are a box of a parameter in the checkpoint."""
 
     key: str
-    begin: int  # element of this rank's parameter
+    begin: int  # index in this rank's parameter
     box: Box
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Of one parameter of this rank."""
+    """Where one parameter of this rank is in the checkpoint."""
 
     pieces: tuple[Piece, ...]
-    replica: tuple[int, ...]  # of pipeline, tensor and data parallelism; the first has zeros
+    replica: tuple[int, ...]  # for pipeline, tensor and data parallelism; all zeros for the first replica
     why_none: str = ""  # why there are no pieces
 
 
@@ -35,14 +35,14 @@ Places = Mapping[int, Place]  # by the identity of the model's parameter
 
 
 class Held(NamedTuple):
-    """What an optimizer holds of one parameter."""
+    """The states that an optimizer holds for one parameter."""
 
-    param: Any  # the model's
-    begin: int  # element of it that the states begin with
-    states: Mapping[str, torch.Tensor]  # in one dimension, equally long
+    param: Any  # of the model
+    begin: int  # index in the parameter of the states' first element
+    states: Mapping[str, torch.Tensor]  # one dimension, equal lengths
     settings: Settings
     tensors: Mapping[str, torch.Tensor]  # the states, and a step if it is a tensor
-    is_sharded: bool  # whether data-parallel ranks hold other elements, of it or of others, and no replicas
+    is_sharded: bool  # whether data-parallel ranks hold different elements or parameters, not replicas
     replica: int  # of the optimizer itself
 
 
@@ -53,7 +53,7 @@ Stepping = Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def places(model_sharded_state_dict: Any) -> Places:
-    """Where the parameters of a model's sharded state dict are in the checkpoint."""
+    """The places in the checkpoint of the parameters of a model's sharded state dict."""
     found = {}
     for entry in _entries(model_sharded_state_dict):
         if isinstance(entry.data, torch.Tensor):
@@ -62,7 +62,7 @@ def places(model_sharded_state_dict: Any) -> Places:
 
 
 def own_places(optimizer: Any) -> Places:
-    """Of one model-parallel rank alone: each of its parameters is a whole one, of its name in the model."""
+    """The places for one model-parallel rank alone: each of its parameters is complete, with its name in the model."""
     found = {}
     for number, chunk in enumerate(getattr(optimizer, "model_chunks", ())):
         for name, param in chunk.named_parameters():
@@ -73,7 +73,7 @@ def own_places(optimizer: Any) -> Places:
 
 
 def _entries(value: Any) -> Iterator[Any]:
-    """The sharded tensors and factories of a nested state dict: what has a key, data and replicas."""
+    """The sharded tensors and factories of a nested state dict."""
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _entries(inner)
@@ -82,7 +82,7 @@ def _entries(value: Any) -> Iterator[Any]:
 
 
 def _place(entry: Any) -> Place:
-    """A factory says by the views that it makes of a tensor without memory which elements go where."""
+    """The place of an entry. A factory is built with a meta tensor, whose views show which elements go where."""
     replica = entry.replica_id if isinstance(entry.replica_id, tuple) else (0, 0, entry.replica_id)
     if not hasattr(entry, "build_fn"):
         return Place((Piece(entry.key, 0, _box(entry)),), replica)
@@ -97,7 +97,7 @@ def _place(entry: Any) -> Place:
 
 
 def _box(entry: Any) -> Box:
-    """Of a sharded tensor; its own shape has no axis for what it is stacked with."""
+    """The box of a sharded tensor; its local shape lacks the axes on which it is stacked."""
     size = (1,) * (len(entry.global_shape) - len(entry.local_shape)) + tuple(entry.local_shape)
     return Box(tuple(entry.global_offset), size, tuple(entry.global_shape))
 
@@ -106,12 +106,12 @@ def _box(entry: Any) -> Box:
 
 
 def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Live:
-    """What an optimizer, or a chain of them, holds on this rank.
+    """The state that an optimizer, or a chain of optimizers, holds on this rank.
 
     Args:
         optimizer: Megatron's.
-        where: of its parameters.
-        group_index: of its data-parallel group in checkpoints, if that is not the optimizer's own.
+        where: the places of its parameters.
+        group_index: index of its data-parallel group in checkpoints; None for the optimizer's own.
     """
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
@@ -145,7 +145,7 @@ def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Li
 
 
 def bucket_layouts(optimizer: Any, where: Places, group_index: int | None = None) -> dict[str, Layout]:
-    """Where parameters are in the buffers of distributed optimizers, by the first data-parallel rank of each."""
+    """The layouts of the buffers of distributed optimizers; empty except on each one's first data-parallel rank."""
     found = {}
     of_chain = leaves(optimizer)
     for number, leaf in enumerate(of_chain):
@@ -171,16 +171,16 @@ def _bucket_layout(buffer: Any, where: Places) -> Layout:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain."""
+    """The optimizers of a chain, or the optimizer itself."""
     return [leaf for one in getattr(optimizer, "chained_optimizers", ()) for leaf in leaves(one)] or (
         [] if hasattr(optimizer, "chained_optimizers") else [optimizer]
     )
 
 
 def _divided(optimizer: Any) -> set[int]:
-    """The optimizers, by their identities, of which each data-parallel rank has whole parameters of its own.
+    """The identities of the optimizers that divide complete parameters among data-parallel ranks.
 
-    Those of a layer-wise distributed optimizer.
+    These are the optimizers of a layer-wise distributed optimizer.
     """
     chained = getattr(optimizer, "chained_optimizers", ())
     if getattr(optimizer, "dp_cp_params_list", None) is not None:
@@ -189,14 +189,14 @@ def _divided(optimizer: Any) -> set[int]:
 
 
 def is_apart(optimizer: Any, state_dict: Any) -> bool:
-    """Whether the states are loaded after this: a distributed optimizer's from a file of their own."""
+    """Whether the states are loaded later, from the separate file of a distributed optimizer."""
     held = state_dict if isinstance(state_dict, list) else [state_dict]
     distributed = all(hasattr(leaf, "gbuf_ranges") for leaf in leaves(optimizer))
     return distributed and not any("param_state" in one for one in held if isinstance(one, dict))
 
 
 def _parts(held: Held, place: Place, name: str, values: torch.Tensor) -> Iterator[Part]:
-    """The elements of one state, by the pieces of the parameter that they are in."""
+    """The elements of one state, split by the pieces of the parameter."""
     replica = (*place.replica[:-1], held.replica) if held.is_sharded else (*place.replica, held.replica)
     for piece in place.pieces:
         first, last = max(piece.begin, held.begin), min(piece.begin + piece.box.numel, held.begin + len(values))
@@ -240,7 +240,7 @@ def _of_distributed(leaf: Any) -> Iterator[Held]:
 
 
 def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
-    """Of an optimizer that has whole parameters: of all, or of those that this data-parallel rank updates."""
+    """The states of an optimizer that has complete parameters: all, or those that this data-parallel rank updates."""
     models = {
         id(main): param
         for params, mains in zip(
@@ -255,7 +255,7 @@ def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
 
 
 def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The group and the states of the optimizer that steps: of a hybrid one the inner one on the CPU or on the GPU."""
+    """The param group and states from the optimizer that steps: for a hybrid one, the inner one on the CPU or GPU."""
     index, order = leaf.model_param_group_index_map[param]
     group = leaf.optimizer.param_groups[index]
     if not hasattr(leaf.optimizer, "sub_optimizers"):
@@ -265,13 +265,13 @@ def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, A
         return group, {"param": main, **leaf.optimizer.state.get(main, {})}
     inner = leaf.optimizer.param_to_inner_param[group["params"][order]]
     own, states = stepping.get(id(inner), ({}, {}))
-    # A step begins by handing these settings on, which a scheduler has changed since the last one; not the count.
+    # A step begins by copying these settings to the inner optimizer, as a scheduler may have changed them; not `step`.
     group = {**own, **{name: value for name, value in group.items() if name != "step"}}
     return group, {"param": inner, **{name: its for name, its in states.items() if name != "master_param"}}
 
 
 def _stepping(optimizer: Any) -> Stepping:
-    """Of the optimizers in a hybrid one: the group and the states of each of their parameters, by its identity."""
+    """The param group and states of each parameter of a hybrid optimizer's inner optimizers, by parameter identity."""
     return {
         id(param): (group, inner.state.get(param, {}))
         for inner in getattr(optimizer, "sub_optimizers", ())
@@ -289,7 +289,7 @@ def _held_of(
 
 
 def _is_state(value: Any, numel: int) -> bool:
-    """Other tensors are counters, or scales."""
+    """Whether a value is a state of all elements; other tensors are counters or scales."""
     return isinstance(value, torch.Tensor) and value.numel() == numel and value.is_floating_point()
 
 

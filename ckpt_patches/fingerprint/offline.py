@@ -1,4 +1,4 @@
-"""What a run has recorded of its state in a checkpoint, held against the checkpoint's files; without torch."""
+"""Compare a run's record in a checkpoint with the checkpoint's files, without torch."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,20 +12,20 @@ from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from
 from ckpt_patches.fingerprint.states import FROZEN, Difference, Fingerprint
 from ckpt_patches.formats import megatron_torch, torch_file
 
-CHAINED = re.compile(r"^chained_\d+\.")  # of several optimizers, in front of their tensors' names
-# Of an expert by its number on its rank, which is its number among all where one expert-parallel rank saved.
+CHAINED = re.compile(r"^chained_\d+\.")  # prefix of tensor names if there are several optimizers
+# An expert by its number on its rank; with a single expert-parallel rank, this is the global number.
 LOCAL_EXPERT = re.compile(r"\bdeepspeed_experts\.(\d+)\.")
 
 
 class Checked(NamedTuple):
-    """What came out."""
+    """The result of a comparison."""
 
-    compared: int  # states
+    compared: int  # number of states
     differences: list[Difference]
-    unchecked: dict[str, str]  # what, and why not
+    unchecked: dict[str, str]  # by name, the reason
 
     def sentence(self) -> str:
-        """All in a line."""
+        """The result in one line."""
         rest = f"; {len(self.unchecked)} could not be compared" if self.unchecked else ""
         if not self.compared:
             return f"no state could be compared with what the run recorded when it saved{rest}"
@@ -34,27 +34,27 @@ class Checked(NamedTuple):
 
 
 class OfRank(NamedTuple):
-    """What an optimizer of a model-parallel rank has in the `torch` format, which records by itself."""
+    """One optimizer of a model-parallel rank in the `torch` format, with its own record."""
 
-    label: str  # the rank's folder, and the optimizer's number where there are several
+    label: str  # the rank's folder, and the optimizer's number if there are several
     plain: Any
     found: list[Fingerprint]
 
     def checked(self) -> Checked:
-        """Its files' states against its record; parameters of different ranks have the same names."""
+        """Compare its files with its record. The label is added to names, as ranks have equal parameter names."""
         own = check(self.plain, self.found)
         differences = [one._replace(parameter=f"{self.label}{one.parameter}") for one in own.differences]
         return Checked(own.compared, differences, {f"{self.label}{what}": why for what, why in own.unchecked.items()})
 
 
 def of_torch(path: Path) -> Iterator[OfRank]:
-    """Of a checkpoint in the `torch` format; where nothing was recorded nothing is told of the parameters.
+    """The optimizers in a checkpoint of the `torch` format; they have no fingerprints if nothing was recorded.
 
     Raises:
         BadFileError, NotReadError: a file cannot be read.
     """
     for folder in megatron_torch.folders(path):
-        value = torch_file.read(folder / megatron_torch.OPTIMIZER, trust=True).value  # runs nothing
+        value = torch_file.read(folder / megatron_torch.OPTIMIZER, trust=True).value  # runs no code
         several = value if isinstance(value, list) else [value]
         for number, one in enumerate(several):
             label = "" if folder == path else f"{folder.name}/"
@@ -66,14 +66,14 @@ def of_torch(path: Path) -> Iterator[OfRank]:
 
 
 def together(checked: Sequence[Checked]) -> Checked:
-    """Of several ranks."""
+    """Merge the results of several ranks."""
     differences = [one for own in checked for one in own.differences]
     unchecked = {what: why for own in checked for what, why in own.unchecked.items()}
     return Checked(sum(own.compared for own in checked), differences, unchecked)
 
 
 def of_buckets(plain: Any, flats: Callable[[], Iterable[buckets.Flat]]) -> Iterator[Fingerprint]:
-    """Of the parameters in buckets, whose places in them the record has; nothing where it has none.
+    """The fingerprints of the parameters in buckets, at the offsets from the record; none if it has no offsets.
 
     Raises:
         UserError: a file cannot be read.
@@ -81,17 +81,17 @@ def of_buckets(plain: Any, flats: Callable[[], Iterable[buckets.Flat]]) -> Itera
     try:
         known = buckets.layouts(from_plain(plain).buckets) if plain is not None else {}
     except NotARecord:
-        return  # which `check` says
+        return  # `check` reports it
     if known:
         yield from buckets.fingerprints(known, flats())
 
 
 def check(plain: Any, found: Iterable[Fingerprint]) -> Checked:
-    """Hold the files' states against the record.
+    """Compare the states in the files with the record.
 
     Args:
-        plain: what the checkpoint has.
-        found: of its files; states called "model" are no optimizer's.
+        plain: the record in the checkpoint.
+        found: the fingerprints of its files; the state "model" is not an optimizer's.
     """
     try:
         record = from_plain(plain)
@@ -109,7 +109,7 @@ def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Ch
     compared, differences, unchecked = 0, [], dict(record.left_out)
     of_optimizer = {key for key in found if key[1] != "model"}
     known = {parameter for parameter, _ in of_optimizer}
-    # Where a state in the files has a name that the run has not recorded, it can be one that has another name here.
+    # An unrecorded name in the files may be a recorded state under another name, which is then not missing.
     all_are_named = bool(of_optimizer) and of_optimizer <= record.states.keys()
     for key, state in record.states.items():
         of_model = found.get((key[0], "model")) if key[1] == FROZEN else _model_as_master(key, state, found)
@@ -134,7 +134,7 @@ def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Ch
 def _model_as_master(
     key: tuple[str, str], state: State, found: Mapping[tuple[str, str], Fingerprint]
 ) -> Fingerprint | None:
-    """Of a model in fp32 the weights are the masters, and are saved once."""
+    """The weight of an fp32 model: it is the main parameter as well, and is saved only once."""
     weight = found.get((key[0], "model")) if key[1] == "master" else None
     return weight if weight is not None and weight.value == state.value else None
 

@@ -1,6 +1,6 @@
-"""The same sums as in `mix`, of tensors that lie on a GPU: nothing is copied to the CPU but the result.
+"""The sums of `element_hash` for tensors on a GPU: only the result is copied to the CPU.
 
-torch has no unsigned words of 64 bits to calculate with; signed ones wrap around in the same way.
+torch has no arithmetic for unsigned 64-bit words; signed words wrap around in the same way.
 """
 
 import functools
@@ -10,12 +10,12 @@ import torch
 from ckpt_patches.fingerprint.boxes import Box, of_runs, places
 from ckpt_patches.fingerprint.element_hash import MODULUS, ROW
 
-BLOCK = 1 << 11  # rows that are mixed together: 16 MiB of words, and two results of that size
+BLOCK = 1 << 11  # rows that are hashed together: 16 MiB of words, and two results of that size
 LOW_HALF = (1 << 32) - 1
 
 
 def of_box(bits: torch.Tensor, first: int, box: Box) -> int:
-    """What elements of a box add, in C order of the box from its element `first` on; `bits` is int32."""
+    """The sum over elements of a box, in C order of the box from its element `first` on; `bits` is int32."""
 
     def of_short(at: int, end: int) -> int:
         return of_places(bits[at:end], places(torch.arange(first + at, first + end, device=bits.device), box))
@@ -24,7 +24,7 @@ def of_box(bits: torch.Tensor, first: int, box: Box) -> int:
 
 
 def of_run(bits: torch.Tensor, begin: int) -> int:
-    """What neighbouring elements add: `bits` (int32, one dimension) from the place `begin` on."""
+    """The sum over contiguous elements: `bits` (int32, one dimension) from the place `begin` on."""
     found, at = 0, 0
     while at < len(bits):
         row, column = divmod(begin + at, ROW)
@@ -41,7 +41,7 @@ def of_run(bits: torch.Tensor, begin: int) -> int:
 
 
 def of_places(bits: torch.Tensor, places: torch.Tensor) -> int:
-    """What elements anywhere in the tensor add: `bits` (int32) and `places` (int64) of one size."""
+    """The sum over elements at any places of the tensor: `bits` (int32) and `places` (int64) of equal size."""
     factors = _columns(bits.device)[places % ROW] * _factors_of_rows(places // ROW)
     return int((factors * ((bits.to(torch.int64) & LOW_HALF) + 1)).sum()) % MODULUS
 
@@ -53,7 +53,7 @@ def _of_rows(bits: torch.Tensor, first: int) -> int:
         bits = bits.clone()
     words = bits.view(torch.int64).view(rows, ROW // 2)
     mixed = words >> 32
-    mixed &= LOW_HALF  # the shift of signed words has filled it with the sign
+    mixed &= LOW_HALF  # the shift of signed words copies the sign bit
     mixed += words
     mixed *= _columns(bits.device)[::2]
     ones = _columns(bits.device).sum()
@@ -72,7 +72,7 @@ def _factors_of_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _scrambled(states: torch.Tensor) -> torch.Tensor:
-    """SplitMix64, as in `mix`."""
+    """SplitMix64, as in `element_hash`."""
     z = states + _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -80,7 +80,7 @@ def _scrambled(states: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """Right, as if they had no sign."""
+    """A logical right shift, without sign extension."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -1,8 +1,8 @@
-"""What ranks do together: the record of a save, and the proof of a load.
+"""Collective operations: make the record of a save, and verify a load.
 
-Messages do not grow with the ranks but for the names at a save: each rank says its own states' once, to the first one,
-which tells all what came together. A load sums two numbers a state over all ranks; only where something is wrong they
-say more.
+Message sizes do not grow with the number of ranks, except for the names at a save: each rank sends the names of its
+states to the first one, which broadcasts the merged record. A load sums two numbers per state over all ranks; ranks
+exchange more only if a state is wrong.
 """
 
 import hashlib
@@ -36,16 +36,16 @@ from ckpt_patches.runtime.ranks import is_rank_zero
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 SWITCH = "CKPT_PATCHES_FINGERPRINT"
-BELOW_16_BIT_FLOATS = np.uint32(0x1FFF)  # bits of the mantissa that neither of both kinds has
+BELOW_16_BIT_FLOATS = np.uint32(0x1FFF)  # mantissa bits that neither float16 nor bfloat16 has
 logger = logging.getLogger("ckpt_patches")
 
 
 def recorded(live: Live, group: Any = None) -> dict[str, Any]:
-    """What to put into a checkpoint, the same on all ranks; all of the group call it.
+    """The record to put into a checkpoint, equal on all ranks; all ranks of the group call it.
 
     Args:
         live: this rank's part of the state.
-        group: of ranks whose parts come together; None for all.
+        group: the ranks whose parts are merged; None for all.
     """
     own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
     parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others), group)
@@ -54,16 +54,16 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
 
 
 def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
-    """Hold the live state against what a checkpoint says of it, and say what came out; all of the group call it.
+    """Compare the live state with a checkpoint's record, and log the result; all ranks of the group call it.
 
     Args:
         live: this rank's part of the state, after the load.
-        plain: what the checkpoint has; None where it has none.
-        group: of ranks whose parts come together; None for all.
+        plain: the record in the checkpoint, or None.
+        group: the ranks whose parts are merged; None for all.
 
     Raises:
-        FingerprintError: something is not what was saved, or nothing could be compared with the record that there is;
-            on all ranks, unless the switch says `warn`.
+        FingerprintError: on all ranks, if the state differs from the saved one, or nothing could be compared with an
+            existing record, unless the switch is set to `warn`.
     """
     verdict = verdict_of(live, plain, group)
     lines = sentences(verdict)
@@ -73,10 +73,10 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
 
 
 def prove_besides(ranks: Sequence[Besides]) -> None:
-    """Say what came of what a run keeps beside its optimizer, on these ranks.
+    """Log the comparisons of a run's state besides its optimizer, given those of all ranks.
 
     Raises:
-        FingerprintError: something is not what was saved, unless the switch says `warn`.
+        FingerprintError: a value differs from the saved one, unless the switch is set to `warn`.
     """
     differences = _each_once(one for of_rank in ranks for one in of_rank.differences)
     unproven = {what: why for of_rank in ranks for what, why in of_rank.unproven.items()}
@@ -86,21 +86,21 @@ def prove_besides(ranks: Sequence[Besides]) -> None:
 
 
 def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
-    """Raise what is an error unless the switch says `warn`; else say the lines, if any, on the first rank."""
+    """Raise an error unless the switch is set to `warn`; else log the lines, if any, on the first rank."""
     if is_error and os.environ.get(SWITCH) != "warn":
         raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
     if lines and is_rank_zero(os.environ):
-        _say(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
+        _log(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
 
 
-def say_nothing_is_proven(why: str) -> None:
-    """On the first rank, where there is nothing to hold the state against."""
+def log_nothing_proven(why: str) -> None:
+    """Log on the first rank that there is nothing to compare the state with."""
     if is_rank_zero(os.environ):
-        _say(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
+        _log(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
 
 
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
-    """As `prove`, without a word."""
+    """Compare as `prove`, without logging or raising an error."""
     record, problem = _read(plain)
     said = from_all((_digest(record), plain is not None), group)
     if len(set(said)) > 1:
@@ -116,23 +116,21 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     settings = _each_once(one for of_rank in odd for one in of_rank.settings)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
     shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
-    nowhere = set[str].intersection(
-        *(of_rank.lacks for of_rank in odd)
-    )  # a pipeline's stages have buffers of their own
+    nowhere = set[str].intersection(*(of_rank.lacks for of_rank in odd))  # each pipeline stage has its own buffers
     left_out = {**dict.fromkeys(sorted(nowhere), "this run has nothing of it"), **left_out}
     others = sorted(record.others.keys() - nowhere)
     return judge(record, totals, hints=by_key, settings=settings, left_out=left_out, shared=shared, others=others)
 
 
 class Odd(NamedTuple):
-    """What one rank has otherwise than the record; mostly nothing."""
+    """How one rank's state deviates from the record; usually empty."""
 
-    kinds: dict[Key, tuple[int, str]]  # elements of the whole parameter and dtype, where another
+    kinds: dict[Key, tuple[int, str]]  # elements of the full parameter and dtype, if they differ
     besides: dict[Key, Total]  # states that the record does not have
     settings: list[SettingDifference]
     left_out: dict[str, str]
     shared: dict[Key, Key]
-    lacks: set[str]  # of what is no parameter
+    lacks: set[str]  # names of non-parameter values that this rank lacks
 
 
 def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
@@ -146,7 +144,7 @@ def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
 
 
 def _each_once(differences: Iterable[SettingDifference]) -> list[SettingDifference]:
-    """Ranks have many in common."""
+    """The differences, sorted, without duplicates from several ranks."""
     return sorted({_hashable(one): one for one in differences}.values(), key=_hashable)
 
 
@@ -168,7 +166,7 @@ def _digest(record: Record | None) -> str:
 
 
 def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
-    """Of all ranks together: of the record's states that any rank holds, and of those that it has besides."""
+    """The totals over all ranks, for the record's states that any rank holds and for the additional live states."""
     known = list(record.states)
     table = np.array([(found[key].numel, found[key].value) if key in found else (0, 0) for key in known], np.uint64)
     kinds = {key: kind for of_rank in odd for key, kind in of_rank.kinds.items()}
@@ -185,7 +183,7 @@ def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group
 
 
 def _hints(live: Live, record: Record, wrong: Sequence[Key]) -> dict[Key, Hint]:
-    """What this rank sees in its elements of the states that are wrong."""
+    """This rank's observations on its elements of the wrong states."""
     found: dict[Key, Hint] = {}
     for part in live.parts():
         key = part.parameter, part.state
@@ -214,7 +212,7 @@ def _together(one: Hint, other: Hint) -> Hint:
 
 
 def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int]) -> list[int]:
-    """By how many elements the sample stands elsewhere, in this rank's elements."""
+    """The displacements, in elements, at which the sample occurs in this rank's elements."""
     places, wanted = list(sample), list(sample.values())
     if len(set(wanted)) < 2 or len(bits) < len(wanted):
         return []
@@ -225,7 +223,7 @@ def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int])
     return [part.box.place(first + int(at)) - places[0] for at in candidates[:3]]
 
 
-# Collectives, which are none where there is one process
+# Collectives; a single process calls none
 
 
 def alone(group: Any) -> bool:
@@ -243,7 +241,7 @@ def to_first(value: Any, group: Any) -> list[Any] | None:
 
 
 def from_first(value: Any, group: Any) -> Any:
-    """What the first rank of a group has, on all of them."""
+    """The value of a group's first rank, on all ranks."""
     if alone(group):
         return value
     held = [value]
@@ -260,7 +258,7 @@ def from_all(value: Any, group: Any) -> list[Any]:
 
 
 def summed(table: Numbers, group: Any) -> Numbers:
-    """Over all ranks, modulo 2^64."""
+    """The sum over all ranks, modulo 2^64."""
     if alone(group):
         return table
     device = "cuda" if "nccl" in str(distributed.get_backend(group)) else "cpu"
@@ -274,8 +272,8 @@ def _global_rank_of_first(group: Any) -> int:
     return 0 if group is None else distributed.get_global_rank(group, 0)
 
 
-def _say(level: int, message: str) -> None:
-    """Where nobody has set up logging, on stderr."""
+def _log(level: int, message: str) -> None:
+    """Log a message, or print it to stderr if logging is not configured."""
     if logger.hasHandlers() and not logger.disabled:
         logger.log(level, message)
     else:

@@ -1,15 +1,15 @@
-"""What a checkpoint says of its own state: plain numbers and strings, where all formats keep what is not sharded."""
+"""The record of a checkpoint's own state: plain numbers and strings, stored with the common (not sharded) state."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-KEY = "ckpt_patches_fingerprint"  # of the common state
+KEY = "ckpt_patches_fingerprint"  # in the common state
 FORMAT = 1
-STEP = "global_steps"  # of the run, where a client gets the record and may save it again
-SAMPLE = 8  # elements in the middle of a state, kept to find it where it has moved to
-# Of a parameter: what must be the same, and the rate, which is for information: a schedule changes it.
+STEP = "global_steps"  # of the run; detects a record that a client saved again
+SAMPLE = 8  # elements from the middle of a state, recorded to locate it if it has moved
+# A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step")
 RATE = "lr"
 
@@ -20,23 +20,23 @@ class State(NamedTuple):
     """One state of one parameter."""
 
     numel: int
-    value: int  # of 64 bits, see mix
-    dtype: str = "float32"  # that it was kept in
-    sample: Mapping[int, int] = {}  # bits of some elements, by their places
+    value: int  # 64 bits, see element_hash
+    dtype: str = "float32"  # dtype in the run
+    sample: Mapping[int, int] = {}  # bits of some elements, by place
 
 
 @dataclass(frozen=True)
 class Record:
-    """Of a whole job's state."""
+    """The record of a complete job's state."""
 
     states: Mapping[tuple[str, str], State]
     settings: Mapping[str, Settings] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
-    buckets: Mapping[str, Any] = field(default_factory=dict)  # where parameters begin in Megatron's, as `Layout` says
-    others: Mapping[str, Settings] = field(default_factory=dict)  # of what is no parameter
+    buckets: Mapping[str, Any] = field(default_factory=dict)  # parameter offsets in Megatron's buckets, see `Layout`
+    others: Mapping[str, Settings] = field(default_factory=dict)  # values that are not a parameter's
 
     def as_plain(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The form for a checkpoint."""
         states: dict[str, dict[str, list[Any]]] = {}
         for (parameter, name), state in sorted(self.states.items()):
             row = [state.numel, state.value, state.dtype, dict(state.sample)]
@@ -48,9 +48,9 @@ class Record:
 
 
 def of_step(plain: Any, step: Any) -> Any:
-    """A record in a checkpoint of that step.
+    """The record in a checkpoint of that step.
 
-    Where it says another one, a run that knows nothing of it has saved it again: it tells nothing of this checkpoint.
+    A record of another step was saved again by a run without fingerprints. It is replaced by an empty one.
     """
     if not isinstance(plain, dict) or plain.get(STEP, step) == step:
         return plain
@@ -59,14 +59,14 @@ def of_step(plain: Any, step: Any) -> Any:
 
 
 class NotARecord(Exception):
-    """What stands in a checkpoint is of another format, or damaged."""
+    """The record in a checkpoint has another format, or is damaged."""
 
 
 def from_plain(value: Any) -> Record:
-    """What `as_plain` has made.
+    """The record from a result of `as_plain`.
 
     Raises:
-        NotARecord: it is not.
+        NotARecord: the value has another form.
     """
     try:
         if value["format"] != FORMAT:
@@ -83,7 +83,7 @@ def from_plain(value: Any) -> Record:
 
 
 def from_text(text: Any) -> Any:
-    """A record that is kept as one string; what is none is given back, and is no record."""
+    """The plain record from one string; any other value is returned unchanged."""
     if not isinstance(text, str):
         return text
     try:
@@ -97,12 +97,12 @@ def from_text(text: Any) -> Any:
 
 
 def sample_place(numel: int) -> int:
-    """Where the sample of a state begins."""
+    """The place of the first element of a state's sample."""
     return max(numel // 2 - SAMPLE // 2, 0)
 
 
 def merged(records: Iterable[Record]) -> Record:
-    """Of the parts of all ranks."""
+    """The sum of the records of all ranks' parts."""
     states: dict[tuple[str, str], State] = {}
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
@@ -125,7 +125,7 @@ def merged(records: Iterable[Record]) -> Record:
 
 
 def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
-    """Of a parameter: those of its group; its step may be among its states."""
+    """The settings of a parameter, from its group; its step may be among its states."""
     found = {name: group[name] for name in (*SETTINGS, RATE) if name in group}
     step = states.get("step", found.get("step"))
     if step is not None:
@@ -134,7 +134,7 @@ def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings
 
 
 def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter: str, its: Settings) -> None:
-    """What one part of a parameter has; of layers that are one parameter in checkpoints some may have others."""
+    """Add the settings of one part of a parameter; layers stacked into one parameter may differ in them."""
     before = known.setdefault(parameter, its)
     differ = {name for name in before.keys() & its.keys() if before[name] != its[name]}
     if differ:
@@ -143,7 +143,7 @@ def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter
 
 
 class SettingDifference(NamedTuple):
-    """A setting of a parameter that is not what it was."""
+    """A setting that differs from the saved one."""
 
     parameter: str
     setting: str
@@ -154,7 +154,7 @@ class SettingDifference(NamedTuple):
 def setting_differences(
     saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Sequence[str] = SETTINGS
 ) -> list[SettingDifference]:
-    """Of the parameters that both have, in the settings that both have; without a step a run would begin anew."""
+    """The differences in common settings of common parameters; a missing step is one, as the run would start over."""
     return [
         SettingDifference(parameter, name, its[name], found[parameter].get(name))
         for parameter, its in sorted(saved.items())
@@ -165,7 +165,7 @@ def setting_differences(
 
 
 def other_differences(saved: Mapping[str, Settings], found: Mapping[str, Settings]) -> list[SettingDifference]:
-    """Of what is no parameter, where both have it."""
+    """The differences in common non-parameter values."""
     return [
         SettingDifference(what, name, saved[what].get(name), found[what].get(name))
         for what in sorted(saved.keys() & found.keys())
@@ -175,7 +175,7 @@ def other_differences(saved: Mapping[str, Settings], found: Mapping[str, Setting
 
 
 def plain_values(state: Mapping[Any, Any]) -> Settings:
-    """What of a scheduler's state is numbers, words or lists of these; the rest is code."""
+    """The values in a scheduler's state that are numbers, strings or lists of these; the rest is code."""
     return {str(name): value for name, value in state.items() if _is_plain(value)}
 
 
@@ -186,7 +186,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Formats make lists of pairs, and floats of whole numbers."""
+    """A normalized value, because formats store pairs as lists and integers as floats."""
     if isinstance(value, list | tuple):
         return tuple(map(float, value))
     return None if value is None else float(value)

@@ -1,6 +1,6 @@
-"""What `fingerprint_deepspeed` lays over DeepSpeed: saves with a record of the live state, loads with a proof.
+"""Wrappers that `fingerprint_deepspeed` adds to DeepSpeed: a save records the live state, a load verifies it.
 
-The record goes with the client's state, which each model-states file has, and a conversion copies.
+The record is in the client state, which each model-states file has and which a converter copies.
 """
 
 import functools
@@ -15,7 +15,7 @@ Method = Callable[..., Any]
 
 
 def saving(save: Method) -> Method:
-    """For `save_checkpoint`, in which all ranks take part."""
+    """Wrap `save_checkpoint`, which all ranks call."""
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -30,7 +30,7 @@ def saving(save: Method) -> Method:
 
 
 def loading(load: Method) -> Method:
-    """For `load_checkpoint`: when all is loaded, hold the live state against the record."""
+    """Wrap `load_checkpoint`: after the load, compare the live state with the record."""
     signature = inspect.signature(load)
 
     @functools.wraps(load)
@@ -42,7 +42,7 @@ def loading(load: Method) -> Method:
         if path is None:
             return path, client_state
         if bound.arguments["load_module_only"] or not bound.arguments["load_optimizer_states"]:
-            proof.say_nothing_is_proven("it was not loaded")
+            proof.log_nothing_proven("it was not loaded")
         else:
             live = deepspeed_state.live(self, scheduler=bound.arguments["load_lr_scheduler_states"])
             proof.prove(live, of_step(record, self.global_steps))

@@ -1,9 +1,9 @@
-"""What `fingerprint_megatron` lays over megatron-core: saves with a record of the live state, loads with a proof.
+"""Wrappers that `fingerprint_megatron` adds to megatron-core: a save records the live state, a load verifies it.
 
-An optimizer notes its state while its sharded state dict is made; `dist_checkpointing.save`, in which all ranks take
-part, brings the notes together. A load hands the record to the optimizer in the state dict that it returns, with the
-group of ranks that have one: others have nothing to train. In the `torch` format the record is in the file of the
-optimizer's state, of one model-parallel rank.
+An optimizer adds a note on its state to its sharded state dict; `dist_checkpointing.save`, which all ranks call, merges
+the notes. A load passes the record to the optimizer in the returned state dict, with the group of ranks that have an
+optimizer: other ranks have nothing to train. In the `torch` format the file of the optimizer's state of each
+model-parallel rank has the record.
 """
 
 import dataclasses
@@ -18,23 +18,23 @@ from ckpt_patches.fingerprint import buckets, megatron_run, megatron_state, proo
 from ckpt_patches.fingerprint.live_state import Live
 from ckpt_patches.fingerprint.record import KEY, Settings, add_settings
 
-SCHEDULER = "opt_param_scheduler"  # of a state dict
-NOTE = f"{KEY}_note"  # of a state dict that is being made or loaded; in no checkpoint
+SCHEDULER = "opt_param_scheduler"  # in a state dict
+NOTE = f"{KEY}_note"  # in a state dict during a save or load, never in a checkpoint
 Method = Callable[..., Any]
 
-_loaded: list[Any] = []  # what the last load since that of a whole run began had recorded of the run
-_depth = 0  # of calls of an optimizer's methods in each other: a chain's, and a load in the making of a state dict
+_loaded: list[Any] = []  # the recorded run state of the last load since `load_checkpoint` began
+_depth = 0  # nested calls of optimizer methods: by a chain, or a load while a state dict is made
 
 
 class Given(NamedTuple):
-    """What a load hands to the optimizer."""
+    """The values that a load passes to the optimizer."""
 
     record: Any
-    group: Any  # of the ranks that have an optimizer
+    group: Any  # the ranks that have an optimizer
 
 
 def noted(method: Method) -> Method:
-    """For `sharded_state_dict`: put the live state into what it makes, or the wish for a record."""
+    """Wrap `sharded_state_dict`: add the live state for a save, or a request for the record for a load."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -56,7 +56,7 @@ def noted(method: Method) -> Method:
 
 
 def saving(save: Method) -> Method:
-    """For `dist_checkpointing.save`: bring the notes of all ranks together."""
+    """Wrap `dist_checkpointing.save`: merge the notes of all ranks."""
 
     @functools.wraps(save)
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def saving(save: Method) -> Method:
 
 
 def loading(load: Method) -> Method:
-    """For `dist_checkpointing.load`: hand the record to the optimizers that wish for it."""
+    """Wrap `dist_checkpointing.load`: pass the record to the optimizers that requested it."""
 
     @functools.wraps(load)
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def loading(load: Method) -> Method:
 
 
 def proven(method: Method) -> Method:
-    """For `load_state_dict`: when the outermost one has loaded, hold the live state against the record."""
+    """Wrap `load_state_dict`: after the outermost call, compare the live state with the record."""
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,14 +106,14 @@ def proven(method: Method) -> Method:
             live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
             proof.prove(live, given.record, given.group)
         elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
-            proof.say_nothing_is_proven("this state dict is not one that dist_checkpointing.load has returned")
+            proof.log_nothing_proven("this state dict is not one that dist_checkpointing.load has returned")
         return result
 
     return with_proof
 
 
 def scheduler_proven(method: Method) -> Method:
-    """For the scheduler's `load_state_dict`."""
+    """Wrap the scheduler's `load_state_dict`: compare the scheduler with the record."""
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def scheduler_proven(method: Method) -> Method:
 
 
 def run_proven(load_checkpoint: Method) -> Method:
-    """For `megatron.training`'s `load_checkpoint`, in which all ranks take part: the last that a resume loads."""
+    """Wrap `megatron.training`'s `load_checkpoint`, called by all ranks: compare the run's other state at the end."""
 
     @functools.wraps(load_checkpoint)
     def with_proof(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def run_proven(load_checkpoint: Method) -> Method:
 
 
 def recorded_apart(method: Method) -> Method:
-    """For `get_parameter_state_dp_zero`, outside of a sharded state dict: what the `torch` format keeps in a file."""
+    """Wrap `get_parameter_state_dp_zero`: outside a sharded state dict, add the record (for the `torch` format)."""
 
     @functools.wraps(method)
     def with_record(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def recorded_apart(method: Method) -> Method:
 
 
 def proven_apart(method: Method) -> Method:
-    """For `load_parameter_state_from_dp_zero`, in which the first data-parallel rank has the state."""
+    """Wrap `load_parameter_state_from_dp_zero`, for which the first data-parallel rank has the state."""
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,13 +177,13 @@ def proven_apart(method: Method) -> Method:
 
 
 def _of_run(record: Any) -> dict[str, Settings]:
-    """What a record has of the run beside its optimizer; nothing where there is none."""
+    """The run's state besides its optimizer, from a record; empty if it has none."""
     found = record.get(megatron_run.RUN) if isinstance(record, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def _live_of_rank(optimizer: Any) -> Live:
-    """Of one model-parallel rank alone, each of its parameters a whole one."""
+    """The state of one model-parallel rank alone; each of its parameters counts as complete."""
     return megatron_state.live(optimizer, megatron_state.own_places(optimizer), group_index=buckets.OWN_GROUP)
 
 
@@ -201,7 +201,7 @@ def _inside(method: Method, *args: Any, **kwargs: Any) -> Any:
 
 
 def _together(notes: list[Live]) -> Live:
-    """One of all optimizers of a rank."""
+    """One Live for all optimizers of a rank."""
     settings: dict[str, Settings] = {}
     left_out = {what: why for note in notes for what, why in note.left_out.items()}
     for note in notes:
@@ -215,7 +215,7 @@ def _together(notes: list[Live]) -> Live:
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in a state dict notes are."""
+    """The paths in a state dict to the dicts with a note."""
     if isinstance(value, dict):
         if NOTE in value:
             yield path
@@ -240,7 +240,7 @@ def _put(state_dict: Any, path: tuple[Any, ...], given: Given) -> None:
     try:
         holder = _at(state_dict, path)
     except (KeyError, IndexError, TypeError):
-        return  # nothing was loaded there, and nothing will be
+        return  # nothing was loaded there
     if isinstance(holder, dict):
         holder[NOTE] = given
 
@@ -257,5 +257,5 @@ def _of_all_ranks(value: bool) -> list[bool]:
 
 
 def _group_of(wishes: list[bool]) -> Any:
-    """The group of the ranks that wish; all ranks make it."""
+    """A new group of the ranks that request the record; all ranks must create it."""
     return distributed.new_group([rank for rank, wish in enumerate(wishes) if wish])

@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor a rank's part is, by torch's placements. Pure.
+"""The elements of the full tensor that a rank holds, computed from torch's placements. Pure functions.
 
 https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
@@ -7,20 +7,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-Indices = list[int]  # of one dimension of the whole tensor, in the order in which the part has them
+Indices = list[int]  # along one dimension of the full tensor, in the order of the shard
 
 
 def indices(
     shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> list[Indices]:
-    """By dimension the indices of the part at a coordinate of the mesh.
+    """The indices of the shard at a coordinate of the mesh, by dimension.
 
     Args:
-        shape: of the whole tensor.
-        placements: of each dimension of the mesh: a `Shard` divides as torch.chunk does, a strided one (FSDP beside
-            tensor parallelism) divides each of `split_factor` chunks; any other does not divide.
+        shape: of the full tensor.
+        placements: one per mesh dimension: a `Shard` divides as torch.chunk does, a strided one (FSDP with tensor
+            parallelism) divides each of `split_factor` chunks; any other does not divide.
         mesh: its shape.
-        coordinate: of the rank in it.
+        coordinate: the rank's coordinate in the mesh.
     """
     found = [list(range(size)) for size in shape]
     for placement, count, at in zip(placements, mesh, coordinate, strict=True):
@@ -36,13 +36,13 @@ def _chunks(values: Indices, count: int) -> list[Indices]:
 
 
 def _chunk(values: Indices, count: int, at: int) -> Indices:
-    """One of so many, as torch.chunk makes them: all but the last ones are as long as each other."""
+    """One of `count` chunks, as in torch.chunk: all are equally long except at the end."""
     size = -(-len(values) // count)
     return values[at * size : (at + 1) * size]
 
 
 def runs(found: Sequence[Indices]) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """The boxes that a part consists of: where each lies in the part, and its first element in the whole tensor."""
+    """The boxes of a shard: the slices of each box in the shard, and its first element in the full tensor."""
     for pieces in itertools.product(*(list(_in_a_row(own)) for own in found)):
         yield tuple(own for own, _ in pieces), tuple(first for _, first in pieces)
 

@@ -1,4 +1,4 @@
-"""Fingerprints of the states of parameters: of elements that come in blocks of bytes, and held against each other."""
+"""Fingerprints of the states of parameters: computed from blocks of bytes, and compared between checkpoints."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,20 +12,20 @@ from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.formats.ranged import RangedFiles
 
 FLOATS = ("float32", "bfloat16", "float16")
-# What formats call the master parameter: DeepSpeed, Megatron up to 0.15 and its later formats.
+# Names of the main parameter in the formats of DeepSpeed, Megatron up to 0.15 and later Megatron.
 MASTERS = ("fp32", "fp32_param", "param")
-MASTERS_OF_TORCH = ("master_param", "master_weight", "fp32_param")  # beside a weight of 16 bits, by the optimizer
+MASTERS_OF_TORCH = ("master_param", "master_weight", "fp32_param")  # optimizer states next to a 16-bit weight
 FROZEN = "frozen"  # the state of a parameter that no optimizer steps: its own elements
-BLOCK = 1 << 24  # bytes that are read at once; a multiple of any element's size
+BLOCK = 1 << 24  # bytes per read; a multiple of every element size
 
 
 class Fingerprint(NamedTuple):
-    """Of one state of one parameter."""
+    """The fingerprint of one state of one parameter."""
 
     parameter: str
-    state: str  # "master", "exp_avg", "exp_avg_sq"; "model" for what is no optimizer's state
+    state: str  # "master", "exp_avg", "exp_avg_sq"; "model" if it is not an optimizer's state
     numel: int
-    value: int  # of 64 bits; see mix
+    value: int  # 64 bits, see element_hash
 
     @property
     def hexadecimal(self) -> str:
@@ -33,15 +33,15 @@ class Fingerprint(NamedTuple):
 
 
 def state_named(name: str) -> str:
-    """A state by the name that is the same in all formats."""
+    """The name of a state, equal for all formats."""
     return "master" if name in MASTERS else name
 
 
 def bits_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
-    """The bits of the 32-bit floats that elements are, which 16-bit ones are exactly.
+    """The bits of the elements as 32-bit floats, which represent 16-bit floats exactly.
 
     Raises:
-        UserError: elements of another type, of which a 32-bit float is not the same number.
+        UserError: another dtype, which 32-bit floats cannot represent exactly.
     """
     if dtype == "float32":
         return np.frombuffer(data, "<u4")
@@ -53,7 +53,7 @@ def bits_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
 
 
 def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:
-    """The fingerprint of a whole tensor, whose elements the blocks hold in order."""
+    """The fingerprint of a full tensor, given as blocks of its elements in order."""
     found, begin = 0, 0
     for block in blocks:
         bits = bits_of(block, dtype)
@@ -63,7 +63,7 @@ def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:
 
 
 def blocks(files: RangedFiles, path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Bytes of a file, in pieces that lie in the same memory one after another.
+    """Bytes of a file in blocks; each block reuses the memory of the previous one.
 
     Raises:
         UserError: the file is shorter, or cannot be read.
@@ -79,7 +79,7 @@ def blocks(files: RangedFiles, path: Path, offset: int, nbytes: int) -> Iterator
 
 
 class Difference(NamedTuple):
-    """Between two checkpoints."""
+    """A difference between two checkpoints, or a checkpoint and a record."""
 
     parameter: str
     state: str
@@ -87,7 +87,7 @@ class Difference(NamedTuple):
 
 
 def differences(one: Sequence[Fingerprint], other: Sequence[Fingerprint]) -> list[Difference]:
-    """What is in one of two checkpoints alone, and what has other values there."""
+    """The states that only one of two checkpoints has, or whose values differ."""
     first, second = ({(found.parameter, found.state): found for found in side} for side in (one, other))
     found = []
     for key in sorted(first.keys() | second.keys()):

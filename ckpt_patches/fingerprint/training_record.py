@@ -1,7 +1,7 @@
-"""The record of a training with plain torch: what all ranks hold, each element once, in messages that hardly grow.
+"""The record of a training run with plain torch: every element once, with messages that hardly grow with the ranks.
 
-With FSDP every rank has a part of every parameter. So ranks that hold parts of the same states say their names once,
-and what the parts come to is summed; only what cannot be told apart so is sent part by part.
+With FSDP every rank has a shard of every parameter. So only one of the ranks with the same list of states sends the
+names, and the sums of the shards are reduced. Shards are sent one by one only for states that the sums cannot resolve.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from ckpt_patches.fingerprint.record import Record, State
 from ckpt_patches.fingerprint.verdict import Key
 
 DIFFER = "ranks that hold the same elements differ"
-Place = tuple[str, str, str]  # parameter, state, and where elements are
+Place = tuple[str, str, str]  # parameter, state, and the place of the elements
 
 
 class Held(NamedTuple):
-    """A state of which a rank has elements."""
+    """A state with elements on a rank."""
 
     parameter: str
     state: str
-    whole: int  # elements of the whole parameter
+    whole: int  # elements of the full parameter
     dtype: str
     is_all: bool  # whether the rank has all of them
 
@@ -40,19 +40,19 @@ class Held(NamedTuple):
 
 
 class OfRank(NamedTuple):
-    """What a rank sends to the first one."""
+    """The message from a rank to the first rank."""
 
     samples: dict[Key, Mapping[int, int]]
-    parts: dict[Place, State]  # of states that several ranks hold in a way that the sums do not tell
-    rest: Record | None  # settings and others; None where they are the first rank's
+    parts: dict[Place, State]  # of states whose replicas the sums cannot resolve
+    rest: Record | None  # settings and others; None if they equal the first rank's
 
 
 def recorded(own: Live, group: Any = None) -> str:
-    """The record of all ranks' parts as JSON, the same on all of the group, which all call it."""
+    """The record of all ranks' parts as JSON, equal on all ranks of the group; all of them call it."""
     parts: dict[Place, State] = {}
     mains: dict[Place, bool] = {}
     sizes: dict[Key, int] = {}
-    for part in own.parts():  # each can be a copy: one at a time
+    for part in own.parts():  # a part may be a copy, so hold one at a time
         place = _place(part)
         parts[place], mains[place], sizes[place[:2]] = _state(part), part.main, math.prod(part.box.shape)
     held = _held(parts, sizes)
@@ -89,7 +89,7 @@ def _state(part: Part) -> State:
 
 
 def _held(parts: Mapping[Place, State], sizes: Mapping[Key, int]) -> list[Held]:
-    """The states of which this rank has elements, in order."""
+    """The states with elements on this rank, sorted."""
     numels: dict[Key, int] = defaultdict(int)
     for place, state in parts.items():
         numels[place[:2]] += state.numel
@@ -98,7 +98,7 @@ def _held(parts: Mapping[Place, State], sizes: Mapping[Key, int]) -> list[Held]:
 
 
 def _lists(held: list[Held], rank: int, group: Any) -> tuple[list[list[Held]], dict[Key, int]]:
-    """The different lists of the ranks, each sent once, and by state the first rank that has all of it."""
+    """The distinct lists of the ranks, each sent once, and by state the first rank that has all its elements."""
     digests = from_all(_digest(held), group)
     known = to_first(held if digests.index(digests[rank]) == rank else None, group)
     lists: list[list[Held] | None] = from_first(known, group)
@@ -111,7 +111,7 @@ def _lists(held: list[Held], rank: int, group: Any) -> tuple[list[list[Held]], d
 
 
 def _table(keys: Sequence[Key], parts: Mapping[Place, State], main: Mapping[Place, bool]) -> Any:
-    """By state what this rank adds: elements and what they come to, of those that count and of all."""
+    """One row per state: number and sum of this rank's elements, first of those that count, then of all."""
     rows: dict[Key, list[int]] = {key: [0, 0, 0, 0] for key in keys}
     for place, state in parts.items():
         row = rows[place[:2]]
@@ -121,7 +121,7 @@ def _table(keys: Sequence[Key], parts: Mapping[Place, State], main: Mapping[Plac
 
 
 def _together(of_ranks: Sequence[OfRank], totals: Mapping[Key, Sequence[int]], kinds: Mapping[Key, Held]) -> Record:
-    """All ranks' parts as one record."""
+    """The record merged from all ranks' parts."""
     rest = record.merged([one.rest for one in of_ranks if one.rest is not None])
     samples: dict[Key, dict[int, int]] = defaultdict(dict)
     for one in of_ranks:
@@ -138,7 +138,7 @@ def _together(of_ranks: Sequence[OfRank], totals: Mapping[Key, Sequence[int]], k
 
 
 def _part_by_part(of_ranks: Sequence[Mapping[Place, State]]) -> tuple[dict[Key, State], set[Key]]:
-    """The sums of parts, those of the same elements once; states of which these differ between ranks."""
+    """The sums of the parts, each place once; and the states of which ranks have different values at the same place."""
     once: dict[Place, State] = {}
     differ: set[Key] = set()
     for parts in of_ranks:

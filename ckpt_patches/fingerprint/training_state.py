@@ -1,6 +1,6 @@
-"""What this rank of a training with plain torch holds: parameters, and the states of their optimizers.
+"""This rank's state in a training run with plain torch: parameters and optimizer states.
 
-A DTensor's part is told from its mesh and placements, not from torch.distributed.checkpoint, which is under test.
+A DTensor's shard is computed from its mesh and placements, not by torch.distributed.checkpoint, the code under test.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from ckpt_patches.fingerprint.shards import Indices, indices, runs
 from ckpt_patches.fingerprint.states import FLOATS, FROZEN, MASTERS_OF_TORCH
 from ckpt_patches.fingerprint.verdict import BUFFER
 
-# Modules that wrap another one, by the attribute that it is; a checkpoint's names are without them.
+# The attributes in which wrapper modules hold the wrapped one; names in checkpoints omit them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def live(model: nn.Module, optimizers: Any) -> Live:
-    """What a rank holds of a model and its optimizers."""
+    """This rank's part of a model and its optimizers."""
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):  # FSDP2
             module.reshard()
@@ -39,7 +39,7 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         if not owned:
             left_out["a parameter of the optimizer"] = "the model has none that is the same object"
         for name, part in owned:
-            if part is not None and not part.numel:  # another rank has its elements, and its step
+            if part is not None and not part.numel:  # another rank has its elements and step
                 continue
             settings[name] = settings_of({key: _number(value) for key, value in group.items()}, states)
             tensors += [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
@@ -61,12 +61,12 @@ def live(model: nn.Module, optimizers: Any) -> Live:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """As checkpoints call the parameters, by their identity."""
+    """The names of the parameters in checkpoints, by the parameters' identity."""
     return {id(param): clean_name(model, name) for name, param in model.named_parameters()}
 
 
 def clean_name(model: nn.Module, name: str) -> str:
-    """A parameter's name, or a module's, without what wrappers add to it."""
+    """The name of a parameter or module, without the parts that wrappers add."""
     found, owner = [], model
     for part in name.split("."):
         is_of_ddp = part == "module" and isinstance(owner, nn.parallel.DistributedDataParallel)
@@ -77,7 +77,7 @@ def clean_name(model: nn.Module, name: str) -> str:
 
 
 def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
-    """Each parameter that an optimizer steps, its group, and its states."""
+    """Each parameter that an optimizer steps, with its param group and states."""
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -85,12 +85,12 @@ def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[
 
 
 def _number(value: Any) -> Any:
-    """A setting; a rate can be a tensor."""
+    """The value of a setting; a learning rate can be a tensor."""
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _states(param: Any, states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A parameter's own elements and its states, by their names in records; steps are settings."""
+    """A parameter's own elements and its states, with their names in records; steps are settings."""
     has_main = any(isinstance(states.get(name), torch.Tensor) for name in MASTERS_OF_TORCH)
     yield ("weight" if has_main else "master"), param.detach()
     for name, value in states.items():
@@ -135,7 +135,7 @@ def _why_not(tensor: Any) -> str:
             return "a sum that ranks have not added up"
         expected = [len(own) for own in _indices(tensor)] if tensor.device_mesh.get_coordinate() else None
         if expected is not None and expected != list(local(tensor).shape):
-            return f"a local part of {list(local(tensor).shape)}, where the placements say {expected}"
+            return f"a local part of {list(local(tensor).shape)}, where the placements state {expected}"
     return ""
 
 
@@ -145,7 +145,7 @@ def _indices(tensor: Any) -> list[Indices]:
 
 
 def _parts(name: str, state: str, tensor: Any) -> Iterator[Part]:
-    """The elements that this rank holds, as boxes of the whole tensor."""
+    """This rank's elements, as boxes of the full tensor."""
     if isinstance(tensor, flat_parameters.Elements):
         box = Box((0,) * len(tensor.shape), tensor.shape, tensor.shape)
         yield from [Part(name, state, box, tensor.first, tensor.values, True)] if len(tensor.values) else []

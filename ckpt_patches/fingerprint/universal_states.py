@@ -1,4 +1,4 @@
-"""The fingerprints of a universal checkpoint: of every state's file."""
+"""The fingerprints of a universal checkpoint, one per state file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +11,10 @@ from ckpt_patches.formats.universal import parameters, states
 
 
 def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
-    """Of every parameter, in the order of their names; states that a parameter does not have are left out.
+    """The fingerprints of the existing states of every parameter, sorted by parameter name.
 
     Raises:
-        UserError: a file is no state's, or cannot be read.
+        UserError: a file is not a state file, or cannot be read.
     """
     with RangedFiles() as files:
         for parameter, state in ((name, state) for name in parameters(path) for state in states(path, name)):

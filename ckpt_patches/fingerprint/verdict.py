@@ -1,4 +1,4 @@
-"""What is to be said of a load: whether the live state is what the record says, and what it looks like where not."""
+"""The verdict on a load: whether the live state equals the record, and the likely kind of each difference."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from ckpt_patches.fingerprint.element_hash import zeros
 from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
 from ckpt_patches.runtime.units import in_bytes
 
-Key = tuple[str, str]  # of a parameter, and of its state
-LINES = 12  # of differences that are said one by one
-BUFFER = "buffer "  # begins what a buffer is called among what is no parameter
+Key = tuple[str, str]  # names of a parameter and its state
+LINES = 12  # maximum number of differences that are listed
+BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
 NARROW = ("bfloat16", "float16")
 
 ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
@@ -19,27 +19,27 @@ MISSING, INCOMPLETE, SHARED, OTHER = "missing", "incomplete", "in another's memo
 
 
 class Total(NamedTuple):
-    """What all ranks hold of a state, replicas and all."""
+    """The total of a state over all ranks, including replicas."""
 
     numel: int
     value: int  # modulo 2^64
-    whole: int  # elements of the whole parameter, in this run
+    whole: int  # elements of the full parameter in this run
     dtype: str
 
 
 @dataclass(frozen=True)
 class Hint:
-    """What one rank sees in its elements of a state that is not what it was."""
+    """One rank's observations on its elements of a state that differs from the saved one."""
 
     numel: int
-    zeros: int  # how many elements are
+    zeros: int  # number of zero elements
     narrow: bool  # whether all are 16-bit floats
-    moved: Sequence[int] = ()  # by how many elements the sample is displaced, where it was found
-    slice: int = 0  # what these elements come to, wherever in the parameter they are
+    moved: Sequence[int] = ()  # displacements in elements at which the sample was found
+    slice: int = 0  # sum of these elements, independent of their place in the parameter
 
 
 class Difference(NamedTuple):
-    """A state that is not what it was."""
+    """A state that differs from the saved one."""
 
     parameter: str
     state: str
@@ -49,16 +49,16 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one load."""
+    """The verdict on one load."""
 
     proven: Sequence[Key] = ()
-    nbytes: int = 0  # of the proven states, in their own dtypes
+    nbytes: int = 0  # bytes of the proven states in their own dtypes
     differences: Sequence[Difference] = ()
     settings: Sequence[SettingDifference] = ()
-    unproven: Mapping[str, str] = field(default_factory=dict)  # what, and why not
+    unproven: Mapping[str, str] = field(default_factory=dict)  # by name, the reason
     rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
-    besides: Sequence[str] = ()  # what else is as it was, in words: "2 buffers", "settings"
-    recorded: bool = False  # the checkpoint has a record, of a state or one that cannot be read
+    besides: Sequence[str] = ()  # other equal values, as text: "2 buffers", "settings"
+    recorded: bool = False  # whether the checkpoint has a record with states, or an unreadable one
 
     @property
     def is_wrong(self) -> bool:
@@ -66,20 +66,20 @@ class Verdict:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether nothing came of a record."""
+        """Whether there is a record, but nothing is proven."""
         return self.recorded and not self.proven
 
 
 class Besides(NamedTuple):
-    """What came of a comparison of what is no parameter, on one rank."""
+    """The result of comparing non-parameter values on one rank."""
 
     equal: list[str]
     differences: list[SettingDifference]
-    unproven: dict[str, str]  # what, and why
+    unproven: dict[str, str]  # by name, the reason
 
 
 def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
-    """The states that ranks hold and that are not what the record says."""
+    """The states that ranks hold and that differ from the record."""
     return [
         key
         for key, state in record.states.items()
@@ -97,16 +97,16 @@ def judge(
     shared: Mapping[Key, Key] | None = None,
     others: Sequence[str] = (),
 ) -> Verdict:
-    """What to say.
+    """The verdict from a record and the ranks' observations.
 
     Args:
-        record: what the checkpoint says.
-        totals: what the ranks hold together.
-        hints: of each rank, for the states that `unequal` gives.
-        settings: those that differ, rates among them.
-        left_out: what of the live state has no fingerprint, and why.
-        shared: states that lie in the memory of another one.
-        others: what is no parameter and was compared.
+        record: of the checkpoint.
+        totals: the totals over all ranks.
+        hints: those of each rank, for the states that `unequal` returns.
+        settings: those that differ, including rates.
+        left_out: live state without a fingerprint, and the reasons.
+        shared: states that share memory with another one.
+        others: names of the compared non-parameter values.
     """
     proven, differences, nbytes = [], [], 0
     unproven = {**record.left_out, **(left_out or {})}
@@ -147,7 +147,7 @@ def _besides(record: Record, others: Sequence[str]) -> list[str]:
 
 
 def _is(state: State, total: Total) -> bool:
-    """All replicas are counted, each of which must be the state."""
+    """Whether a total equals a state. The total counts all replicas, and each replica must equal the state."""
     replicas, rest = divmod(total.numel, state.numel) if state.numel else (1, total.numel)
     return replicas > 0 and not rest and total.value == replicas * state.value % (1 << 64)
 
@@ -161,7 +161,7 @@ def _why_not_comparable(state: State, total: Total) -> str:
 
 
 def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tuple[str, str]:
-    """The kind of a difference, and words for it."""
+    """The kind of a difference, and its description."""
     state = record.states[key]
     numel, none = sum(hint.numel for hint in hints), sum(hint.zeros for hint in hints)
     if total.numel % state.numel:
@@ -187,7 +187,7 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
 
 
 def sentences(verdict: Verdict) -> list[str]:
-    """Lines for a log; the first says all in one."""
+    """The lines for a log; the first one is a summary."""
     if verdict.is_wrong:
         lines = [*map(_line, verdict.differences), *map(_line, verdict.settings)]
         return [_headline(verdict), *_shortened(lines), *_of_rates(verdict.rates)]
@@ -206,7 +206,7 @@ def sentences(verdict: Verdict) -> list[str]:
 def besides_sentences(
     equal: Sequence[str], differences: Sequence[SettingDifference], unproven: Mapping[str, str]
 ) -> list[str]:
-    """As `sentences`, of what is no parameter."""
+    """The lines for a log, for non-parameter values."""
     left = _shortened([f"  not proven: {what}: {why}" for what, why in unproven.items()])
     if differences:
         headline = f"fingerprint: the run after the load is not what was saved: values that differ: {len(differences)}"

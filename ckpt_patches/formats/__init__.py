@@ -1,1 +1,1 @@
-"""What checkpoints look like on disk, and how bytes are read and written. Imports no torch, knows no other room."""
+"""Checkpoint formats: reading and writing files without torch. Uses only `errors` and `runtime` of the package."""

@@ -1,4 +1,4 @@
-"""CRC-32, the checksum of a zip's records: by ISA-L where it is installed, which takes a twentieth of zlib's time."""
+"""CRC-32, the checksum of zip records. Uses ISA-L if it is installed, which is 20 times as fast as zlib."""
 
 from functools import lru_cache, reduce
 
@@ -9,13 +9,13 @@ except ImportError:
 
 __all__ = ["combined", "crc32", "of_zeros"]
 
-# CRC-32 is linear: the checksum of a text with zeros behind it is a matrix of bits times that of the text.
+# CRC-32 is linear: the checksum of data followed by zeros is a bit matrix times the checksum of the data.
 
-Matrix = tuple[int, ...]  # the columns
+Matrix = tuple[int, ...]  # columns
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """The checksum of two texts behind each other, from theirs and the length of the second."""
+    """The checksum of two concatenated byte strings, from their checksums and the length of the second."""
     power = _ZERO_BYTE
     while nbytes:
         if nbytes & 1:
@@ -28,7 +28,7 @@ def combined(first: int, second: int, nbytes: int) -> int:
 
 @lru_cache
 def of_zeros(nbytes: int) -> int:
-    """The checksum of as many zero bytes."""
+    """The checksum of `nbytes` zero bytes."""
     return combined(0xFFFFFFFF, 0, nbytes) ^ 0xFFFFFFFF
 
 
@@ -46,7 +46,7 @@ def _squared(matrix: Matrix) -> Matrix:
 
 
 def _after_zero_byte(crc: int) -> int:
-    # zlib inverts what goes in and what comes out; without that a zero text keeps the map linear.
+    # zlib inverts input and output. This undoes both, because only the map without them is linear.
     return crc32(b"\0", crc ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 

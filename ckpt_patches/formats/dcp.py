@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint as training scripts write it: which tensors are weights, and which are their states.
+"""torch.distributed.checkpoint as training scripts write it: which tensors are weights, and which optimizer states.
 
-The keys of nested dicts are joined by dots: `model.<parameter>`, or what else the script calls it,
-`optimizer.state.<parameter>.<state>`, and `optimizer.param_groups.<number>.<setting>`, or flattened
-`optimizer.param_groups.<parameter>.<setting>` (of Megatron-FSDP `optimizer.param_to_group_meta.…`). Without
+The keys of nested dicts are joined by dots: `model.<parameter>` (scripts can use another prefix),
+`optimizer.state.<parameter>.<state>`, and `optimizer.param_groups.<number>.<setting>` or, flattened,
+`optimizer.param_groups.<parameter>.<setting>` (Megatron-FSDP: `optimizer.param_to_group_meta.…`). Without
 `get_state_dict` the optimizer's parameters are numbers.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -22,38 +22,38 @@ import numpy as np
 from ckpt_patches.formats.torch_dist import INDEX, Index, Place, Tensor
 
 STATE, GROUPS = "state.", "param_groups"
-OF_MEGATRON_FSDP = "param_to_group_meta"  # its groups, by parameter
-WRAPPER = "module."  # which the names of its parameters begin with, and those of its weights do not
-# States by which an optimizer's part of a checkpoint is known; of others it has some of these.
+OF_MEGATRON_FSDP = "param_to_group_meta"  # Megatron-FSDP's param groups, by parameter
+WRAPPER = "module."  # prefix of Megatron-FSDP's parameters in the optimizer, not of its weights
+# States that identify an optimizer's part of a checkpoint. Optimizers with other states have some of these, too.
 KNOWN_STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "master_param")
-# Accelerate, NeMo Automodel and others write the model and the optimizer into folders beside each other.
+# Accelerate, NeMo Automodel and others write the model and the optimizer into sibling folders.
 MODEL_FOLDER = re.compile(r"model|weights|(?:pytorch_)?model_fsdp_\d+")
 OPTIMIZER_FOLDER = re.compile(r"optim(?:izer)?(?:_\d+)?")
-OF_MODELS = ("model", "module", "state_dict", "app")  # names of the weights, where copies are beside them
+OF_MODELS = ("model", "module", "state_dict", "app")  # prefixes of the weights, if there are also copies
 ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
 BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
 TOO_MANY = "?"
-MOST_CELLS = 1 << 26  # of the grid in which a tensor's chunks are counted
+MOST_CELLS = 1 << 26  # of the grid that finds overlapping chunks
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer's part of a checkpoint: names of tensors and objects of the index."""
+    """An optimizer's part of a checkpoint: names of tensors and objects in the index."""
 
-    prefix: str  # of all its names, as "optimizer."
-    states: Mapping[str, Mapping[str, str]]  # by the parameter, as the optimizer names it, and the state
-    groups: Mapping[str, Mapping[str, str]]  # by a group's number or a parameter, and the setting; "" is all of them
-    weights: dict[str, str] = field(default_factory=dict)  # the model's own, by parameter
-    several: tuple[str, ...] = ()  # prefixes of tensors that all could be its weights
+    prefix: str  # of all its names, such as "optimizer."
+    states: Mapping[str, Mapping[str, str]]  # by parameter (as the optimizer names it) and state
+    groups: Mapping[str, Mapping[str, str]]  # by group number or parameter ("": one object has all), and setting
+    weights: dict[str, str] = field(default_factory=dict)  # the model's weights, by parameter
+    several: tuple[str, ...] = ()  # candidate prefixes of the weights, if ambiguous
 
     @property
     def is_numbered(self) -> bool:
-        """Whether its parameters are numbers, in the order in which the script gave them to it."""
+        """Whether its parameters are numbers, in the order in which the script passed them to it."""
         return bool(self.states) and all(name.isdecimal() for name in self.states)
 
 
 def folders(path: Path) -> list[Path]:
-    """The folders with an index that are one checkpoint: itself, or a model's and an optimizer's below it."""
+    """The folders of one checkpoint: `path` if it has an index, or else the model and optimizer folders below it."""
     if (path / INDEX).is_file():
         return [path]
     below = sorted(one for one in path.iterdir() if one.is_dir() and is_begun(one))
@@ -64,7 +64,7 @@ def folders(path: Path) -> list[Path]:
 
 
 def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
-    """The indexes of a checkpoint's folders as one; files with their folders, and names that two of them have, too."""
+    """Merge the indexes of a checkpoint's folders. Files, and names in two indexes, get their folder as prefix."""
     tensors: dict[str, Tensor] = {}
     objects: dict[str, Place] = {}
     absent: list[str] = []
@@ -85,14 +85,14 @@ def _within(folder: Path, place: Place) -> Place:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a folder has a rank's file; the index is written after them."""
+    """Whether a folder has an index or a rank's file; the index is written last."""
     return (folder / INDEX).is_file() or next(folder.glob("*.distcp"), None) is not None
 
 
 def is_by_megatron_core(path: Path) -> bool:
-    """Whether an index is of megatron-core's own format, by the names in it, which its pickle has as they are.
+    """Whether an index has megatron-core's own format. Searches the pickle's bytes for the format's names.
 
-    Of a run with FSDP Megatron-LM writes torch's format, into folders that are named alike.
+    With FSDP, Megatron-LM writes torch's format, into folders with the same names.
     """
     with (path / INDEX).open("rb") as file, contextlib.suppress(ValueError):  # an empty file
         found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -103,7 +103,7 @@ def is_by_megatron_core(path: Path) -> bool:
 
 
 def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer]:
-    """The optimizers of a checkpoint, by the names of all that it holds."""
+    """The optimizers of a checkpoint, from the names of its tensors and objects."""
     tensors = list(tensors)
     names = [*tensors, *objects]
     of_groups = {before for name in names for before, part in _places(name) if part in (GROUPS, OF_MEGATRON_FSDP)}
@@ -113,13 +113,13 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
 
 
 def _places(name: str) -> list[tuple[str, str]]:
-    """The parts of a name, each with all that is before it."""
+    """Each part of a dotted name, as (prefix before it, part)."""
     parts = name.split(".")
     return [("".join(f"{own}." for own in parts[:at]), part) for at, part in enumerate(parts)]
 
 
 def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
-    """What a state's name begins with, which can be empty; an optimizer whose groups are there goes before others."""
+    """The optimizer's prefix of a state's name, possibly empty. Prefers an optimizer whose param groups exist."""
     places = _places(name)
     if places[-1][1] not in KNOWN_STATES:
         return []
@@ -156,14 +156,14 @@ def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
 
 
 def _group(rest: str, states: Mapping[str, object]) -> tuple[str, str]:
-    """Which group's setting it is, of `<number>.<setting>` or `<parameter>.<setting>`; one can be a list of tensors."""
+    """Group and setting of `<number>.<setting>[.<index>]` or `<parameter>.<setting>`; a list has indexes."""
     group, _, setting = rest.rpartition(".")
     number, _, own = rest.partition(".")
     return (number, own.partition(".")[0]) if group not in states and number.isdecimal() else (group, setting)
 
 
 def _parameter(rest: str, known: set[str]) -> str:
-    """Of `<parameter>.<state>`; a state can be a dict, too, and then the model tells where its name begins."""
+    """The parameter of `<parameter>.<state>`. A state can be a nested dict: then the model's names decide."""
     whole = rest.rpartition(".")[0]
     parameter = whole
     while parameter and parameter not in known:
@@ -172,7 +172,7 @@ def _parameter(rest: str, known: set[str]) -> str:
 
 
 def _model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
-    """What the names of an optimizer's weights begin with, None if none are there; all, if it cannot be told."""
+    """The prefix of an optimizer's weights, None if it has no weights; and all candidates if it is ambiguous."""
     found: Counter[str] = Counter()
     for parameter in itertools.islice(sorted(parameters, key=len, reverse=True), 16):
         if not parameter.isdecimal():
@@ -180,7 +180,7 @@ def _model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[
             found.update(name[: len(name) - len(parameter)] for name in ends)
     most = sorted(own for own, count in found.items() if count == max(found.values()))
     beside = max((_in_common(prefix, own) for own in most), default=0)
-    most = [own for own in most if _in_common(prefix, own) == beside]  # of several models that of the same trainer
+    most = [own for own in most if _in_common(prefix, own) == beside]  # of several models, the one in the same trainer
     if len(most) > 1:
         of_models = [one for one in most if not one or one.rstrip(".").rpartition(".")[2] in OF_MODELS]
         return (of_models[0], ()) if len(of_models) == 1 else (None, tuple(most))
@@ -188,13 +188,13 @@ def _model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[
 
 
 def _in_common(one: str, other: str) -> int:
-    """How many parts two prefixes begin with alike."""
+    """The number of leading parts that two prefixes share."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
     return sum(bool(part) for part, _ in pairs)
 
 
 def untiled(tensor: Tensor) -> str:
-    """Why the chunks of a tensor are not each of its elements once; empty if they are; or `TOO_MANY`."""
+    """Why a tensor's chunks do not cover each element exactly once; empty if they do; `TOO_MANY` if unknown."""
     outside = [at for at, size in tensor.chunks.items() if any(map(_is_beyond, at, size, tensor.size))]
     if outside:
         return f"the chunk at {outside[0]} ends beyond the tensor's shape {tensor.size}"
@@ -221,6 +221,6 @@ def _is_beyond(offset: int, size: int, whole: int) -> bool:
 
 
 def _edges(tensor: Tensor) -> Iterator[list[tuple[int, int]]]:
-    """By dimension, where the chunks begin and end."""
+    """For each dimension, the begin and end of every chunk."""
     for dimension in range(len(tensor.size)):
         yield [(at[dimension], at[dimension] + size[dimension]) for at, size in tensor.chunks.items()]

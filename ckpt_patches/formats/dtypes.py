@@ -1,11 +1,11 @@
-"""The types of elements that torch can save, by torch's names: their sizes, and the classes of their storages.
+"""The dtypes that torch can save, by torch's names: item sizes and storage classes.
 
-A type that came after this list is not known: what holds it can be named, and its bytes not be told apart.
+A newer dtype is unknown: its tensors can be listed, but not divided into elements.
 """
 
 from ckpt_patches.errors import UserError
 
-# Bytes an element. https://pytorch.org/docs/stable/tensor_attributes.html#torch-dtype
+# Bytes per element. https://pytorch.org/docs/stable/tensor_attributes.html#torch-dtype
 ITEM_SIZE = {
     "float64": 8,
     "float32": 4,
@@ -16,7 +16,7 @@ ITEM_SIZE = {
     "float8_e5m2": 1,
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,  # two numbers are one element
+    "float4_e2m1fn_x2": 1,  # an element is two numbers
     "complex128": 16,
     "complex64": 8,
     "complex32": 4,
@@ -40,11 +40,11 @@ ITEM_SIZE = {
     "quint4x2": 1,
     "quint2x4": 1,
 }
-# Of these several elements share a byte: how many. A storage of them counts bytes.
+# Elements per byte of packed dtypes. Their storages count bytes.
 PACKED = {"quint4x2": 2, "quint2x4": 4}
-QUANTIZED = ("qint32", "qint8", "quint8", *PACKED)  # integers, of which scales make the numbers
+QUANTIZED = ("qint32", "qint8", "quint8", *PACKED)  # integers that scales convert to numbers
 
-# torch's class of a storage of these elements; a type without one goes with an untyped storage.
+# torch's storage classes and their dtypes. Other dtypes have untyped storages.
 STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -68,14 +68,14 @@ UNTYPED = "uint8"  # an untyped storage counts bytes
 
 
 class UnknownDtypeError(UserError):
-    """A type of elements that is not on the list."""
+    """A dtype that is not on the list."""
 
 
 def item_size(dtype: str) -> int:
-    """Bytes an element; of a packed type, bytes that elements share.
+    """Bytes per element; for a packed dtype, the bytes that elements share.
 
     Raises:
-        UnknownDtypeError: the type is not known.
+        UnknownDtypeError: the dtype is not known.
     """
     if dtype not in ITEM_SIZE:
         raise UnknownDtypeError(f"expected a type of elements that is known here, found torch.{dtype}")
@@ -83,9 +83,9 @@ def item_size(dtype: str) -> int:
 
 
 def nbytes(dtype: str, numel: int) -> int:
-    """Bytes of so many elements behind each other.
+    """Bytes of `numel` consecutive elements.
 
     Raises:
-        UnknownDtypeError: the type is not known.
+        UnknownDtypeError: the dtype is not known.
     """
     return -(-numel * item_size(dtype) // PACKED.get(dtype, 1))

@@ -1,7 +1,7 @@
-"""A file of torch.save for each rank of an FSDP run, as verl's FSDPCheckpointManager writes them: names, parts. Pure.
+"""Per-rank torch.save files of an FSDP run, as verl's FSDPCheckpointManager writes them: names and parts. Pure.
 
 `model_world_size_<W>_rank_<R>.pt` holds `model.state_dict()`, whose tensors are DTensors with FSDP2 and ShardedTensors
-with FSDP1; `optim_…` holds `optimizer.state_dict()`, `extra_state_…` the scheduler and the random states.
+with FSDP1; `optim_…` holds `optimizer.state_dict()`, `extra_state_…` the scheduler and RNG states.
 https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
 
@@ -27,11 +27,11 @@ KINDS = {
 NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
 CONFIG = "fsdp_config.json"
 REPLICATE, SHARD = "Replicate", "Shard"
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # of a tensor: where it begins, and its sizes
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes within a tensor
 
 
 class File(NamedTuple):
-    """What a file's name states."""
+    """The fields of a file's name."""
 
     kind: str
     ranks: int
@@ -39,13 +39,13 @@ class File(NamedTuple):
 
 
 def named(name: str) -> File | None:
-    """What the name of a rank's file states; None of any other."""
+    """Parse the name of a rank's file; None for other names."""
     found = NAME.fullmatch(name)
     return File(found[1], int(found[2]), int(found[3])) if found else None
 
 
 def world_size(text: bytes) -> int | None:
-    """The number of ranks in the configuration beside the files; None if it is not there, or no number."""
+    """The number of ranks in the text of `fsdp_config.json`; None if it is absent or invalid."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -56,14 +56,14 @@ def world_size(text: bytes) -> int | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor."""
+    """A rank's part of a tensor."""
 
     size: tuple[int, ...]  # of the complete tensor
     tensors: tuple[TensorHeader, ...]
-    placements: tuple[tuple[str, int | None], ...] = ()  # of a DTensor, by dimension of its mesh: kind, what it cuts
+    placements: tuple[tuple[str, int | None], ...] = ()  # DTensor, by mesh dimension: kind, sharded dimension
     coordinates: tuple[int, ...] = ()  # of the rank in the mesh
-    boxes: tuple[Box, ...] = ()  # of a ShardedTensor: of these tensors
-    every: tuple[Box, ...] = ()  # and of all ranks'
+    boxes: tuple[Box, ...] = ()  # ShardedTensor: the boxes of `tensors`
+    every: tuple[Box, ...] = ()  # ShardedTensor: the boxes of all ranks
 
     @property
     def is_plain(self) -> bool:
@@ -71,7 +71,7 @@ class Part:
 
 
 def part_of(value: Any) -> Part | None:
-    """What a rank holds of a tensor; None of what is no tensor, or one in a form that is not known."""
+    """A rank's part of a tensor; None if the value is not a tensor, or has an unknown form."""
     if isinstance(value, TensorHeader):
         return Part(value.shape, (value,))
     if not isinstance(value, Instance) or len(value.args) < 3 or not _are_sizes(value.args[2]):
@@ -107,7 +107,7 @@ def _of_sharded(size: tuple[int, ...], state: Any) -> Part | None:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots too."""
+    """The attributes of an object, including slots."""
     if not isinstance(value, Instance):
         return {}
     states = value.state if isinstance(value.state, tuple) else (value.state,)
@@ -131,7 +131,7 @@ def _are_sizes(value: Any) -> TypeGuard[Sequence[int]]:
 
 
 def untiled(parts: Mapping[int, Part]) -> Iterator[str]:
-    """Why the parts that all ranks hold of a tensor, by rank, are not each of its elements once, in words."""
+    """Yield why the ranks' parts of a tensor do not hold each of its elements exactly once."""
     sizes = {part.size for part in parts.values() if not part.is_plain}
     if len(sizes) > 1:
         yield f"ranks state different shapes: {' and '.join(map(str, sorted(sizes)))}"
@@ -162,7 +162,7 @@ def _untiled_boxes(parts: Mapping[int, Part]) -> Iterator[str]:
 
 
 def _untiled_mesh(parts: Mapping[int, Part]) -> Iterator[str]:
-    """Every place in the mesh is as many ranks', and each holds what the placements give it."""
+    """Check that each mesh position has equally many ranks, and that parts have the shapes of their placements."""
     mesh = [max(own) + 1 for own in zip(*(part.coordinates for part in parts.values()), strict=True)]
     places = Counter(part.coordinates for part in parts.values())
     if len(places) != math.prod(mesh) or len(set(places.values())) > 1:
@@ -184,9 +184,9 @@ def _untiled_mesh(parts: Mapping[int, Part]) -> Iterator[str]:
 
 
 def _local(part: Part, mesh: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of a rank's part: each dimension of the mesh cuts what those before it have left, as torch.chunk does.
+    """The shape of a rank's part. Each mesh dimension splits the result of those before it, as torch.chunk does.
 
-    None where a placement is of another kind.
+    None if a placement has another kind.
     """
     shape = list(part.size)
     for (kind, dimension), count, at in zip(part.placements, mesh, part.coordinates, strict=True):
@@ -200,7 +200,7 @@ def _local(part: Part, mesh: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def unlike_keys(states: Mapping[int, Mapping[Any, Mapping[Any, Any]]]) -> Iterator[tuple[int, str]]:
-    """Ranks whose optimizer has not the states that other ranks' have, by rank and parameter, in words."""
+    """Yield rank and message for states that a rank lacks and others have. `states` is by rank and parameter."""
     every: dict[Any, set[str]] = {}
     for own in states.values():
         for number, state in own.items():
@@ -215,7 +215,7 @@ def unlike_keys(states: Mapping[int, Mapping[Any, Mapping[Any, Any]]]) -> Iterat
 
 
 def unlike_steps(steps: Mapping[int, Mapping[Any, float]]) -> Iterator[tuple[int, str]]:
-    """Ranks at another step than the newest, or with a parameter at another one than on other ranks, in words."""
+    """Yield rank and message for ranks that are not at the newest step, or have a parameter at another step."""
     highest = {rank: max(own.values(), default=None) for rank, own in steps.items()}
     newest = max((step for step in highest.values() if step is not None), default=None)
     first: dict[Any, tuple[float, int]] = {}
@@ -231,7 +231,7 @@ def unlike_steps(steps: Mapping[int, Mapping[Any, float]]) -> Iterator[tuple[int
 
 
 def stated(files: Iterable[File], config: int | None) -> int:
-    """The ranks of the newest save in a folder: as its configuration states, or else most of its files do."""
+    """The number of ranks of the newest save in a folder, from its configuration or else from most of its files."""
     counts = Counter(file.ranks for file in files)
     if config in counts:
         assert config is not None

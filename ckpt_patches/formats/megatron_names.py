@@ -1,11 +1,11 @@
-"""How Megatron's distributed checkpoints name the tensors of an optimizer."""
+"""Names of optimizer tensors in Megatron's distributed checkpoints."""
 
-# Then the state's name, and the parameter's; with several optimizers there is something in front.
+# Followed by the names of the state and the parameter. With several optimizers there is a prefix.
 OPTIMIZER_STATE = "optimizer.state."
-# The formats that keep the buckets of many parameters name them so.
+# In the names of buckets, in the formats that store buckets of many parameters.
 BUCKETS = "optimizer.distributed."
 
 
 def is_bucket(name: str) -> bool:
-    """Whether an array is a bucket of many parameters; where each of them begins is not in the checkpoint."""
+    """Whether an array is a bucket of many parameters; the checkpoint does not store where each begins."""
     return BUCKETS in name

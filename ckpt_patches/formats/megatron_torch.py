@@ -1,7 +1,7 @@
-"""Megatron's `torch` format: a folder for each tensor-parallel rank: its model, and the gathered optimizer's state.
+"""Megatron's `torch` format: a folder per tensor-parallel rank, with its model and the gathered optimizer state.
 
-`mp_rank_*/distrib_optim.pt` holds, nested by optimizer, buffer, type of elements and bucket, the states of each bucket
-of many parameters; `mp_rank_*/model_optim_rng.pt` the model's weights and the optimizer's groups.
+`mp_rank_*/distrib_optim.pt` holds the states of each bucket of many parameters, nested by optimizer, buffer, dtype and
+bucket. `mp_rank_*/model_optim_rng.pt` holds the model's weights and the optimizer's param groups.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
-ALIGNMENT = 64  # elements, where each parameter begins
-MOST_DEPTH = 5  # of optimizers in a chain, buffers and types
+ALIGNMENT = 64  # elements; each parameter begins at a multiple
+MOST_DEPTH = 5  # of chained optimizers, buffers and dtypes
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
 
 
 def folders(path: Path) -> list[Path]:
-    """Those of the tensor-parallel ranks; the folder itself, where it is one; none, where it is no such checkpoint."""
+    """The folders of the tensor-parallel ranks, or `path` if it is one; empty if `path` has another format."""
     if (path / OPTIMIZER).exists():
         return [path]
     found = sorted(path.glob("mp_rank_*"))
@@ -31,19 +31,19 @@ def folders(path: Path) -> list[Path]:
 
 
 def is_without_distributed_optimizer(path: Path) -> bool:
-    """Whether each rank's folder has one file alone, and the run's arguments in the first say that this is all."""
+    """Whether no rank has `distrib_optim.pt`, and the run's arguments disable the distributed optimizer."""
     found = sorted(path.glob("mp_rank_*"))
     if not found or any((own / OPTIMIZER).exists() or not (own / MODEL).exists() for own in found):
         return False
     with contextlib.suppress(UserError):
-        value = torch_file.read(found[0] / MODEL, trust=True).value  # runs nothing: unknown classes are stand-ins
+        value = torch_file.read(found[0] / MODEL, trust=True).value  # runs no code: unknown classes are stubs
         arguments = value.get("args") if isinstance(value, dict) else None
         return isinstance(arguments, torch_file.Instance) and arguments.fields.get("use_distributed_optimizer") is False
     return False
 
 
 def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:
-    """The states of each bucket (or parameter) in what `distrib_optim.pt` holds, by its place in it."""
+    """The states of each bucket (or parameter) in the value of `distrib_optim.pt`, by the path in it."""
     found: dict[str, dict[str, TensorHeader]] = {}
     for name, tensor in tensors_in(value):
         bucket, _, state = name.rpartition(".")
@@ -53,7 +53,7 @@ def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:
 
 
 def coalesced(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """What a file says of all buckets of one type of elements, where it has them as one."""
+    """Yield the entry for each dtype's buckets, in a file that stores them coalesced."""
     if not isinstance(value, (dict, list)) or depth > MOST_DEPTH:
         return
     items = list(value.values()) if isinstance(value, dict) else value
@@ -66,10 +66,10 @@ def coalesced(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def unpadded(value: Any) -> int:
-    """The elements that all buckets of a file are said to have."""
+    """The elements without padding that a file states for its coalesced buckets."""
     return sum(numel for own in coalesced(value) if type(numel := own.get(UNPADDED)) is int)
 
 
 def aligned(numels: Iterable[int]) -> int:
-    """The elements that parameters take in their buckets at the most."""
+    """The most elements that parameters take in their buckets, with alignment."""
     return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)

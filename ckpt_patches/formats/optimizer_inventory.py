@@ -1,4 +1,4 @@
-"""What an optimizer's state dict must hold by what it states itself: torch's `state` and `param_groups`. Pure.
+"""Consistency checks of an optimizer's state dict: torch's `state` and `param_groups`. Pure.
 
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html
 """
@@ -20,37 +20,37 @@ from ckpt_patches.formats.zero_inventory import (
 )
 from ckpt_patches.runtime.shown import shown
 
-# Settings that every group of one optimizer has, whatever its user adds to some of them.
+# Settings that all groups of one optimizer have. Users can add others to some groups.
 OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoupled_weight_decay")
 OF_TORCH = ("momentum", "maximize", "foreach", "capturable", "differentiable", "fused")
 SHARED = {*OF_ADAM, *OF_TORCH}
-# States with an element for each of the parameter's; Adafactor's rows and columns, and Shampoo's factors, have not.
+# States with as many elements as the parameter, unlike Adafactor's rows and columns and Shampoo's factors.
 OF_ELEMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param")
-OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # ends of the names of Adafactor's, in torch and Transformers
+OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One of a file."""
+    """An optimizer in a file."""
 
     where: str  # the file's name
     groups: Sequence[Mapping[str, Any]]  # param groups
-    states: Mapping[Any, Mapping[str, Any]]  # by the parameter's number; tensors are headers
-    steps: Mapping[Any, Any]  # by the parameter's number, of those that have one; a number if it could be read
-    masters: Sequence[Any] = ()  # in the order of the parameters; empty where the file has none
-    weights: Sequence[Any] = ()  # of the model, in any order
-    checksums: Mapping[int, int] = field(default_factory=dict)  # CRC-32 by offset, of tensors that are not all zeros
-    taken: int | None = None  # steps, as the trainer has counted them; None where nothing tells
+    states: Mapping[Any, Mapping[str, Any]]  # by parameter number; tensors are headers
+    steps: Mapping[Any, Any]  # by parameter number, if it has a step; a number if it could be read
+    masters: Sequence[Any] = ()  # main parameters, in parameter order; empty if the file has none
+    weights: Sequence[Any] = ()  # the model's, in any order
+    checksums: Mapping[int, int] = field(default_factory=dict)  # CRC-32 by offset, for tensors that are not all zeros
+    taken: int | None = None  # steps that the trainer counted; None if unknown
 
     @property
     def parameters(self) -> list[tuple[int, Any]]:
-        """Group and number of each."""
+        """Group number and parameter number of each parameter."""
         groups = [(n, group.get("params")) for n, group in enumerate(self.groups)]
         return [(n, param) for n, params in groups if isinstance(params, (list, tuple)) for param in params]
 
 
 def problems(optimizer: Optimizer) -> Iterator[Problem]:
-    """All that contradicts or is absent."""
+    """Yield all problems of an optimizer."""
     where = optimizer.where
     for what in (
         *settings.not_groups(optimizer.groups),
@@ -65,7 +65,7 @@ def problems(optimizer: Optimizer) -> Iterator[Problem]:
 
 
 def _keys(optimizer: Optimizer) -> Iterator[Problem]:
-    """Groups of one optimizer have the same settings; of a mixed one, such as Muon with Adam, each kind has its own."""
+    """Check that groups have the same settings. In a mix, such as Muon with Adam, each kind has its own."""
     for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in optimizer.groups]):
         yield Problem(UNUSUAL, optimizer.where, what)
     if any("exp_avg_sq" in state for state in optimizer.states.values()):
@@ -75,9 +75,9 @@ def _keys(optimizer: Optimizer) -> Iterator[Problem]:
 
 
 def _promised(optimizer: Optimizer, group: int, like: Mapping[Any, Any] | None = None) -> set[str]:
-    """The states that any parameter of the same kind of group has; or those with as many dimensions as `like` alone.
+    """The names of all states in groups of the same kind; with `like`, of parameters with as many dimensions.
 
-    Adafactor has other states for matrices than for vectors.
+    Adafactor has different states for matrices and vectors.
     """
     keys = optimizer.groups[group].keys()
     same = {n for n, other in enumerate(optimizer.groups) if other.keys() == keys}
@@ -96,7 +96,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _states(optimizer: Optimizer) -> Iterator[Problem]:
-    """Each parameter has the states that others of its kind have, of the same number of elements."""
+    """Check that each parameter has the states that others of its kind have, all of the same shape."""
     where, parameters = optimizer.where, [(n, p) for n, p in optimizer.parameters if _is_key(p)]
     promised = {n: _promised(optimizer, n) for n in range(len(optimizer.groups))}
     is_mixed = any(name.endswith(OF_MATRICES) for own in promised.values() for name in own)
@@ -118,7 +118,7 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
             yield Problem(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
         moments = [
             t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1
-        ]  # AMSGrad's are equal
+        ]  # AMSGrad's maxima can be equal
         crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
         if len(set(crcs)) < len(crcs):
             yield Problem(FOREIGN, where, f"two states of parameter {shown(number)} are the same, bit for bit")
@@ -127,7 +127,7 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
 
 
 def _masters(optimizer: Optimizer) -> Iterator[Problem]:
-    """One for each parameter, of its states' shape."""
+    """Check that each parameter has a main parameter of its states' shape."""
     if not optimizer.masters:
         return
     count = len(optimizer.parameters)
@@ -145,7 +145,7 @@ def _masters(optimizer: Optimizer) -> Iterator[Problem]:
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Problem]:
-    """As many of each shape in the model as there are main parameters; those of a group can be one flat tensor."""
+    """Check that the model has as many weights of each shape as main parameters, unless these are flattened."""
     shapes = {
         called: Counter(tensor.shape for tensor in tensors if isinstance(tensor, TensorHeader))
         for called, tensors in (("masters", optimizer.masters), ("weights", optimizer.weights))
@@ -160,12 +160,12 @@ def _weights(optimizer: Optimizer) -> Iterator[Problem]:
 
 
 def _steps(optimizer: Optimizer) -> Iterator[Problem]:
-    """Those of all parameters, and the trainer's."""
+    """Check that all parameters are at one step, and that the trainer's step agrees."""
     steps = sorted({step for step in optimizer.steps.values() if settings.is_step(step)})
     if len(steps) > 1:
         found = ", ".join(f"{step:g}" for step in steps[:5])
         yield Problem(UNUSUAL, optimizer.where, f"parameters are at different steps: {found}")
-    # One more where DeepSpeed takes a step with zero gradients at the start, to allocate the states.
+    # DeepSpeed can take one more step at the start, with zero gradients, to allocate the states.
     elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
         detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
         yield Problem(UNUSUAL, optimizer.where, detail)

@@ -1,4 +1,4 @@
-"""Names of files that stand in a checkpoint, which comes from elsewhere: none leads out of its folder."""
+"""Paths from file names in an untrusted checkpoint. No name may lead out of the checkpoint's folder."""
 
 from pathlib import Path, PurePosixPath
 
@@ -11,10 +11,10 @@ class LeavesFolderError(UserError):
 
 
 def path_within(folder: Path, name: object) -> Path:
-    """The path of what a checkpoint names, below its folder; also where links on the way lead.
+    """The path of a file that a checkpoint names. It is below the folder, also after links are resolved.
 
     Raises:
-        LeavesFolderError: it is no relative name, has `..` in it, or is elsewhere by a link.
+        LeavesFolderError: the name is not relative, contains `..`, or a link leads out of the folder.
     """
     if not is_within(name):
         raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {shown(name)}")
@@ -27,7 +27,7 @@ def path_within(folder: Path, name: object) -> Path:
 
 
 def is_within(name: object) -> bool:
-    """Whether a name stays below the folder that it is looked up in."""
+    """Whether a name is a relative path that stays below its folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
     path = PurePosixPath(name)

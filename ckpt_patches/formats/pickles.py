@@ -1,15 +1,14 @@
-"""Whether a pickle asks for more memory than its own length accounts for; to be told before it is unpickled.
+"""Check, before unpickling, that a pickle does not request more memory than its own length justifies.
 
-Python's unpickler makes room for the value that a pickle says it will keep at place 2,000,000,000, and for a bytearray
-of the length that it says follows. Both stand in the opcodes. `pickletools` knows these as well, and takes three times
-as long: there are thousands of files.
+Python's unpickler allocates memory as soon as an opcode names memo index 2,000,000,000 or the length of a bytearray.
+`pickletools` could find such opcodes, too, but takes three times as long, and there are thousands of files.
 https://docs.python.org/3/library/pickletools.html
 """
 
 import re
 from pickle import UnpicklingError
 
-# How many bytes are behind each opcode.
+# Bytes that follow each opcode.
 _FIXED = {
     **dict.fromkeys(b".()012NQRabdelostu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98", 0),
     **dict.fromkeys(b"Khq\x80\x82", 1),
@@ -17,39 +16,39 @@ _FIXED = {
     **dict.fromkeys(b"Jj\x84", 4),
     **dict.fromkeys(b"G\x95", 8),
 }
-# Of these: a length of so many bytes, and then as many bytes as it says.
+# Opcodes followed by a length field of so many bytes, and then by data of this length.
 _COUNTED = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BTX\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
-# Of these: so many lines.
+# Opcodes followed by so many lines.
 _LINES = {**dict.fromkeys(b"FILPSVgp", 1), **dict.fromkeys(b"ci", 2)}
-_KEEP, _KEEP_AS_TEXT = ord("r"), ord("p")  # a value at a place, which is four bytes, or a line of text
+_KEEP, _KEEP_AS_TEXT = ord("r"), ord("p")  # memoize; the index is four bytes, or a line of text
 _STOP = ord(".")
 
 _WIDTHS = [_FIXED.get(opcode, -1) for opcode in range(256)]
 
 
 def _of_width(width: int) -> bytes:
-    """A pattern of the opcodes that have so many bytes behind them, but the last of a pickle."""
+    """A pattern of the opcodes with `width` bytes after them, except STOP."""
     opcodes = b"".join(re.escape(bytes([code])) for code, own in _FIXED.items() if own == width and code != _STOP)
     return b"[%b].{%d}" % (opcodes, width)
 
 
-# Short texts, as names of files are: their length, and then as many bytes.
+# Short strings, such as file names: a length byte, and then so many bytes.
 _SHORT = b"\x8c(?:%b)" % b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in range(32))
-# As many as there are, up to a number that does not fill the memory of the pattern's own stack: millions in an index.
+# A run of these. An index has millions; the limit keeps the regex stack small.
 _RUN = re.compile(b"(?:%b|%b){1,4096}" % (b"|".join(map(_of_width, sorted(set(_FIXED.values())))), _SHORT), re.DOTALL)
 
 
 def check(data: bytes) -> None:
-    """Go through a pickle's opcodes to its end.
+    """Check a pickle's opcodes up to its end.
 
     Raises:
-        UnpicklingError: it keeps a value at a place beyond all that it can hold, is cut off, or is no pickle.
+        UnpicklingError: a memo index exceeds the length, or the data is truncated or not a pickle.
     """
     at, size, run, counted = 0, len(data), _RUN.match, _COUNTED.get
     while at < size:
         if found := run(data, at):
             at = found.end()
-        elif width := counted(data[at]):  # as most are, with the next
+        elif width := counted(data[at]):  # this branch and the next are the most frequent
             begin = at + 1 + width
             at = begin + int.from_bytes(data[at + 1 : begin], "little")
         elif data[at] == _KEEP and int.from_bytes(data[at + 1 : at + 5], "little") <= size:
@@ -62,10 +61,10 @@ def check(data: bytes) -> None:
 
 
 def end_of(data: bytes, at: int) -> int:
-    """Where an opcode ends, with what is behind it; that can be beyond the end of a pickle that is cut off.
+    """The end of an opcode and its argument; beyond the end of the data if the pickle is truncated.
 
     Raises:
-        UnpicklingError: it keeps a value at a place beyond all that the pickle can hold, or is no opcode.
+        UnpicklingError: a memo index exceeds the pickle's length, or the byte is not an opcode.
     """
     opcode = data[at]
     if (width := _WIDTHS[opcode]) >= 0:

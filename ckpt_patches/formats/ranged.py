@@ -1,22 +1,22 @@
-"""Read byte ranges of many files: each is opened when it is first read, and closed at the end of the work."""
+"""Read byte ranges of many files, of which the most recently used ones stay open."""
 
 import errno
 import os
 from collections import OrderedDict
 from types import TracebackType
 
-MOST = 64  # files open at a time
+MOST = 64  # open files at a time
 
 
 class RangedFiles:
-    """Files by path. Those used last stay open as long as there is room; all are closed by `with`, or by `close`.
+    """Open files by path. At the limit the least recently used one is closed; `with` or `close` closes all.
 
-    A file that gets another content under the same path meanwhile is read as it was when it was opened.
+    A file that is replaced while it is open is still read with its old content.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._open: OrderedDict[str, int] = OrderedDict()  # descriptors; the one used last is last
+        self._open: OrderedDict[str, int] = OrderedDict()  # descriptors, least recently used first
 
     def __enter__(self) -> "RangedFiles":
         return self
@@ -32,7 +32,7 @@ class RangedFiles:
         """Fill a buffer with a file's bytes from `offset` on.
 
         Raises:
-            OSError: the file cannot be read, or is shorter; it names the file.
+            OSError: the file cannot be read, or is too short. The error names the file.
         """
         descriptor = self.descriptor(path)
         try:
@@ -48,7 +48,7 @@ class RangedFiles:
             raise
 
     def descriptor(self, path: str) -> int:
-        """Of an open file; valid until so many others have been asked for as may be open.
+        """The descriptor of a file; valid until `most` other files have been requested.
 
         Raises:
             OSError: the file cannot be opened.

@@ -1,11 +1,10 @@
-"""Load a large pickle in which the same opcodes come again and again, in a fraction of the unpickler's memory.
+"""Load a large pickle with many repetitions of the same opcodes, in a fraction of the unpickler's memory.
 
-An index of two million chunks is a hundred million opcodes, and Python's unpickler keeps every object that they make,
-because a pickle can fetch each of them once more. Here objects that the same opcodes make, one behind the other, are
-left out of the pickle that it is given: the arguments of these opcodes (numbers, texts, and which objects are fetched)
-are arrays, a `Segment`, with one example of the objects, in which a `Hole` stands for each argument that differs. Every
-opcode of a segment is compared with those of the example. A pickle that is not of this kind is refused, and whoever
-calls takes the ordinary way.
+The index of two million chunks has a hundred million opcodes. Python's unpickler keeps every object that they create,
+because a pickle can fetch each of them again from the memo. This module removes consecutive objects with the same
+opcodes from the pickle before unpickling. The arguments of these opcodes (numbers, strings, memo slots) become arrays,
+a `Segment`, with one example of the objects, in which a `Hole` replaces each argument that differs. Every opcode of a
+segment is compared with the example's. Pickles of another kind are refused, and the caller unpickles them normally.
 https://docs.python.org/3/library/pickletools.html
 """
 
@@ -21,16 +20,16 @@ import numpy.typing as npt
 
 from ckpt_patches.formats import pickles
 
-LEAST = 8  # objects of a run; fewer are cheaper the ordinary way
-SPARE = 4 << 20  # bytes of other opcodes, besides an eighth of what is in runs
-BLOCK = 1 << 20  # bytes that are compared with a template at a time
-ATTEMPT = 256  # bytes of these that it costs if no run begins where one could
+LEAST = 8  # objects in a run; fewer are cheaper to unpickle normally
+SPARE = 4 << 20  # bytes of opcodes allowed outside of runs, in addition to an eighth of those in runs
+BLOCK = 1 << 20  # bytes to compare with a template at a time
+ATTEMPT = 256  # bytes of SPARE that each failed attempt to find a run costs
 MOST_TEMPLATES, MOST_OF_A_CLASS = 256, 16
-MOST_OPCODES = 256  # of an object
-MOST_FETCHED = 1 << 16  # objects of runs that others fetch; torch makes its indexes of new ones
-MARKS = 4  # that stand for a run: no opcode takes so many from the stack but those that take all from a mark
+MOST_OPCODES = 256  # per object
+MOST_FETCHED = 1 << 16  # objects in runs that others fetch; torch's indexes fetch none
+MARKS = 4  # per run; only opcodes that take everything above a mark take so many values from the stack
 
-# Opcodes by their argument. Numbers can be negative in `J` and `\x8a`; these are in no segment.
+# Opcodes by their argument. `J` and `\x8a` can have negative numbers, which are not allowed in segments.
 NUMBER, GET, PUT, TEXT = "number", "get", "put", "text"
 _KINDS = {
     **dict.fromkeys(b"KMJ\x8a", NUMBER),
@@ -38,12 +37,12 @@ _KINDS = {
     **dict.fromkeys(b"qr", PUT),
     **dict.fromkeys(b"\x8cX", TEXT),
 }
-# What else makes objects, and changes none that was there before: one example can stand for all.
+# Other opcodes that create objects without changing earlier ones, so that one example can represent all.
 _PLAIN = frozenset(b"()}]\x81\x85\x86\x87tRbusN\x88\x89\x94")
 _MARK, _MEMOIZE, _FRAME, _STOP, _STACK_GLOBAL, _GLOBAL = b"(\x94\x95.\x93c"
-_TO_MARK = frozenset(b"tuled1o\x90\x91")  # take all from a mark on
+_TO_MARK = frozenset(b"tuled1o\x90\x91")  # take everything above a mark
 _REFUSED = frozenset(b"PQgpi")
-_MADE = b")\x81"  # behind the fetching of a class: an object of it
+_MADE = b")\x81"  # after a class is fetched: create an object of it
 
 
 def _widths(widths: dict[bytes, int]) -> npt.NDArray[np.int64]:
@@ -57,18 +56,18 @@ _WIDTHS = {
     NUMBER: _widths({b"K": 1, b"M": 2, b"J": 4}),
     GET: _widths({b"h": 1, b"j": 4}),
     PUT: _widths({b"q": 1, b"r": 4}),
-    TEXT: _widths({b"\x8c": 1, b"X": 4}),  # of the length
+    TEXT: _widths({b"\x8c": 1, b"X": 4}),  # of the length field
 }
 _LONG = 0x8A
 _MASKS = np.array([(1 << 8 * width) - 1 for width in range(8)], np.uint64)
 
 
 class IrregularError(Exception):
-    """A pickle that is not read here; it may be sound."""
+    """A pickle that this module does not read; it can be valid."""
 
 
 class _Inert:
-    """What no opcode and no reader can use that does not know it."""
+    """An object that no opcode can use, and only readers that know its class."""
 
     __slots__ = ()
 
@@ -83,7 +82,7 @@ class _Inert:
 
 
 class Hole(_Inert):
-    """In an example in the place of an argument that differs."""
+    """The placeholder, in an example, for an argument that differs."""
 
     __slots__ = ("column", "kind")
 
@@ -92,32 +91,32 @@ class Hole(_Inert):
 
 
 class _Unmade(_Inert):
-    """An object of a segment of which nothing is known here."""
+    """An object of a segment with unknown content."""
 
     __slots__ = ()
 
 
 class _Mark(_Inert):
-    """One of those that stand for a run."""
+    """One of the placeholders for a run."""
 
     __slots__ = ("number", "run")
 
     def __init__(self, run: "Run", number: int) -> None:
         self.run, self.number = run, number
 
-    __hash__ = object.__hash__  # a run of keys and values is two keys and two values
+    __hash__ = object.__hash__  # a run of keys and values becomes two keys and two values
 
 
 class _Template:
-    """The opcodes that make an object, or a key and its value, and which of their arguments differ."""
+    """The opcodes that create an object, or a key and its value, and which of their arguments differ."""
 
     def __init__(self, opcodes: list[tuple[str, bytes]]) -> None:
-        self.opcodes = opcodes  # kind of argument, or "", and the bytes, which are empty if they differ
-        self.slots = sum(map(_fills, opcodes))  # of the memo
+        self.opcodes = opcodes  # kind of argument or "", and the bytes (empty if they differ)
+        self.slots = sum(map(_fills, opcodes))  # in the memo
         self.example: tuple[Any, ...] = ()
-        self.slots_of_example: range | None = None  # in the shorter pickle
+        self.slots_of_example: range | None = None  # in the shortened pickle
         self.found = _Found(-1)
-        self.steps: list[tuple[str, bytes, int]] = []  # of equal bytes one; and how many slots are filled before
+        self.steps: list[tuple[str, bytes, int]] = []  # equal bytes joined; with the number of slots filled before
         slots = 0
         for kind, own in opcodes:
             if own and self.steps and self.steps[-1][1]:
@@ -127,10 +126,10 @@ class _Template:
             slots += _fills((kind, own))
         self.columns = [(kind, slots) for kind, own, slots in self.steps if not own and kind != PUT]
         fixed = (int.from_bytes(own[1:], "little") for kind, own in opcodes if kind == GET and own)
-        self.highest = max(fixed)  # slot that all of them fetch; there is that of the class
+        self.highest = max(fixed)  # slot that all of them fetch; the class is always fetched
 
     def including(self, opcodes: list[tuple[str, bytes]]) -> list[tuple[str, bytes]] | None:
-        """What these and its own have in common; None if they are not the same but for arguments."""
+        """Its opcodes, extended to match these too; None if more than arguments differ."""
         if [kind or own for kind, own in opcodes] != [kind or own for kind, own in self.opcodes]:
             return None
         pairs = zip(self.opcodes, opcodes, strict=True)
@@ -138,21 +137,21 @@ class _Template:
 
 
 def _fills(opcode: tuple[str, bytes]) -> bool:
-    """Whether it keeps an object in a slot of the memo."""
+    """Whether an opcode stores an object in a memo slot."""
     return opcode[0] == PUT or opcode[1] == bytes([_MEMOIZE])
 
 
 class _Found:
-    """The objects of a template that begin in a block of the pickle."""
+    """The objects that match a template and begin in a block of the pickle."""
 
     def __init__(self, block: int) -> None:
         self.block = block
         self.starts = self.ends = self.first_puts = np.empty(0, np.int64)
-        self.columns: list[npt.NDArray[Any]] = []  # of a text two: where it begins, and ends
+        self.columns: list[npt.NDArray[Any]] = []  # two for a string: begin and end
 
 
 class _Candidates:
-    """The objects of all templates of a class that begin in a block, in their order."""
+    """The objects that match any template of a class and begin in a block, in order."""
 
     def __init__(self, templates: list[_Template], block: int) -> None:
         self.templates, self.block = tuple(templates), block
@@ -162,11 +161,11 @@ class _Candidates:
         order = order[np.diff(starts[order], prepend=-1) > 0]
         self.starts = starts[order]
         self.ends = np.concatenate([found.ends for found in own])[order]
-        self.rows = np.concatenate([np.arange(len(found.starts)) for found in own])[order]  # of its template's
+        self.rows = np.concatenate([np.arange(len(found.starts)) for found in own])[order]  # in its template's `_Found`
         self.kinds = np.repeat(np.arange(len(own)), [len(found.starts) for found in own])[order]
         self.slots = np.array([template.slots for template in templates])[self.kinds]
         without = [found.first_puts if len(found.first_puts) else np.full(len(found.starts), -1) for found in own]
-        self.first_puts = np.concatenate(without)[order]  # -1: of a pickle that does not number its slots
+        self.first_puts = np.concatenate(without)[order]  # -1: the pickle does not number its slots
         follows = self.ends[:-1] == self.starts[1:]
         step = np.where(self.first_puts[:-1] < 0, 0, self.slots[:-1])
         follows &= np.diff(self.first_puts) == step
@@ -174,25 +173,25 @@ class _Candidates:
 
 
 class Run:
-    """Objects one behind the other that templates tell."""
+    """Consecutive objects that match templates."""
 
     def __init__(self, first: int, slots: npt.NDArray[Any], kinds: npt.NDArray[Any]) -> None:
         self.count, self.times_read = len(kinds), 0
-        self.ends = _compact(first + np.cumsum(slots))  # slots of the memo that they fill
+        self.ends = _compact(first + np.cumsum(slots))  # of the memo slots that they fill
         self.first, self.end = first, int(self.ends[-1])
-        self.more = 0  # how many slots the pickle has filled at its end that the shorter one has not
+        self.more = 0  # slots filled by the end of the run in the original pickle, and not in the shortened one
         self.kinds = kinds
         self.segments: dict[int, Segment] = {}  # by kind
 
     def at(self, number: int) -> "tuple[Segment, int, int]":
-        """Which object fills a slot, as one of its segment, and its slot there."""
+        """The object that fills a slot: its segment, its number there, and the slot within the object."""
         own = int(np.searchsorted(self.ends, number, "right"))
         segment = self.segments[int(self.kinds[own])]
         first = self.first if own == 0 else int(self.ends[own - 1])
         return segment, int(np.searchsorted(segment.places, own)), number - first
 
     def rows(self, function: Callable[..., tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
-        """What a function has of each of the objects."""
+        """The results of a function for each object. The function is only called with examples."""
         made = [
             (segment.places, zip(*map(segment.values, function(*segment.template.example)), strict=True))
             for segment in self.segments.values()
@@ -207,7 +206,7 @@ class Run:
 
 
 class Segment:
-    """Those objects of a run that the same opcodes make."""
+    """The objects of a run that match the same template."""
 
     def __init__(
         self,
@@ -220,10 +219,10 @@ class Segment:
         self.places, self.count = _compact(places), len(places)  # in the run
 
     def values(self, part: Any) -> Iterable[Any]:
-        """What each of the objects has where the example has this.
+        """The value, for each object, of a part of the example.
 
         Raises:
-            IrregularError: it is neither a number, a text, nor a tuple of them.
+            IrregularError: the part is not a number, a string, None, or a tuple of them.
         """
         if isinstance(part, Hole):
             column = self._columns[part.column]
@@ -241,14 +240,14 @@ class Segment:
         raise IrregularError(f"a {type(part).__name__} in each of many objects")
 
     def _is_constant(self, part: Any) -> bool:
-        """Whether it is a number that is the same for all."""
+        """Whether a part is a number that is the same for all objects."""
         if not isinstance(part, Hole):
             return isinstance(part, int)
         column = self._columns[part.column]
         return part.kind == NUMBER and not isinstance(column, list) and column.strides == (0,)
 
     def at(self, part: Any, number: int) -> Any:
-        """The same of one of them; something that nobody can use where that is not a number, a text, or a tuple."""
+        """The same for one object; an `_Unmade` if the value is not a number, a string, None, or a tuple."""
         if isinstance(part, Hole) and part.kind != GET:
             column = self._columns[part.column]
             return column[number] if isinstance(column, list) else int(column[number])
@@ -258,22 +257,22 @@ class Segment:
 
     @property
     def slots_of_example(self) -> range:
-        assert self.template.slots_of_example is not None  # as it is in the shorter pickle
+        assert self.template.slots_of_example is not None  # because it is in the shortened pickle
         return self.template.slots_of_example
 
 
 class Loaded:
-    """What a pickle holds, with marks in the place of runs: of objects of the classes of the names `starts`."""
+    """The value of a pickle, with marks in place of runs. Objects in runs have the classes named in `starts`."""
 
     def __init__(self, data: bytes, find_class: Callable[[str, str], Any], starts: frozenset[str]) -> None:
-        """Raises IrregularError, or anything that unpickling raises: the pickle is not read here."""
+        """Raises IrregularError, or any error of unpickling: this module cannot read the pickle."""
         shortened = _Shortened(data, starts)
         self._runs = shortened.runs
         pickles.check(bytes(shortened.out))
         self.value = _Unpickler(shortened, find_class).load()
 
     def check(self) -> None:
-        """That every run was read, once.
+        """Check that every run was read exactly once.
 
         Raises:
             IrregularError: one was not.
@@ -283,10 +282,10 @@ class Loaded:
 
 
 def starmap(function: Callable[..., tuple[Any, ...]], items: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """As that of itertools, also of objects in runs: the function is applied to their example.
+    """Like itertools.starmap, also for objects in runs: there the function is called with the example.
 
     Raises:
-        IrregularError: a run is not complete, or the function takes something else of its objects than can be told.
+        IrregularError: a run is not complete, or the function uses parts of its objects with unknown values.
     """
     marks: list[_Mark] = []
     for item in items:
@@ -306,7 +305,7 @@ def starmap(function: Callable[..., tuple[Any, ...]], items: Iterable[tuple[Any,
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of the shorter pickle."""
+    """Unpickles the shortened pickle."""
 
     def __init__(self, shortened: "_Shortened", find_class: Callable[[str, str], Any]) -> None:
         super().__init__(io.BytesIO(shortened.out))
@@ -318,9 +317,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         value, number = pid if isinstance(pid, tuple) else (None, pid)
         found = self._shortened.inserted[number]
-        if isinstance(found, tuple):  # an object of a segment, and its example
+        if isinstance(found, tuple):  # an object of a segment; `value` is its example
             return found[0].at(value, found[1])
-        if isinstance(found, _Mark) and value is not None:  # examples of the templates that are new in its run
+        if isinstance(found, _Mark) and value is not None:  # `value`: examples of templates that are new in this run
             for template, example in zip(self._shortened.examples[number], value, strict=True):
                 template.example = example
         return found
@@ -336,24 +335,24 @@ class _Shortened:
 
     def __init__(self, data: bytes, starts: frozenset[str]) -> None:
         self.out = bytearray()
-        self.inserted: list[Any] = []  # marks, holes, and objects of segments, by their persistent ids
+        self.inserted: list[Any] = []  # marks, holes, and objects of segments, by persistent ID
         self.examples: dict[int, list[_Template]] = {}
         self.runs: list[Run] = []
-        self.slots = 0  # that are filled, as in the pickle
-        self.memo: dict[int, Any] = {}  # of the shorter pickle, once it is loaded
+        self.slots = 0  # filled so far in the original pickle
+        self.memo: dict[int, Any] = {}  # of the shortened pickle, once it is loaded
         self._fetched_of_runs = 0
-        self._outside: dict[int, Any] = {}  # what is in slots that are in no run, as far as it was fetched
+        self._outside: dict[int, Any] = {}  # objects in slots outside of runs, as fetched so far
         self._data, self._starts = data, {name.encode() for name in starts}
         self._firsts: list[int] = []
         self._more = 0
-        self._templates: dict[bytes, list[_Template]] = {}  # by how the class is fetched
+        self._templates: dict[bytes, list[_Template]] = {}  # by the opcode that fetches the class
         self._candidates: dict[bytes, _Candidates] = {}
-        self._classes: set[int] = set()  # their slots
+        self._classes: set[int] = set()  # slots of the classes in `starts`
         self._count = 0  # of templates
-        # Of each open mark how the class of the last object is fetched, the number of its opcode, and since when.
+        # For each open mark: opcode that fetches the last object's class, its index, and `_forgotten` at that time.
         self._levels: list[tuple[bytes, int, int]] = [(b"", 0, 0)]
-        self._opcodes: list[int] = []  # where they begin, since all before was forgotten
-        self._forgotten = 0  # times
+        self._opcodes: list[int] = []  # offsets, since the last `_forget`
+        self._forgotten = 0  # calls of `_forget`
         self._at = self._copied = 0
         self._texts: dict[bytes, str] = {}
         self._bytes = _Bytes(data)
@@ -362,7 +361,7 @@ class _Shortened:
 
     def _read(self) -> None:
         data, end_of, text, limit = self._data, pickles.end_of, b"", SPARE
-        in_runs = 0  # bytes, less what attempts cost
+        in_runs = 0  # bytes, minus the cost of failed attempts
         frame_end = 0
         while True:
             at, opcode = self._at, data[self._at]
@@ -416,18 +415,18 @@ class _Shortened:
                 self._forget()
 
     def _forget(self) -> None:
-        """The opcodes before, which are not those of an object of a segment."""
+        """Discard the opcodes so far, which do not belong to an object of a segment."""
         self._opcodes.clear()
         self._forgotten += 1
 
     def _replace(self, end: int, own: bytes) -> None:
-        """Have these bytes in the place of those up to here."""
+        """Write these bytes in place of those from the current position to `end`."""
         self.out += self._data[self._copied : self._at]
         self.out += own
         self._copied = end
 
     def _fetched(self, number: int) -> bytes:
-        """The opcodes that fetch from the memo of the shorter pickle what the pickle has in a slot."""
+        """Opcodes for the shortened pickle that fetch the object in a slot of the original pickle."""
         if number >= self.slots:
             raise IrregularError("a slot that is not filled")
         at = bisect_right(self._firsts, number) - 1
@@ -444,7 +443,7 @@ class _Shortened:
         return (len(self.inserted) - 1).to_bytes(4, "little")
 
     def objects(self, numbers: npt.NDArray[Any]) -> list[Any]:
-        """What the pickle has in slots."""
+        """The objects in slots of the original pickle."""
         if numbers.strides == (0,) and len(numbers):
             return self.objects(numbers[:1].copy()) * len(numbers)
         found: list[Any] = []
@@ -468,7 +467,7 @@ class _Shortened:
     # Templates
 
     def _learn(self, key: bytes) -> None:
-        """A template of the object that ends here, or one that includes it."""
+        """Add a template of the object that ends here, or extend one to match it."""
         last, number, when = self._levels[-1]
         if last != key or when != self._forgotten:
             return
@@ -492,14 +491,14 @@ class _Shortened:
         return _Template(opcodes)
 
     def _take_run(self, key: bytes) -> bool:
-        """Leave out what the templates of a class tell from here on, if that is enough."""
+        """Replace the run of a class's objects that begins here with marks; False if no run begins here."""
         run, end = self._run(key)
         if run is None:
             return False
         used = [segment.template for segment in run.segments.values()]
         new = [template for template in used if template.slots_of_example is None]
         made = [self._example(template) for template in new]
-        filled = self.slots - self._more  # slots of the shorter pickle
+        filled = self.slots - self._more  # slots of the shortened pickle
         for template in new:
             template.slots_of_example = range(filled, filled + template.slots)
             filled += template.slots
@@ -516,7 +515,7 @@ class _Shortened:
         return True
 
     def _example(self, template: _Template) -> bytes:
-        """Opcodes that make one, with holes."""
+        """Opcodes that create the example, with holes."""
         made, column = [], 0
         for kind, own in template.opcodes:
             if kind == PUT:
@@ -531,7 +530,7 @@ class _Shortened:
         return b"".join(made)
 
     def _found(self, key: bytes) -> _Candidates | None:
-        """The objects of a class in this block."""
+        """The objects of a class in the current block."""
         templates, block = self._templates.get(key, []), self._at // BLOCK
         known = self._candidates.get(key)
         if not templates or (known and known.block == block and known.templates == tuple(templates)):
@@ -543,7 +542,7 @@ class _Shortened:
         return self._candidates[key]
 
     def _run(self, key: bytes) -> tuple[Run | None, int]:
-        """The objects of a class from here on, and where they end; none if they are few, or fetch what is not there."""
+        """The run of a class's objects that begins here, and its end; None if it is short, or fetches empty slots."""
         found = self._found(key)
         row = 0 if found is None else int(np.searchsorted(found.starts, self._at))
         if found is None or row == len(found.starts) or found.starts[row] != self._at:
@@ -565,7 +564,7 @@ class _Shortened:
     def _columns(
         self, template: _Template, rows: npt.NDArray[Any], firsts: npt.NDArray[Any]
     ) -> list[npt.NDArray[Any] | list[str]] | None:
-        """The arguments of objects whose first slots are these; None if one fetches what is not there."""
+        """The arguments of objects with these first slots; None if one fetches an empty slot."""
         if template.highest >= self.slots:
             return None
         columns: list[npt.NDArray[Any] | list[str]] = []
@@ -578,7 +577,7 @@ class _Shortened:
         return columns
 
     def _read_texts(self, starts: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[str]:
-        """The same ones come again and again."""
+        """Decode strings. They are cached because most occur many times."""
         found = []
         for at, end in zip(starts.tolist(), ends.tolist(), strict=True):
             own = self._data[at:end]
@@ -589,7 +588,7 @@ class _Shortened:
 
 
 def _opcode(data: bytes) -> tuple[str, bytes]:
-    """Of a template: numbers, and slots that are filled, differ from one object to the next."""
+    """An opcode of a template. Numbers and filled slots are assumed to differ between objects."""
     kind = _KINDS.get(data[0], "")
     return kind, b"" if kind in (NUMBER, PUT) else data
 
@@ -602,24 +601,24 @@ def _compact(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class _Bytes:
-    """A pickle's bytes, compared with templates."""
+    """A pickle's bytes, for comparison with templates."""
 
     def __init__(self, data: bytes) -> None:
         self._all = np.frombuffer(data, np.uint8)
 
     def _windows(self, width: int) -> npt.NDArray[np.uint8]:
-        """At each byte the bytes from there on."""
+        """At each byte, the next `width` bytes."""
         return np.lib.stride_tricks.sliding_window_view(self._all, width)
 
     def find(self, template: _Template, block: int) -> _Found:
-        """The objects that begin in a block. One that ends close to the pickle's end is not found."""
+        """The objects that match a template and begin in a block, except close to the pickle's end."""
         found, begin = _Found(block), block * BLOCK
         first = template.steps[0][1][:4]
         words: npt.NDArray[Any] = np.ndarray((max(len(self._all) - 3, 0),), "<u4", self._all, strides=(1,))[
             begin : begin + BLOCK
         ]
         starts = begin + np.flatnonzero(words == int.from_bytes(first, "little"))
-        rows: list[Any] = [starts, starts.copy()]  # and behind them a column for each argument
+        rows: list[Any] = [starts, starts.copy()]  # followed by a column for each argument
         for kind, own, _ in template.steps:
             rows = self._same(rows, own) if own else self._arguments(rows, kind)
         kinds = [kind for kind, own, _ in template.steps if not own for _ in range(2 if kind == TEXT else 1)]

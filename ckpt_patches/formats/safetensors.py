@@ -1,6 +1,6 @@
-"""safetensors: a header of JSON with each tensor's type, shape and place, and the tensors' bytes behind it.
+"""safetensors: a JSON header with each tensor's dtype, shape and offsets, and then the tensors' bytes.
 
-    8 bytes    the header's length, a little-endian number
+    8 bytes    the header's length, a little-endian integer
     header     {"<name>": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {…}}
     tensors    without gaps; the offsets count from here
 
@@ -18,9 +18,9 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.runtime.shown import shown
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
-OF_TORCH = ".bin"  # ends the names of files of torch.save that an index can list
+OF_TORCH = ".bin"  # suffix of torch.save files, which an index can list, too
 METADATA = "__metadata__"
-LONGEST_HEADER = 100_000_000  # bytes, as in the library
+LONGEST_HEADER = 100_000_000  # bytes; the library's limit
 DTYPES = {
     **{f"F{8 * size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{
@@ -40,23 +40,23 @@ DTYPES = {
 
 
 class BadHeaderError(UserError):
-    """A file that is no safetensors file, or not all of it."""
+    """A file that is not a safetensors file, or is incomplete."""
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies in a file."""
+    """The position of a tensor in a file."""
 
-    dtype: str  # torch's name; the format's own for a type that torch has not
+    dtype: str  # torch's name; the format's own if torch lacks the dtype
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     nbytes: int
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, by name; none of their bytes is read.
+    """The tensors of a file, by name. Only the header is read.
 
     Raises:
-        BadHeaderError: it is truncated, corrupt, or no safetensors file.
+        BadHeaderError: the file is truncated, corrupt, or not a safetensors file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
-    """What a header lists, behind which `begin` bytes lie; every number is in its bounds."""
+    """The tensors that a header lists, with all numbers checked. Their bytes begin at `begin`."""
     found = {name: _tensor(name, value, begin) for name, value in _entries(data) if name != METADATA}
     ordered = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in found.values())
     for (_, before), (after, _) in pairwise([(begin, begin), *ordered, (size, size)]):
@@ -86,7 +86,7 @@ def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
 
 
 def _entries(data: bytes) -> list[tuple[str, Any]]:
-    """The names and values of the header's object; a name that is there twice is refused."""
+    """The names and values of the header's object. Duplicate names are refused."""
     try:
         found = json.loads(data, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
@@ -99,7 +99,7 @@ def _entries(data: bytes) -> list[tuple[str, Any]]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object of JSON, with a name that is there twice."""
+    """A JSON object that keeps duplicate names."""
 
 
 def _tensor(name: str, value: Any, begin: int) -> Tensor:
@@ -121,14 +121,14 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 class BadIndexError(UserError):
-    """An index that does not list in which file each tensor is."""
+    """An index without a valid list of the tensors' files."""
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """In which file each tensor is, by an index (`weight_map`).
+    """The file of each tensor, from an index (`weight_map`).
 
     Raises:
-        BadIndexError: it cannot be read, or names something else than files beside it.
+        BadIndexError: the index is invalid, or lists something other than files beside it.
     """
     try:
         found = json.loads(path.read_bytes())

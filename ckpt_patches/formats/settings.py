@@ -1,4 +1,4 @@
-"""Settings of param groups and steps, as checkpoints state them: which values no optimizer takes. Pure."""
+"""Checks of param group settings and steps in checkpoints: which values no optimizer accepts. Pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt_patches.runtime.shown import shown
 
-# Numbers that every optimizer needs finite; betas are below.
+# Settings that must be finite. Betas are checked separately.
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "max_lr", "min_lr")
 MOST_STEPS = 1 << 53
 
@@ -20,12 +20,12 @@ def is_step(value: Any) -> bool:
 
 
 def is_not_finite(value: Any) -> bool:
-    """Whether a value is a number, and NaN or infinity."""
+    """Whether a value is NaN or infinity."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def not_numbers(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Settings that no optimizer takes, in words; groups by what they are called."""
+    """Yield messages for settings that no optimizer accepts. `groups` is by name in the messages."""
     for called, group in groups.items():
         for name in NUMBERS:
             if is_not_finite(group.get(name)):
@@ -37,14 +37,14 @@ def not_numbers(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def not_steps(steps: Mapping[str, Any]) -> Iterator[str]:
-    """Steps that are no number of steps, in words."""
+    """Yield messages for values that are not step counts. `steps` is by name in the messages."""
     for called, step in steps.items():
         if not is_step(step):
             yield f"{called} is {shown(step)}, expected a number of steps"
 
 
 def not_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Param groups that do not say which parameters are theirs, or do so twice, or at which rate, in words."""
+    """Yield messages for param groups without `lr` or `params`, or with a duplicate parameter."""
     seen: set[int] = set()
     for number, group in enumerate(groups):
         if "lr" not in group:
@@ -60,9 +60,9 @@ def not_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def unlike_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Groups that lack settings which another group has beside all of theirs, in words.
+    """Yield messages for groups whose settings are a strict subset of another group's.
 
-    Groups of one optimizer have the same settings; of two kinds, such as Muon and Adam, each has some of its own.
+    Groups of one optimizer have the same settings. Of two kinds, such as Muon and Adam, each has some of its own.
     """
     for number, group in enumerate(groups):
         fuller = next((other for other in groups if group.keys() < other.keys()), group)
@@ -70,13 +70,13 @@ def unlike_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"group {number} has no {', '.join(map(shown, absent[:5]))}, and another group has"
 
 
-# By what megatron-core tells the param groups of an optimizer apart, and what its scheduler gives each of them.
+# Settings by which megatron-core distinguishes param groups, and those that its scheduler sets.
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr", "start_wd", "end_wd")
 OF_ONE_OPTIMIZER = ("betas", "eps", "bias_correction")
 
 
 def same_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Groups of one optimizer of Megatron that a load cannot tell apart, or does not find, in words."""
+    """Yield messages for groups of a Megatron optimizer that a load cannot distinguish, or cannot find."""
     seen: dict[str, int] = {}
     for number, group in enumerate(groups):
         if "wd_mult" not in group:
@@ -92,11 +92,11 @@ def same_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def unlike_schedules(groups: Sequence[Mapping[str, Any]], *, experts_are_apart: bool) -> Iterator[str]:
-    """Settings that Megatron has alike in all groups of one optimizer, and that differ, in words.
+    """Yield messages for settings that differ although Megatron keeps them equal in all groups of one optimizer.
 
     Args:
-        groups: of the optimizer.
-        experts_are_apart: whether those of experts are of another optimizer.
+        groups: the optimizer's param groups.
+        experts_are_apart: whether groups of experts belong to another optimizer.
     """
     if not groups or not all("wd_mult" in group and "max_lr" in group for group in groups):
         return
@@ -113,14 +113,14 @@ def unlike_schedules(groups: Sequence[Mapping[str, Any]], *, experts_are_apart: 
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between the settings of one group in two places, in words."""
+    """Yield messages for differences between two copies of a group's settings."""
     for name in sorted(own.keys() | other.keys(), key=str):
         if name != "params" and differ(own.get(name), other.get(name)):
             yield f"{shown(name)} is {_shown(own.get(name))}, and {_shown(other.get(name))}"
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two plain values differ; what is neither a number nor a string, a list or a tuple of these does not."""
+    """Whether two plain values (numbers, strings, None, short lists or tuples of these) differ; others never do."""
     if one is other or not _is_plain(one) or not _is_plain(other):
         return False
     return bool(_canonical(one) != _canonical(other))
@@ -133,7 +133,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _canonical(value: Any) -> Any:
-    """NaN equals itself, a list the tuple of its items."""
+    """A value for comparison: NaN equals itself, and a list equals the tuple of its items."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_canonical, value))
     return "NaN" if isinstance(value, float) and math.isnan(value) else value

@@ -1,6 +1,6 @@
-"""Zip archives as torch.save writes them: records stored as they are, one behind the other, and then a directory.
+"""Zip archives as torch.save writes them: uncompressed records one after another, and then a directory.
 
-Of the format only what these need; `zipfile` knows the rest of it, and takes several times as long for a small file.
+Implements only the part of the format that torch needs. `zipfile` takes several times as long for a small file.
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
@@ -11,58 +11,58 @@ from typing import Any, NamedTuple, Protocol
 
 from ckpt_patches.formats.checksum import crc32
 
-STORED = 0  # the method of a record that is not compressed
-# A record begins with: signature, version, flags, method, time, date, checksum, size, size, length of the name, of the
-# extra field; then come these two.
-LOCAL, LOCAL_READ = struct.Struct("<4s5H3L2H"), struct.Struct("<4s22x2H")  # reading needs the lengths alone
-LOCAL_CHECKSUM, ENTRY_CHECKSUM, BEHIND_CHECKSUM = 14, 16, 4  # where in a record's headers its checksum stands
-# Its place in the directory: signature, version, version, flags, method, time, date, checksum, size, size, lengths of
+STORED = 0  # the method of an uncompressed record
+# Record header: signature, version, flags, method, time, date, checksum, size, size, lengths of name and extra field.
+# The name and the extra field follow.
+LOCAL, LOCAL_READ = struct.Struct("<4s5H3L2H"), struct.Struct("<4s22x2H")  # to read: only the lengths
+LOCAL_CHECKSUM, ENTRY_CHECKSUM, BEHIND_CHECKSUM = 14, 16, 4  # offsets of the checksum in a record's headers
+# Directory entry: signature, version, version, flags, method, time, date, checksum, size, size, lengths of
 # name, extra field and comment, disk, attributes, attributes, position of the record.
 ENTRY, ENTRY_READ = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4x2H4x3L3H8xL")
-# The end: signature, disk, disk, records, records, bytes and position of the directory, length of a comment.
+# End record: signature, disk, disk, records, records, bytes and position of the directory, length of the comment.
 END = struct.Struct("<4s4H2LH")
-# With more than 32 bits there is another end before it, and between the two a locator that says where it is.
+# With more than 32 bits, a second end record is before it, and between the two a locator with its position.
 LOCATOR = struct.Struct("<4sLQL")
 END_64 = struct.Struct("<4sQ2H2L4Q")
-ELSEWHERE, MANY = 0xFFFFFFFF, 0xFFFF  # in place of a larger number
-# An extra field has parts: kind, length, and that many bytes. In one of this kind are then 64-bit numbers.
+ELSEWHERE, MANY = 0xFFFFFFFF, 0xFFFF  # placeholders for larger numbers
+# An extra field has parts: kind, length, and that many bytes. The kind EXTRA_64 has 64-bit numbers.
 PART, EXTRA_64 = struct.Struct("<2H"), 1
 PART_64 = struct.Struct("<2H2Q")
-PADDING = int.from_bytes(b"FB", "little")  # torch's kind of a part that only makes the field longer
-HEADER_AT_ONCE = 512  # bytes: a record's header with name and extra field
-AT_ONCE = 4096  # bytes at the beginning and at the end that are read at once: all of a small file's headers
+PADDING = int.from_bytes(b"FB", "little")  # torch's kind for parts that only pad the field
+HEADER_AT_ONCE = 512  # bytes to read for a record's header, name and extra field
+AT_ONCE = 4096  # bytes to read at the begin and at the end of a file: all headers of a small file
 READ_AT_ONCE = 1 << 24  # bytes of a record's data
 
-CHECKSUM_BEHIND = 8  # a record's flag
-# What stands behind such a record: a signature, the checksum, and the size twice.
+CHECKSUM_BEHIND = 8  # a record's flag: the checksum follows the data
+# Descriptor after such a record: signature, checksum, size, size.
 BEHIND, BEHIND_64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
-LARGE = 1 << 30  # bytes: a record with sizes of 64 bits; the limit is 4 GiB, with some reserve
-VERSION, VERSION_64 = 20, 45  # of the format, which a reader has to know
-FIRST_OF_1980 = 0x21  # the earliest date: files are equal whenever they were written
-ALIGNMENT = 64  # bytes; torch's, so that a file can be mapped into memory
+LARGE = 1 << 30  # bytes; from here on sizes have 64 bits, well below the limit of 4 GiB
+VERSION, VERSION_64 = 20, 45  # of the format; readers must support it
+FIRST_OF_1980 = 0x21  # the earliest date, so that files do not depend on the time of writing
+ALIGNMENT = 64  # bytes; torch's, so that files can be memory-mapped
 
 
 class Entry(NamedTuple):
-    """What the directory says of a record."""
+    """A record's entry in the directory."""
 
     position: int  # of its header
     nbytes: int
     checksum: int
     method: int
     flags: int
-    listed: int  # where in the directory this stands
+    listed: int  # offset of the entry in the directory
 
 
 class BadArchiveError(ValueError):
-    """An archive that is damaged, or of a kind that torch does not write."""
+    """An archive that is damaged, or that torch does not write."""
 
 
 class NoDirectoryError(BadArchiveError):
-    """An archive that was cut off, or no archive."""
+    """A truncated archive, or not an archive."""
 
 
 class Stored(NamedTuple):
-    """Where a record's data lies, in bytes from the start of the file, and its checksum."""
+    """The position of a record's data, in bytes from the start of the file, and its checksum."""
 
     offset: int
     nbytes: int
@@ -70,10 +70,10 @@ class Stored(NamedTuple):
 
 
 class Archive:
-    """The records of an open file, by name, or of a part of one: `size` bytes from `begin` on.
+    """The records, by name, of an archive in an open file: `size` bytes from `begin` on.
 
     Raises:
-        BadArchiveError: here and by every method: what is wrong with the file, and not its name.
+        BadArchiveError: also by every method. The message does not name the file.
     """
 
     def __init__(self, descriptor: int, size: int, begin: int = 0) -> None:
@@ -84,7 +84,7 @@ class Archive:
         self.entries = self._directory()
 
     def read(self, name: bytes) -> bytes:
-        """A small record, whole, if its checksum is right."""
+        """The data of a small record. Verifies the checksum."""
         entry = self.entries[name]
         data = self._bytes(self.position(name) - self._begin, entry.nbytes)
         if crc32(data) != entry.checksum:
@@ -92,14 +92,14 @@ class Archive:
         return data
 
     def stored(self, name: bytes) -> Stored:
-        """Where a record's data lies; all of it is in the archive."""
+        """The position of a record's data, all of which is in the archive."""
         found = Stored(self.position(name), self.entries[name].nbytes, self.entries[name].checksum)
         if found.offset + found.nbytes > self._begin + self._size:
             raise BadArchiveError(f"it ends before the end of its record {name.decode('latin1')}")
         return found
 
     def checksum_places(self, name: bytes) -> tuple[int, int]:
-        """Where in the file the checksum of a record stands: in the directory, and behind or before its data."""
+        """The file offsets of a record's checksum: in the directory, and before or after its data."""
         entry = self.entries[name]
         if entry.flags & CHECKSUM_BEHIND:
             beside = self.position(name) + entry.nbytes + BEHIND_CHECKSUM
@@ -108,7 +108,7 @@ class Archive:
         return self._begin + self._directory_at + entry.listed + ENTRY_CHECKSUM, beside
 
     def position(self, name: bytes) -> int:
-        """Where in the file a record's data begins: behind its header, which is longer than the directory knows."""
+        """The file offset of a record's data, after its header. The directory does not state the header's length."""
         entry = self.entries[name]
         header = self._bytes(entry.position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - entry.position)))
         signature, name_length, extra_length = LOCAL_READ.unpack_from(header)
@@ -149,15 +149,20 @@ class Archive:
 
 
 def update_checksum(descriptor: int, span: tuple[int, int], record: Stored) -> None:
-    """Write into an archive, a part of a file that is open for writing, the checksum of what a record holds now.
+    """Update the checksum of a record with new data, in an archive within a file that is open for writing.
 
     `span` is the archive's first byte and its length.
+
+    Raises:
+        BadArchiveError: the file ends before the record does.
     """
     archive = Archive(descriptor, span[1], span[0])
     (name,) = (name for name in archive.entries if archive.position(name) == record.offset)
     checksum, at, end = 0, record.offset, record.offset + record.nbytes
     while at < end:
         data = os.pread(descriptor, min(READ_AT_ONCE, end - at), at)
+        if not data:
+            raise BadArchiveError(f"expected {record.nbytes} bytes of {name!r}, found {at - record.offset}")
         checksum, at = crc32(data, checksum), at + len(data)
     for place in archive.checksum_places(name):
         os.pwrite(descriptor, struct.pack("<L", checksum), place)
@@ -179,7 +184,7 @@ def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
         if signature != b"PK\1\2" or (stored != nbytes and method == STORED):
             raise BadArchiveError("its directory is damaged")
         own = data[at + ENTRY.size : name_end]
-        if own in found:  # other readers may take the other one
+        if own in found:  # other readers can take the other one
             raise BadArchiveError(f"it has two records of the name {own.decode('latin1')}")
         found[own] = Entry(position, nbytes, checksum, method, flags, at)
         at = extra_end + comment
@@ -189,7 +194,7 @@ def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
 
 
 def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
-    """The numbers, with those from the extra field that are there."""
+    """The numbers, with placeholders replaced from the extra field."""
     part, found = _parts(extra, 0, len(extra))[0].get(EXTRA_64, b""), []
     for number in numbers:
         if number == ELSEWHERE:
@@ -201,7 +206,7 @@ def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
 
 
 def _parts(data: bytes, at: int, end: int) -> tuple[dict[int, bytes], int]:
-    """The parts of an extra field, by kind, and where the last one ends: where the field does, if it is sound."""
+    """The parts of an extra field, by kind, and the end of the last one: the field's end if the field is valid."""
     found = {}
     while at + PART.size <= end:
         kind, length = PART.unpack_from(data, at)
@@ -212,7 +217,7 @@ def _parts(data: bytes, at: int, end: int) -> tuple[dict[int, bytes], int]:
 
 
 class File(Protocol):
-    """What an archive is written to."""
+    """The output of a `Writer`."""
 
     def write(self, data: Any) -> int: ...
 
@@ -220,22 +225,20 @@ class File(Protocol):
 
 
 class SparseFile(File, Protocol):
-    """A file of which somebody else writes a part."""
+    """A file with parts that other code writes."""
 
     def skip(self, nbytes: int) -> object: ...
 
 
 class Writer:
-    """Writes an archive, record by record, and in the end its directory."""
+    """Writes an archive: record by record, and then its directory."""
 
     def __init__(self, file: File) -> None:
         self._file = file
         self._directory: list[bytes] = []
 
     def add(self, name: bytes, data: Iterable[Any], nbytes: int = 0) -> None:
-        """A record, in pieces, of no more than so many bytes; its checksum is taken on the way, and stands behind the
-        data, as torch writes it.
-        """
+        """Write a record of at most `nbytes` bytes, in pieces. Its checksum follows the data, as torch writes it."""
         position = self._begin(name, nbytes >= LARGE)
         checksum = written = 0
         for piece in data:
@@ -245,7 +248,7 @@ class Writer:
         self._end(name, position, Stored(0, written, checksum), nbytes >= LARGE)
 
     def leave_room(self, file: SparseFile, name: bytes, nbytes: int, checksum: int) -> int:
-        """A record whose data, of this checksum, somebody else writes; from which byte on. `file` is the archive's."""
+        """Add a record with data that other code writes into `file`, the archive's. Returns the data's offset."""
         position = self._begin(name, nbytes >= LARGE)
         stored = Stored(file.tell(), nbytes, checksum)
         file.skip(nbytes)
@@ -253,7 +256,7 @@ class Writer:
         return stored.offset
 
     def _begin(self, name: bytes, large: bool) -> int:
-        """Write a record's header; where it stands."""
+        """Write a record's header, and return its position."""
         position, version, size = self._file.tell(), VERSION_64 if large else VERSION, ELSEWHERE if large else 0
         extra = PART_64.pack(EXTRA_64, 16, 0, 0) if large else b""
         extra += _padding(position + LOCAL.size + len(name) + len(extra))
@@ -262,7 +265,7 @@ class Writer:
         return position
 
     def _end(self, name: bytes, position: int, stored: Stored, large: bool) -> None:
-        """Write what stands behind a record's data."""
+        """Write the descriptor after a record's data."""
         behind = BEHIND_64 if large else BEHIND
         self._file.write(behind.pack(b"PK\7\x08", stored.checksum, stored.nbytes, stored.nbytes))
         self._directory.append(_entry(name, position, stored.nbytes, stored.checksum))
@@ -279,7 +282,7 @@ class Writer:
 
 
 def _entry(name: bytes, position: int, nbytes: int, checksum: int) -> bytes:
-    """A record's place in the directory."""
+    """A record's entry in the directory."""
     large = [number for number in (nbytes, nbytes, position) if number >= ELSEWHERE]
     extra = PART.pack(EXTRA_64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
     version, size = VERSION_64 if large else VERSION, min(nbytes, ELSEWHERE)

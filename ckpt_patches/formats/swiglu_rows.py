@@ -1,9 +1,9 @@
-"""Where torch FSDP2 has filed the rows of SwiGLU's W and V, by the index of a torch_dist checkpoint. Pure.
+"""Find misplaced rows of SwiGLU's W and V, saved with torch FSDP2, from the index of a torch_dist checkpoint. Pure.
 
-A tensor-parallel rank's `linear_fc1` is its rows of W, then those of V, and its data-parallel ranks have a shard of
-these rows each. megatron-core 0.10.0 to 0.18.2 halves each shard, and files the halves as rows of W and of V: rows are
-in each other's places, and a tensor has two chunks for each shard. In their places a shard's rows are one chunk, or, as
-the fix `fsdp2_swiglu_rows` saves an odd number of shards, two.
+A tensor-parallel rank's `linear_fc1` has its rows of W, then of V. Each of its data-parallel ranks has a shard of these
+rows. megatron-core 0.10.0 to 0.18.2 halves each shard, and saves the halves as rows of W and of V. Rows are then in
+wrong places ("mixed"), and a tensor has two chunks per shard. In a correct checkpoint a shard is one chunk, or two if
+the fix `fsdp2_swiglu_rows` saved an odd number of shards.
 """
 
 import re
@@ -16,7 +16,7 @@ FC1, FC2 = "linear_fc1", "linear_fc2"
 
 
 class Grid(NamedTuple):
-    """The ranks that have cut a tensor."""
+    """The ranks that share a tensor."""
 
     tensor_parallel: int
     data_parallel: int
@@ -26,31 +26,31 @@ class Grid(NamedTuple):
         return self.tensor_parallel * self.data_parallel
 
     def filed(self, half: int, tensor_parallel: int, piece: int) -> int:
-        """Of a tensor with mixed rows the chunk, by its number, with a piece of a tensor-parallel rank's W or V.
+        """The number of the chunk, in a tensor with mixed rows, with a piece of a tensor-parallel rank's W or V.
 
-        Both have as many pieces as there are data-parallel ranks, in the order of their rows.
+        W (`half` 0) and V (1) have one piece per data-parallel rank, in row order.
         """
         shard, half_of_shard = divmod(piece + half * self.data_parallel, 2)
         return half_of_shard * self.shards + tensor_parallel * self.data_parallel + shard
 
 
 class Mixed(NamedTuple):
-    """A tensor whose rows are mixed, or can be."""
+    """A tensor with rows that are, or can be, mixed."""
 
-    grid: Grid | None  # none: it cannot be told
-    why_not: str = ""  # it cannot be told
+    grid: Grid | None  # None: unknown whether they are
+    why_not: str = ""  # the reason if unknown
 
 
 def rows_axis(name: str, axes: int) -> int:
-    """Along which axis a `linear_fc1` has the rows of W and V: a bias has no other, and layers are in front."""
+    """The axis of the rows of W and V in a `linear_fc1`: the last one of a bias, else the last but one."""
     return axes - (1 if name.endswith("bias") else 2)
 
 
 def mixed(tensors: Mapping[str, Tensor], *, is_fsdp2: bool) -> dict[str, Mixed]:
-    """The tensors whose rows are mixed, and those of which it cannot be told, by name.
+    """The tensors whose rows are mixed, and those for which this is unknown, by name.
 
-    `is_fsdp2`: whether the checkpoint states that FSDP2 has saved it. Without that a `linear_fc2` cut along its rows
-    says so, which nothing else cuts up to 0.18.
+    `is_fsdp2`: whether the checkpoint states that FSDP2 saved it. Otherwise a `linear_fc2` that is split along its rows
+    shows it: up to 0.18 only FSDP2 splits it so.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -62,7 +62,7 @@ def mixed(tensors: Mapping[str, Tensor], *, is_fsdp2: bool) -> dict[str, Mixed]:
 
 
 def _beside(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The weight of `linear_fc2`, or a state of it; where it is frozen it has no states."""
+    """The weight of `linear_fc2` or the same state of it; the weight if it is frozen and has no states."""
     beside = re.sub("(weight|bias)$", "weight", name.replace(FC1, FC2))
     while "." in beside and beside not in tensors:
         beside = beside.partition(".")[2]
@@ -70,7 +70,7 @@ def _beside(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _mixed(tensor: Tensor, beside: Tensor | None, is_fsdp2: bool) -> Mixed | None:
-    """None: its rows are in place, or FSDP2 has not cut them."""
+    """None if the rows are in place, or FSDP2 did not shard them."""
     axis = rows_axis(tensor.name, len(tensor.size))
     rows = sorted({at[axis] for at in tensor.chunks})
     if len(rows) % 2 or len(rows) == 2 or axis < 0:
@@ -84,7 +84,7 @@ def _mixed(tensor: Tensor, beside: Tensor | None, is_fsdp2: bool) -> Mixed | Non
     grid = Grid(tensor_parallel, data_parallel)
     if data_parallel == 1 or len(rows) != 2 * grid.shards:
         return None
-    if data_parallel % 2 == 0:  # in its place a shard is one chunk
+    if data_parallel % 2 == 0:  # if in place, a shard is one chunk
         return Mixed(grid)
     number = {row: count for count, row in enumerate(rows)}
     files = [(number[at[axis]], place.file.rpartition("_")[0]) for at, place in tensor.places.items()]
@@ -95,12 +95,12 @@ def _mixed(tensor: Tensor, beside: Tensor | None, is_fsdp2: bool) -> Mixed | Non
 
 
 def _mixed_shards(grid: Grid) -> dict[int, int]:
-    """By the number of a chunk whose it is."""
+    """The shard of each chunk, by chunk number, if rows are mixed."""
     return {chunk: chunk % grid.shards for chunk in range(2 * grid.shards)}
 
 
 def _shards(grid: Grid) -> dict[int, int]:
-    """The same where two chunks of each shard are in place."""
+    """The same if rows are in place, and each shard has two chunks."""
     found = {}
     for half in range(2):
         for rank in range(grid.tensor_parallel):

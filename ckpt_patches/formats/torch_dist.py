@@ -1,8 +1,8 @@
-"""The files of torch.distributed.checkpoint, as Megatron writes them: an index, and what it says lies where.
+"""The files of torch.distributed.checkpoint, as Megatron writes them: an index, and the files with the data.
 
-`.metadata` is a pickle: of each tensor its chunks, and of each chunk, and of each object, in which file
-`__<rank>_<n>.distcp` it lies, from which byte on, and how many bytes: what torch.save has written there. A flattened
-tensor has the shape (fragments of each axis, elements of a shard), with a chunk for each data-parallel rank.
+`.metadata` is a pickle. It has the chunks of each tensor. For each chunk and each object it has a file
+`__<rank>_<n>.distcp`, and the offset and length of what torch.save wrote there. A flattened tensor has the shape
+(fragments of each axis, elements of a shard), with a chunk per data-parallel rank.
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -24,12 +24,12 @@ from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shown import shown
 
 INDEX = ".metadata"
-# What is not sharded: a file of its own, or since megatron-core 0.19 an object, a list of one, in the sharded files.
+# Unsharded (common) state: a file, or since megatron-core 0.19 an object (a list of one item) in the sharded files.
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 Offsets = tuple[int, ...]
-LARGE = 8 << 20  # bytes of an index
-REPEATED = frozenset(("ChunkStorageMetadata", "MetadataIndex", "WriteItem"))  # its classes with very many objects
+LARGE = 8 << 20  # bytes; an index from this size on is read with `repetitions`
+REPEATED = frozenset(("ChunkStorageMetadata", "MetadataIndex", "WriteItem"))  # classes with very many objects
 
 
 class Place(NamedTuple):
@@ -47,22 +47,22 @@ class Tensor:
     name: str
     dtype: str  # torch's name
     size: tuple[int, ...]
-    whole: tuple[int, ...] | None  # the shape that a flattened one was made of
-    chunks: dict[Offsets, tuple[int, ...]]  # their sizes
-    places: dict[Offsets, Place] = field(default_factory=dict)  # of the chunks; one can be missing
+    whole: tuple[int, ...] | None  # the shape before flattening; None if not flattened
+    chunks: dict[Offsets, tuple[int, ...]]  # sizes by offsets
+    places: dict[Offsets, Place] = field(default_factory=dict)  # of the chunks, by offsets; some can be missing
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `.metadata` says."""
+    """The content of `.metadata`."""
 
     tensors: dict[str, Tensor]
     objects: dict[str, Place]
-    absent: tuple[str, ...] = ()  # what the index lists, or a rank has planned to write, and has no place
+    absent: tuple[str, ...] = ()  # entries that the index lists or a rank planned to write, without a place
 
     def same_places(self) -> Iterator[tuple[str, str]]:
-        """Two entries that are at the same bytes, by their names."""
-        begins: dict[str, set[int]] = {}  # an index can have millions: of those alone that are the same more is kept
+        """Yield the names of each two entries with the same position."""
+        begins: dict[str, set[int]] = {}  # an index can have millions: names are kept only for duplicates
         same: set[tuple[str, int]] = set()
         for places in (*(tensor.places.values() for tensor in self.tensors.values()), self.objects.values()):
             for file, begin, _ in places:
@@ -82,7 +82,7 @@ class Index:
 
 
 class NotContiguousError(NotReadError):
-    """A tensor whose elements do not lie in the order of its shape, as of a convolution in `channels_last`."""
+    """A tensor that is not contiguous, such as a convolution's weight in `channels_last`."""
 
     def __init__(self, message: str, file: TorchFile) -> None:
         super().__init__(message)
@@ -90,10 +90,10 @@ class NotContiguousError(NotReadError):
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint. Nothing that it names is imported or run.
+    """Read the index of a checkpoint. Imports and runs nothing that it names.
 
     Raises:
-        BadFileError: it is missing, damaged, or names a file outside of the folder.
+        BadFileError: the index is missing, damaged, or names a file outside of the folder.
     """
     path = folder / INDEX
     try:
@@ -108,7 +108,7 @@ def read_index(folder: Path) -> Index:
 
 
 class _Entry:
-    """A chunk, or where one lies: there can be millions, and a stand-in for any class is three times as large."""
+    """A chunk, or its position. There can be millions, and a general stub is three times as large."""
 
     __slots__ = ("fields",)
     fields: dict[str, Any]
@@ -118,14 +118,14 @@ class _Entry:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds stand-ins only."""
+    """Unpickles with stubs in place of all classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _found_class(module, name)
 
 
 def _found_class(module: str, name: str) -> Any:
-    return _KEPT.get(f"{module}.{name}") or torch_file.stand_in(module, name)
+    return _KEPT.get(f"{module}.{name}") or torch_file.stub(module, name)
 
 
 def _load(data: bytes) -> Any:
@@ -134,16 +134,16 @@ def _load(data: bytes) -> Any:
 
 
 def _large_index(folder: Path, path: Path) -> Index | None:
-    """The index of very many chunks, in a fraction of the memory; None if it is another one, or not sound."""
+    """Read the index of very many chunks in a fraction of the memory; None if it is small, irregular or damaged."""
     if path.stat().st_size < LARGE:
         return None
     try:
-        from ckpt_patches.formats import repetitions  # with NumPy, which the ordinary way does without
+        from ckpt_patches.formats import repetitions  # needs NumPy, unlike `_load`
 
         loaded = repetitions.Loaded(path.read_bytes(), _found_class, REPEATED)
         found = _index(folder, loaded.value.fields, repetitions.starmap)
         loaded.check()
-    except Exception:  # whatever it is, the ordinary way reads it, or tells what is wrong
+    except Exception:  # `_load` reads the index, or raises a clear error
         return None
     return found
 
@@ -162,7 +162,7 @@ Rows = Callable[[Callable[..., tuple[Any, ...]], Iterable[tuple[Any, ...]]], Ite
 
 
 def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) -> Index:
-    """The index that a pickle holds. `rows` applies a function to objects, of which it can have many as arrays."""
+    """Build the index from a pickle's value. `rows` applies a function to objects, and can read them from arrays."""
     found = Index({}, {})
     for name, entry in index["state_dict_metadata"].items():
         if "chunks" in entry.fields and isinstance(name, str):
@@ -174,7 +174,7 @@ def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) 
         place = tuple.__new__(Place, (file, begin, nbytes))
         if name in found.tensors:
             key = _numbers(offsets)
-            found.tensors[name].places[same[name].get(key, key)] = place  # of equal offsets one is kept in memory
+            found.tensors[name].places[same[name].get(key, key)] = place  # keeps equal offsets in memory once
         elif isinstance(name, str):
             found.objects[name] = place
     for file in {place.file for tensor in found.tensors.values() for place in tensor.places.values()}:
@@ -192,7 +192,7 @@ def _stored(key: Any, place: Any) -> tuple[Any, ...]:
 
 
 def _absent(index: dict[str, Any], found: Index, rows: Rows) -> Iterator[str]:
-    """Objects and chunks without a place. megatron-core keeps in an index what every rank has planned to write."""
+    """Objects and chunks without a place. megatron-core's indexes also contain the write plans of all ranks."""
     there = found.tensors.keys() | found.objects.keys()
     listed = [name for name in index["state_dict_metadata"] if isinstance(name, str)]
     planned = list(_planned(index.get("all_local_plans"), rows))
@@ -207,7 +207,7 @@ def _called(name: str, offsets: Offsets) -> str:
 
 
 def _planned(plans: Any, rows: Rows) -> Iterator[tuple[str, Offsets]]:
-    """Name and place of each item of the plans; nothing of plans in a form that is not known here."""
+    """Yield name and offsets of each item in the plans. Plans in an unknown form are skipped."""
     for plan in plans if isinstance(plans, list) else ():
         for name, offsets in rows(_planned_item, zip(getattr(plan, "fields", {}).get("items") or (), strict=False)):
             if isinstance(name, str):
@@ -231,7 +231,7 @@ def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, A
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Offsets or sizes."""
+    """Check offsets or sizes."""
     found = tuple(values)
     for value in found:
         if type(value) is not int or value < 0:
@@ -240,11 +240,11 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def read_place(files: RangedFiles, folder: Path, place: Place) -> TorchFile:
-    """What torch.save has written at a place of the index; classes come out as stand-ins.
+    """Read what torch.save wrote at a place of the index. Classes become stubs.
 
     Raises:
-        BadFileError: the file is missing or shorter, or what lies there is damaged.
-        NotReadError: it is in torch's format before 1.6.
+        BadFileError: the file is missing or too short, or the data is damaged.
+        NotReadError: the data is in torch's format before 1.6.
     """
     path = _path(folder, place.file)
     try:
@@ -256,15 +256,15 @@ def read_place(files: RangedFiles, folder: Path, place: Place) -> TorchFile:
 
 @functools.lru_cache(maxsize=1024)
 def _path(folder: Path, file: str) -> Path:
-    """Of a file with many chunks, each of which is read by itself."""
+    """The path of a file. Cached, because each of its many chunks is read separately."""
     return folder / file
 
 
 def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offsets) -> TorchFile:
-    """A chunk of a tensor that has a place: what is there is a contiguous tensor, as the index says.
+    """Read a chunk, which must have a place, and check that it is a contiguous tensor as the index describes it.
 
     Raises:
-        BadFileError, NotReadError: as `read_place`; and where another tensor lies there, or one with other strides.
+        BadFileError, NotReadError: as in `read_place`; or the tensor there is a different one or not contiguous.
     """
     found = read_place(files, folder, tensor.places[offsets])
     header, shape = found.value, tensor.chunks[offsets]
@@ -283,14 +283,14 @@ def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offset
 
 
 def read_common(folder: Path, index: Index) -> Any:
-    """What a checkpoint holds that is not sharded: from its file, or where that is not there, from its object.
+    """Read the unsharded state of a checkpoint: from its file, or from its object if the file does not exist.
 
     Raises:
-        BadFileError, NotReadError: it cannot be read, or there is none.
+        BadFileError, NotReadError: the state cannot be read, or does not exist.
     """
     path = folder / COMMON
     if path.exists() or COMMON_OBJECT not in index.objects:
-        return torch_file.read(path, trust=True).value  # runs nothing; unknown classes are stand-ins
+        return torch_file.read(path, trust=True).value  # runs no code; unknown classes are stubs
     with RangedFiles() as files:
         found = read_place(files, folder, index.objects[COMMON_OBJECT])
     if not isinstance(found.value, list) or len(found.value) != 1:

@@ -1,4 +1,4 @@
-"""Write the index of torch.distributed.checkpoint, plain, which every release of Megatron reads.
+"""Write an index of torch.distributed.checkpoint in the basic form that every release of Megatron reads.
 
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_patches.formats.torch_dist import Place, Tensor
-from ckpt_patches.formats.torch_file import Size, stand_in
+from ckpt_patches.formats.torch_file import Size, stub
 from ckpt_patches.formats.torch_writer import pickled
 
 METADATA, STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-ARCHIVE = "archive"  # how torch names the records of what has no file's name of its own
+ARCHIVE = "archive"  # torch's folder of records for data that is not saved to a named file
 
 
 def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
-    """What `.metadata` holds. Of the tensors every chunk has its place."""
+    """The bytes of `.metadata`. Every chunk of the tensors must have a place."""
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     for tensor in tensors:
@@ -31,11 +31,11 @@ def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
 
 
 def _tensor(tensor: Tensor) -> Any:
-    properties = stand_in(METADATA, "TensorProperties")
+    properties = stub(METADATA, "TensorProperties")
     made = properties.__new__(properties)
-    layout = stand_in("torch.serialization", "_get_layout")("torch.strided")
-    memory_format = stand_in(METADATA, "_MEM_FORMAT_ENCODING")(0)
-    made.state = stand_in("torch", tensor.dtype), layout, False, memory_format, False
+    layout = stub("torch.serialization", "_get_layout")("torch.strided")
+    memory_format = stub(METADATA, "_MEM_FORMAT_ENCODING")(0)
+    made.state = stub("torch", tensor.dtype), layout, False, memory_format, False
     chunks = [
         _object("ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
         for offsets, sizes in tensor.chunks.items()
@@ -44,14 +44,14 @@ def _tensor(tensor: Tensor) -> Any:
 
 
 def _place(place: Place) -> Any:
-    kind = stand_in(STORAGE, "_StorageInfo")
+    kind = stub(STORAGE, "_StorageInfo")
     made = kind.__new__(kind)
     made.state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
     return made
 
 
 def _object(name: str, **fields: Any) -> Any:
-    kind = stand_in(METADATA, name)
+    kind = stub(METADATA, name)
     made = kind.__new__(kind)
     made.state = fields or None
     return made

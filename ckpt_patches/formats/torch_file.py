@@ -1,8 +1,8 @@
-"""Read what is in a file of torch.save without torch: its structure, and where each tensor's bytes lie in the file.
+"""Read a torch.save file without torch: its structure, and the position of each tensor's bytes in the file.
 
-No tensor data is read, no module named in the file is imported, and no code of the file is run. Tensors come out as
-`TensorHeader`, and classes as stand-ins that only keep what the file holds for them. A class that is not on the list
-stops the reading, as with torch.load(weights_only=True); trusting a file lets its name pass, and still runs nothing.
+Reads no tensor data, imports no module that the file names, and runs no code of it. Tensors become `TensorHeader`, and
+classes become stubs that only keep what the file stores for them. A class that is not on the list is an error, as with
+torch.load(weights_only=True). For a trusted file any class is allowed, and still no code runs.
 
 The format: a zip of uncompressed records, `<name>/data.pkl` (a pickle, protocol 2, with storages as persistent ids
 ("storage", type, key, location, elements)), `<name>/data/<key>` (a storage's bytes), `<name>/byteorder`.
@@ -27,13 +27,12 @@ from ckpt_patches.formats import dtypes, pickles, stored_zip
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
 
 QUANTIZED = "torch._utils._rebuild_qtensor"
-# What a file in torch's format before 1.6 begins with: a pickle of a number that is torch's mark.
+# First bytes of a file in torch's format before 1.6: a pickle of torch's magic number.
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-# Classes that ZeRO and Megatron checkpoints hold and that only carry data. A name stands here for what may be read,
-# not for what is run: nothing of it is imported.
+# Classes in ZeRO and Megatron checkpoints that only carry data. A listed class may be read; it is never imported.
 LISTED = {
-    "_io.BytesIO",  # what modules keep beside their weights (`_extra_state`)
+    "_io.BytesIO",  # modules' `_extra_state`
     "argparse.Namespace",
     "collections.defaultdict",
     "collections.deque",
@@ -65,25 +64,25 @@ class StorageHeader(NamedTuple):
     """A storage in a file: the bytes that one or more tensors are views of."""
 
     key: str  # in the file
-    dtype: str  # torch's name, "uint8" for an untyped one
+    dtype: str  # torch's name, "uint8" for an untyped storage
     numel: int
     offset: int  # of the first byte, from the start of the file
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEM_SIZE[self.dtype]  # also of packed types
+        return self.numel * ITEM_SIZE[self.dtype]  # also for packed dtypes
 
 
 class TensorHeader(NamedTuple):
     """A tensor in a file, without its data."""
 
     storage: StorageHeader
-    dtype: str  # torch's name of it
-    start: int  # of the view, in elements of the storage
+    dtype: str  # torch's name
+    start: int  # of the view in the storage, in elements
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
-    wrapping: tuple[Any, ...] = ()  # how a subclass or a parameter is made of it: (function, arguments behind it)
+    wrapping: tuple[Any, ...] = ()  # how a subclass or parameter is rebuilt from it: (function, further arguments)
 
     @property
     def numel(self) -> int:
@@ -91,7 +90,7 @@ class TensorHeader(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the type of its elements is; of what is not, the properties behind this raise UnknownDtypeError."""
+        """Whether the dtype is known; if not, the properties below with sizes in bytes raise UnknownDtypeError."""
         return self.dtype in ITEM_SIZE
 
     @property
@@ -100,7 +99,7 @@ class TensorHeader(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Of the first element, in bytes from the start of the file."""
+        """The offset of the first element, in bytes from the start of the file."""
         return self.storage.offset + dtypes.nbytes(self.dtype, self.start)
 
     @property
@@ -118,40 +117,40 @@ class TensorHeader(NamedTuple):
 
 
 class TorchFile(NamedTuple):
-    """What `read` found."""
+    """The result of `read`."""
 
     path: Path
     size: int  # bytes
     mtime_ns: int  # of the last change
-    value: Any  # dicts, lists, numbers and strings as they are; tensors and classes as stand-ins
-    storages: tuple[stored_zip.Stored, ...] = ()  # all of it that have bytes, with their checksums, if they were wanted
-    root: str = ""  # the folder of the records: the stem of the name that torch.save wrote to, or "archive"
+    value: Any  # dicts, lists, numbers and strings as they are; headers for tensors, stubs for classes
+    storages: tuple[stored_zip.Stored, ...] = ()  # all that are not empty, with checksums, if requested
+    root: str = ""  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
 
 
 class BadFileError(UserError):
-    """A file that is not what torch.save writes, or not all of it."""
+    """A file that torch.save did not write, or an incomplete one."""
 
 
 class NotReadError(UserError):
-    """A file in a format that is not read here; it may be sound."""
+    """A file in an unsupported format; it can be valid."""
 
 
 class UnlistedClassError(UserError):
-    """A class that is not on the list of those that checkpoints are known to hold."""
+    """A class that is not on the list of known classes in checkpoints."""
 
 
 def read(path: str | Path, *, trust: bool = False, checksums: bool = False) -> TorchFile:
-    """The structure of a file of torch.save.
+    """Read the structure of a torch.save file.
 
-    `trust` lets classes pass that are not listed; they come out as stand-ins like the others. `checksums` asks for
-    those of the storages; the storages themselves are not read.
+    `trust` allows classes that are not listed; they become stubs like the others. `checksums` also returns the stored
+    checksums of the storages, without reading them.
 
     Raises:
         UnlistedClassError: the file names a class that is not listed.
-        BadFileError: the file is missing, truncated, corrupt, or no file of torch.save.
-        NotReadError: it is in torch's format before 1.6, or big-endian.
+        BadFileError: the file is missing, truncated, corrupt, or not a torch.save file.
+        NotReadError: the file is in torch's format before 1.6, or big-endian.
     """
-    path = path if isinstance(path, Path) else Path(path)  # there are thousands
+    path = path if isinstance(path, Path) else Path(path)  # avoids a copy: there are thousands of files
     with _as_bad_file(path), _opened(path) as descriptor:
         status = os.fstat(descriptor)
         archive = _Archive(descriptor, path, (0, status.st_size))
@@ -161,9 +160,9 @@ def read(path: str | Path, *, trust: bool = False, checksums: bool = False) -> T
 
 
 def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile:
-    """What torch.save has written into a part of an open file: `span` is its first byte and its length.
+    """Read what torch.save wrote into a part of an open file. `span` is the part's first byte and length.
 
-    Classes that are not listed come out as stand-ins. Offsets are from the start of the file. Raises as `read`.
+    Classes that are not listed become stubs. Offsets are from the start of the file. Raises the same as `read`.
     """
     with _as_bad_file(path):
         status = os.fstat(descriptor)
@@ -181,7 +180,7 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
 
 
 def instance(value: Any, name: str) -> bool:
-    """Whether a value is the stand-in for an object of the class of this name (without its module)."""
+    """Whether a value is a stub for an object of a class with this name (without its module)."""
     return isinstance(value, Instance) and type(value).__name__ == name
 
 
@@ -199,19 +198,19 @@ NUMBERS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
 def number(dtype: str, data: bytes) -> float | None:
-    """The number that the bytes of one element are; None if they are not of one, or of another type."""
+    """Decode the bytes of one element as a number; None for another length or an unsupported dtype."""
     if dtype not in NUMBERS or len(data) != ITEM_SIZE[dtype]:
         return None
     return float(struct.unpack(NUMBERS[dtype], data)[0])
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]:
-    """All tensors in what a file holds, wherever they are, by their place in it; a value may hold itself."""
+    """All tensors at any depth of a file's value, with their path in it. The value can contain itself."""
     return ((place, found) for place, found in parts_of(value, name) if isinstance(found, TensorHeader))
 
 
 def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | Instance]]":
-    """The same, and all stand-ins for objects."""
+    """The same, and all stubs of objects."""
     seen: set[int] = set()
     left: list[tuple[str, Any]] = [(name, value)]
     while left:
@@ -235,7 +234,7 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
 
 
 def storages_in(value: Any) -> list[StorageHeader]:
-    """Of all tensors in a value, which may hold itself."""
+    """The storages of all tensors in a value, which can contain itself."""
     found, seen, left = {}, set(), [value]
     while left:
         value = left.pop()
@@ -254,31 +253,31 @@ def storages_in(value: Any) -> list[StorageHeader]:
 
 
 def _part(key: Any) -> str:
-    """Of a name; keys are strings, numbers, and pairs of types."""
+    """A key as part of a path. Keys are strings, numbers, and pairs of dtypes."""
     if isinstance(key, tuple):
         return "(" + ", ".join(getattr(part, "__name__", str(part)) for part in key) + ")"
     return str(key)
 
 
-# Tensors that are saved alike: an index has tens of thousands of chunks, and few shapes
+# A cache of files that differ only in tensor data: an index has tens of thousands of chunks, and few shapes
 
 
 class _Alike(NamedTuple):
-    """All of a part of a file but the bytes of the only tensor that it holds; offsets are from the part's begin."""
+    """A part of a file without the bytes of its only tensor. Offsets are from the part's first byte."""
 
-    head: bytes  # before those bytes
+    head: bytes  # bytes before the tensor
     tail_at: int
-    tail: bytes  # behind them, with zeros in the place of what depends on them
-    masks: tuple[tuple[int, int], ...]  # where in the tail that is
-    checksum_at: int  # where in the tail theirs is
+    tail: bytes  # bytes after the tensor, with zeros where they depend on it
+    masks: tuple[tuple[int, int], ...]  # ranges of these zeros in the tail
+    checksum_at: int  # offset of the tensor's checksum in the tail
     value: TensorHeader
     stored: stored_zip.Stored
 
 
-_ALIKE: dict[int, list[_Alike]] = {}  # by the number of all bytes
+_ALIKE: dict[int, list[_Alike]] = {}  # by length of the part
 MOST_ALIKE, MOST_OF_A_LENGTH = 4096, 4
-LONGEST = 4096  # bytes of a head and of a tail
-OF_ALL_RECORDS = b".data/serialization_id"  # a record that torch makes of the checksums of all others
+LONGEST = 4096  # bytes of a head or a tail
+OF_ALL_RECORDS = b".data/serialization_id"  # a record that torch computes from the checksums of all others
 
 
 def _remember(
@@ -292,7 +291,7 @@ def _remember(
         return
     try:
         masks, checksum_at = archive.depending_on(stored, begin + tail_at)
-    except stored_zip.BadArchiveError:  # a record that nobody reads
+    except stored_zip.BadArchiveError:  # in a record that is not read
         return
     if any(first < 0 for first, _ in masks):
         return
@@ -303,7 +302,7 @@ def _remember(
 
 
 def _found_alike(descriptor: int, span: tuple[int, int]) -> tuple[TensorHeader, tuple[stored_zip.Stored, ...]] | None:
-    """What a part of a file holds that is like one that was read; None if there was none."""
+    """The content of a part of a file that equals a cached one except for tensor data, or None."""
     begin, nbytes = span
     for known in _ALIKE.get(nbytes, ()):
         if os.pread(descriptor, len(known.head), begin) != known.head:
@@ -324,11 +323,11 @@ def _masked(data: bytes, masks: tuple[tuple[int, int], ...]) -> bytes:
     return bytes(changed)
 
 
-# Stand-ins
+# Stubs
 
 
 class Global(type):
-    """A class or a function that a file names; calling it runs nothing."""
+    """The stub of a class or function that a file names. Calling it runs no code of the file."""
 
     def __call__(cls, *args: Any) -> Any:
         made: Instance = cls.__new__(cls, *args)  # type: ignore[arg-type]
@@ -337,11 +336,11 @@ class Global(type):
 
 
 class Instance(metaclass=Global):
-    """What a file holds of an object: how it was made, its state, and its items if it is a list or a dict."""
+    """The stub of an object: how it was created, its state, and its items if it is a list or a dict."""
 
     __slots__ = ("args", "called", "items", "pairs", "state")
     args: tuple[Any, ...]
-    called: bool  # made by calling the class or the function, or else by its __new__
+    called: bool  # created by calling the class or function; otherwise by its __new__
     items: list[Any]  # of a list
     pairs: list[tuple[Any, Any]]  # of a dict
     state: Any
@@ -367,7 +366,7 @@ class Instance(metaclass=Global):
 
 
 class Ordered(OrderedDict[Any, Any]):
-    """An OrderedDict; a file can give it items, and attributes only where they hide nothing."""
+    """An OrderedDict. Attributes from a file are kept in `attributes`, so that they hide no methods."""
 
     def __setstate__(self, state: Any) -> None:
         self.attributes = state
@@ -384,7 +383,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _Function:
-    """One of torch's functions that make a tensor. An object without attributes, so that no file can change it."""
+    """One of torch's functions that rebuild tensors. Its attributes cannot be set, so that no file can change it."""
 
     __slots__ = ("_run",)
     _run: Callable[..., Any]
@@ -406,7 +405,7 @@ def _tensor(storage: Any, start: int, shape: Any, stride: Any, requires_grad: bo
 def _tensor_of_type(
     storage: Any, start: int, shape: Any, stride: Any, requires_grad: bool, _hooks: Any, dtype: Any, *_: Any
 ) -> TensorHeader:
-    """torch._utils._rebuild_tensor_v3: an untyped storage, and the type by its name"""
+    """torch._utils._rebuild_tensor_v3: an untyped storage and a dtype"""
     return _checked(TensorHeader(storage, dtype.__name__, start, tuple(shape), tuple(stride), requires_grad))
 
 
@@ -424,7 +423,7 @@ def _parameter(tensor: TensorHeader, *rest: Any) -> TensorHeader:
 def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     """torch._tensor._rebuild_from_type_v2: a tensor of a subclass, or one with attributes"""
     tensor = make(*args)
-    if not isinstance(tensor, TensorHeader):  # one that consists of others, as DTensor, is an object with a state
+    if not isinstance(tensor, TensorHeader):  # a tensor of other tensors, such as DTensor, is an object with a state
         return _with_state(tensor, state)
     return tensor._replace(wrapping=("torch._tensor._rebuild_from_type_v2", (kind, state), tensor.wrapping))
 
@@ -437,21 +436,21 @@ def _with_state(made: Any, state: Any) -> Any:
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """What protocol 2 makes of bytes: _codecs.encode(text, "latin1"), or bytes() for none"""
+    """Bytes in protocol 2: _codecs.encode(text, "latin1"), or bytes() if empty"""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"expected bytes as latin1, found {encoding!r}")
     return text.encode("latin1")
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """getattr: of a class, whose method makes an object, as Transformer Engine's tensors are pickled"""
+    """getattr of a class, for a method that creates an object, as in pickles of Transformer Engine's tensors"""
     if isinstance(owner, Global):
-        return stand_in(owner.__module__, f"{owner.__name__}.{name}")
-    return stand_in("builtins", "getattr")(owner, name)
+        return stub(owner.__module__, f"{owner.__name__}.{name}")
+    return stub("builtins", "getattr")(owner, name)
 
 
 def _checked(tensor: TensorHeader) -> TensorHeader:
-    """Every number is in its bounds, so that nobody reads past a storage."""
+    """Check all numbers of a tensor, so that no read goes beyond its storage."""
     shape, stride = tensor.shape, tensor.stride
     numbers = (tensor.start, *shape, *stride)
     if not isinstance(tensor.storage, StorageHeader) or {*map(type, numbers)} != {int} or min(numbers) < 0:
@@ -478,19 +477,19 @@ _FUNCTIONS: dict[str, Any] = {
     **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (set, frozenset)},
 }
 ATTRIBUTE, _ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr"), _Function(_attribute)
-_STAND_INS: dict[str, Any] = {}
+_STUBS: dict[str, Any] = {}
 
 
-def stand_in(module: str, name: str) -> Any:
-    """The one stand-in for a class or function of this name."""
+def stub(module: str, name: str) -> Any:
+    """The stub for a class or function of this name. The same name always has the same stub."""
     full = f"{module}.{name}"
-    if full not in _STAND_INS:
-        _STAND_INS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
-    return _STAND_INS[full]
+    if full not in _STUBS:
+        _STUBS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
+    return _STUBS[full]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds stand-ins only, and makes headers of storages."""
+    """Unpickles with stubs in place of classes, and headers in place of storages."""
 
     def __init__(self, archive: "_Archive", trust: bool) -> None:
         data = archive.record("data.pkl")
@@ -506,10 +505,10 @@ class _Unpickler(pickle.Unpickler):
         if full in ATTRIBUTE and self.trust:
             return _ATTRIBUTE
         if full in LISTED or self.trust:
-            return stand_in(module, name)
+            return stub(module, name)
         raise UnlistedClassError(
             f"{self.archive.path} holds {full}, which is not on the list of classes that checkpoints are known to "
-            f"hold; look at where it comes from, and if you trust the checkpoint, say {TRUST}"
+            f"hold; look at where it comes from, and if you trust the checkpoint, use {TRUST}"
         )
 
     def persistent_load(self, pid: Any) -> StorageHeader:
@@ -524,7 +523,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Archive:
-    """The records of a file of torch, all below one folder."""
+    """The records of a torch file, all in one folder."""
 
     def __init__(self, descriptor: int, path: Path, span: tuple[int, int]) -> None:
         self.path = path
@@ -540,7 +539,7 @@ class _Archive:
         return self._root.decode("utf-8", "replace").rstrip("/")
 
     def record(self, name: str) -> bytes:
-        """A small record, whole."""
+        """The data of a small record."""
         return self._zip.read(self._existing(name))
 
     def storages(self) -> tuple[stored_zip.Stored, ...]:
@@ -551,7 +550,7 @@ class _Archive:
         return tuple(self._stored.values())
 
     def depending_on(self, stored: stored_zip.Stored, tail_at: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        """What changes in the file behind a record with its data: from where to where, and where its checksum is."""
+        """The ranges after a record that depend on its data, and its checksum's offset, relative to `tail_at`."""
         (name,) = (name for name, own in self._stored.items() if own == stored)
         checksums = [self._zip.checksum_places(name)]
         masks = []
@@ -564,7 +563,7 @@ class _Archive:
         return tuple(masks), checksums[0][0] - tail_at
 
     def data_offset(self, name: str, nbytes: int) -> int:
-        """Where a record's bytes begin, if it has as many as expected."""
+        """The offset of a record's bytes. Checks their number."""
         full = self._existing(name)
         found = self._zip.entries[full].nbytes
         if found != nbytes:
@@ -579,7 +578,7 @@ class _Archive:
 
 
 def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.Archive:
-    """Its directory stands at the end, so that a truncated file has none."""
+    """Open a zip archive. The directory is at its end, so that a truncated file has no directory."""
     begin, size = span
     start = os.pread(descriptor, len(BEFORE_1_6), begin)
     if start == BEFORE_1_6:
@@ -596,7 +595,7 @@ def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor; `open` takes three times as long, and there are thousands. A pipe or a device is refused."""
+    """Yield a regular file's descriptor. `open` takes three times as long, and there are thousands of files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -608,7 +607,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextmanager
 def _as_bad_file(path: Path) -> Iterator[None]:
-    """Whatever a damaged file makes the readers raise, as one clear line."""
+    """Convert any error from reading a damaged file to a one-line BadFileError."""
     try:
         yield
     except UserError:

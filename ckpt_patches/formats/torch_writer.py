@@ -1,6 +1,6 @@
-"""Write files of torch.save without torch, from the stand-ins of `torch_file` and tensor data that comes in pieces.
+"""Write torch.save files without torch, from the stubs of `torch_file` and tensor data in pieces.
 
-No class of a file is imported: what names one is written as its name.
+No class of a file is imported: only its name is written.
 """
 
 import copyreg
@@ -21,7 +21,7 @@ from ckpt_patches.formats.torch_file import (
     Size,
     StorageHeader,
     TensorHeader,
-    stand_in,
+    stub,
 )
 
 PROTOCOL = 2  # torch's
@@ -32,7 +32,7 @@ STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 def torch_file(file: File, name: str, value: Any) -> Iterator["Records"]:
     """Write a value; the caller then adds the bytes of its storages.
 
-    `name` is torch's for the records: the file's, without its suffix.
+    `name` is the records' folder: torch uses the file's name without its suffix.
     """
     archive = _begun(file, name, pickled(value))
     yield Records(archive, name)
@@ -40,7 +40,7 @@ def torch_file(file: File, name: str, value: Any) -> Iterator["Records"]:
 
 
 def _begun(file: File, name: str, data: bytes) -> Writer:
-    """An archive with all records but those of the storages."""
+    """An archive with all records except the storages."""
     archive = Writer(file)
     archive.add(f"{name}/data.pkl".encode(), [data])
     archive.add(f"{name}/byteorder".encode(), [b"little"])
@@ -49,12 +49,12 @@ def _begun(file: File, name: str, data: bytes) -> Writer:
 
 
 class Outline:
-    """A torch file without the bytes of its storages, which somebody else writes into their places."""
+    """A torch file without the bytes of its storages, which other code writes into their places."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, bytes]] = []  # by where they begin
+        self.pieces: list[tuple[int, bytes]] = []  # by offset
         self.nbytes = 0  # of the file
-        self.places: dict[str, int] = {}  # by a storage's key, where it begins
+        self.places: dict[str, int] = {}  # offset by storage key
 
     def write(self, data: Any) -> int:
         self.pieces.append((self.nbytes, bytes(data)))
@@ -69,9 +69,9 @@ class Outline:
 
 
 def outline(name: str, data: bytes, storages: Iterable[tuple[str, int, int]]) -> Outline:
-    """The file around storages, of which the key, the bytes and the checksum are given; `data` is the pickled value.
+    """The file around storages, given as key, bytes and checksum. `data` is the pickled value.
 
-    Where everything lies does not depend on the checksums.
+    No position depends on the checksums.
     """
     found = Outline()
     archive = _begun(found, name, data)
@@ -88,23 +88,23 @@ class Records:
         self._archive, self._name = archive, name
 
     def add_storage(self, key: str, nbytes: int, data: Iterable[Any]) -> None:
-        """A storage's bytes, in pieces."""
+        """Add a storage's bytes, in pieces."""
         self._archive.add(f"{self._name}/data/{key}".encode(), data, nbytes)
 
 
 def pickled(value: Any) -> bytes:
-    """As torch pickles it."""
+    """Pickle a value as torch does."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
-class _Pickler(pickle._Pickler):  # in Python: the one in C refuses names that it cannot import
-    """Writes stand-ins as what they stand for."""
+class _Pickler(pickle._Pickler):  # in Python: the C version refuses names that it cannot import
+    """Writes stubs as the objects that they represent."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, StorageHeader):
-            return ("storage", stand_in("torch", STORAGE_OF[value.dtype]), value.key, "cpu", value.numel)
+            return ("storage", stub("torch", STORAGE_OF[value.dtype]), value.key, "cpu", value.numel)
         return None
 
     def reducer_override(self, value: Any) -> Any:
@@ -113,7 +113,7 @@ class _Pickler(pickle._Pickler):  # in Python: the one in C refuses names that i
         if isinstance(value, Instance):
             return _reduced(value)
         if isinstance(value, Size):
-            return stand_in("torch", "Size"), (tuple(value),)
+            return stub("torch", "Size"), (tuple(value),)
         if isinstance(value, Ordered):
             return OrderedDict, (), getattr(value, "attributes", None), None, iter(value.items())
         return NotImplemented
@@ -127,7 +127,7 @@ class _Pickler(pickle._Pickler):  # in Python: the one in C refuses names that i
 
 
 def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
-    """The function of torch that makes a tensor, and its arguments."""
+    """torch's function that rebuilds a tensor, and its arguments."""
     if not tensor.wrapping:
         view: tuple[Any, ...] = (
             tensor.storage,
@@ -138,8 +138,8 @@ def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
             OrderedDict(),
         )
         if tensor.dtype == tensor.storage.dtype:
-            return stand_in("torch._utils", "_rebuild_tensor_v2"), view
-        return stand_in("torch._utils", "_rebuild_tensor_v3"), (*view, stand_in("torch", tensor.dtype))
+            return stub("torch._utils", "_rebuild_tensor_v2"), view
+        return stub("torch._utils", "_rebuild_tensor_v3"), (*view, stub("torch", tensor.dtype))
     function, rest, *inner = tensor.wrapping
     if function == QUANTIZED:
         return _global(function), (tensor.storage, tensor.start, tensor.shape, tensor.stride, *rest)
@@ -152,11 +152,11 @@ def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _global(name: str) -> Any:
-    return stand_in(*name.rsplit(".", 1))
+    return stub(*name.rsplit(".", 1))
 
 
 def _reduced(instance: Instance) -> tuple[Any, ...]:
-    """As __reduce__ gives it: how the object is made, its state, its items."""
+    """The result of __reduce__: how the object is created, its state, its items."""
     kind = type(instance)
     rest = (instance.state, iter(instance.items), iter(instance.pairs))
     if instance.called:

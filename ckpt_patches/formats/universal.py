@@ -1,9 +1,9 @@
-"""DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, each the whole array.
+"""DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, each a full array.
 
-Other optimizers than Adam have other states than `exp_avg` and `exp_avg_sq`.
+Optimizers other than Adam have other states than `exp_avg` and `exp_avg_sq`.
 
-Beside `zero/` lie the model-states files of the ZeRO checkpoint. A file holds a tensor, as stage 3's do, or a dict with
-it under "param" and what is to be done with it at another tensor-parallel size.
+The model-states files of the ZeRO checkpoint are beside `zero/`. A state's file holds a tensor (stage 3), or a dict
+with the tensor under "param" and how to convert it for another tensor-parallel size.
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
 
@@ -14,7 +14,7 @@ from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MASTER, NAME
 
 FOLDER = "zero"
-VOCABULARY = "vocab_tensor"  # in a file's dict: the array's rows are tokens, without padding
+VOCABULARY = "vocab_tensor"  # key in a file's dict: the array's rows are tokens, without padding
 
 
 def state_file(parameter: str, state: str) -> str:
@@ -29,18 +29,18 @@ def is_universal(path: Path) -> bool:
 
 
 def parameters(path: Path) -> list[str]:
-    """Those that have a folder."""
+    """The parameters that have a folder."""
     return sorted(folder.name for folder in (path / FOLDER).iterdir() if folder.is_dir())
 
 
 def states(path: Path, parameter: str) -> list[str]:
-    """The states that a parameter has a file of, the main parameter's first; the step is none of them."""
+    """The states that a parameter has files for, the main parameter first. The step is not included."""
     folder = path / FOLDER / parameter
     names = sorted(file.stem for file in folder.iterdir() if file.suffix == ".pt") if folder.is_dir() else []
     return sorted((name for name in names if NAME.fullmatch(name) and name != "step"), key=lambda name: name != MASTER)
 
 
 def tensor_of(value: Any) -> TensorHeader | None:
-    """The array in what a state's file holds."""
+    """The tensor in the value of a state's file, if any."""
     found = value.get("param") if isinstance(value, dict) else value
     return found if isinstance(found, TensorHeader) else None

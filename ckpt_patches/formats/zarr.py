@@ -1,4 +1,4 @@
-"""The arrays of zarr as Megatron writes them: a folder an array, in it `.zarray`, and a file a chunk: its raw bytes.
+"""Zarr arrays as Megatron writes them: a folder per array, with `.zarray` and a file of raw bytes per chunk.
 
 The format: Zarr v2 without compression, chunks in C order; see https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html.
 """
@@ -16,9 +16,9 @@ from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.shown import shown
 
 METADATA, ATTRIBUTES = ".zarray", ".zattrs"
-LOCKS = ".sync"  # what the name of a folder of locks beside an array ends in
-MOST_MISSING = 100_000  # chunks of an array: more are none that were lost, but a wrong shape
-# torch's name of the type that zarr names so; what numpy does not have goes by the name of ml_dtypes.
+LOCKS = ".sync"  # suffix of the folder with an array's locks
+MOST_MISSING = 100_000  # chunks of an array; if more are missing, the shape is wrong
+# torch's dtype by zarr's. Dtypes that NumPy lacks have the names of ml_dtypes.
 DTYPES = {
     **{f"<f{size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{f"<i{size}": f"int{8 * size}" for size in (2, 4, 8)},
@@ -39,7 +39,7 @@ class Array:
     path: Path  # its folder
     dtype: str  # torch's name
     shape: tuple[int, ...]
-    chunks: tuple[int, ...]  # the shape of one
+    chunks: tuple[int, ...]  # shape of a chunk
     separator: str = "."
 
     @property
@@ -47,39 +47,39 @@ class Array:
         return self.path.name
 
     def labels(self) -> Iterator[str]:
-        """The names of all chunks' files."""
+        """The file names of all chunks."""
         grid = [range(-(-size // chunk)) for size, chunk in zip(self.shape, self.chunks, strict=True)]
         for index in itertools.product(*grid):
             yield self.separator.join(map(str, index)) or "0"
 
     def places(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The same, each with the first element of its chunk."""
+        """The offsets of each chunk's first element, and the chunk's file name."""
         grid = [range(0, size, chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
         return zip(itertools.product(*grid), self.labels(), strict=True)
 
     @property
     def chunk_bytes(self) -> int:
-        """Each is written whole, also at an edge."""
+        """Bytes per chunk. Chunks at an edge also have the full size."""
         return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
 
 
 def arrays(path: Path) -> list[Path]:
-    """The folders of a checkpoint's arrays, without those of their locks."""
+    """The folders of a checkpoint's arrays, without folders of locks."""
     folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.endswith(LOCKS)]
     return [folder for folder in folders if is_array(folder)]
 
 
 def is_array(folder: Path) -> bool:
-    """Whether a folder is one of an array; one whose metadata is lost still has its chunks."""
+    """Whether a folder has an array. An array without metadata still has its chunks."""
     return (folder / METADATA).exists() or any(file.name[0].isdigit() for file in folder.iterdir())
 
 
 def read_array(folder: Path) -> Array:
-    """The metadata of an array.
+    """Read the metadata of an array.
 
     Raises:
-        BadFileError: it is missing, or not what zarr writes.
-        NotReadError: the chunks are not raw bytes in C order, or of a type that is not known.
+        BadFileError: the metadata is missing or invalid.
+        NotReadError: the chunks are not raw bytes in C order, or have an unknown dtype.
     """
     path = folder / METADATA
     try:

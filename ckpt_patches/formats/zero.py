@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO checkpoints: a file of optimizer state for each data-parallel rank, with flat partitions.
+"""DeepSpeed's ZeRO checkpoints: an optimizer file per data-parallel rank, with flat partitions.
 
-Stage 1 and 2 flatten a parameter group and cut it in equal partitions; `param_slice_mappings` says which fragment of
-which parameter begins where in a rank's partition. Stage 3 has a group for each parameter group, or several where
-`sub_group_size` cuts it; each rank has ceil(elements / ranks) elements of every parameter of a group in turn.
+Stages 1 and 2 flatten a param group and split it into equal partitions. `param_slice_mappings` has the position of each
+parameter's fragment in a rank's partition. Stage 3 has one group per param group, or several if `sub_group_size` splits
+it. Each rank has ceil(elements / ranks) elements of each parameter of a group, one parameter after another.
 https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 """
 
@@ -18,35 +18,35 @@ from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHe
 from ckpt_patches.runtime.shown import shown
 
 MASTER = "fp32"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; other optimizers have others
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's; other optimizers have others
 Shape = tuple[int, ...]
 
-# Of a state that is carried over: it becomes a file's name.
+# Names of states that are converted: they become file names.
 NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 RESERVED = (MASTER, "step")
-NUMBERS = ("float32", "bfloat16", "float16", "float64")  # the others are no numbers by themselves
-# Muon's state at stage 1 and 2: of each parameter of which a part is in the partition, all elements.
+NUMBERS = ("float32", "bfloat16", "float16", "float64")  # elements of other dtypes are not numbers by themselves
+# Muon's state at stages 1 and 2: all elements of each parameter with a fragment in the partition.
 MOMENTUM = "momentum_buffer"
 
-# Of 16-bit training with ZeRO, of older releases (fp16_), of bf16 (BF16_Optimizer).
+# Prefixes: none for 16-bit training with ZeRO, fp16_ in older releases, bf16_ for BF16_Optimizer.
 OPTIMIZER = re.compile(r"((?:fp16_|bf16_)?zero_pp_rank_)(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
-# At stage 3 one a data-parallel rank, before that one for all.
+# Stage 3 has one per data-parallel rank, earlier stages one for all.
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 EXPERT = re.compile(r"expp_rank_.*|layer_.*_expert_.*")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The names in a checkpoint folder that matter."""
+    """The relevant file names in a checkpoint folder."""
 
     path: Path
     names: tuple[str, ...]  # of all files, in natural order
     optimizer: dict[tuple[int, int], str]  # by data-parallel and model-parallel rank
-    models: dict[tuple[int | None, int], str]  # the same; before stage 3 of no data-parallel rank
+    models: dict[tuple[int | None, int], str]  # the same; before stage 3 the data-parallel rank is None
 
     @property
     def prefixes(self) -> set[str]:
-        """What the names of the optimizer's files begin with; of several trainings, there are several."""
+        """The prefixes of the optimizer files' names; several if the folder has files of several runs."""
         return {match[1] for match in map(OPTIMIZER.fullmatch, self.optimizer.values()) if match}
 
     @property
@@ -66,12 +66,12 @@ class Folder:
 
 
 def model_name(data_parallel: int, model_parallel: int) -> str:
-    """Of a rank's file of model states at stage 3."""
+    """The name of a rank's model-states file at stage 3."""
     return f"zero_pp_rank_{data_parallel}_mp_rank_{model_parallel:02d}_model_states.pt"
 
 
 def look(path: Path) -> Folder:
-    """What lies in a folder, by the names of its files."""
+    """Index the file names of a folder by kind and rank."""
     names = sorted((entry.name for entry in path.iterdir() if entry.is_file()), key=_natural)
     optimizer = {(int(m[2]), int(m[3])): m[0] for m in map(OPTIMIZER.fullmatch, names) if m}
     models = {(None if m[1] is None else int(m[1]), int(m[2])): m[0] for m in map(MODEL.fullmatch, names) if m}
@@ -79,12 +79,12 @@ def look(path: Path) -> Folder:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Rank 9 before rank 10."""
+    """Sort key: rank 9 before rank 10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 class ElementType(NamedTuple):
-    """What a tensor is besides its elements. This and the next are tuples, as there are thousands of them."""
+    """A tensor's properties besides its elements. This and `Flat` are tuples because there are thousands."""
 
     dtype: str  # torch's name
     requires_grad: bool = False
@@ -93,25 +93,25 @@ class ElementType(NamedTuple):
 class Flat(NamedTuple):
     """A flattened tensor in a file."""
 
-    file: int  # the number of the file
+    file: int  # index of the file
     offset: int  # bytes from the start of the file
     numel: int
     type: ElementType
-    room: int = 0  # elements to the end of its storage, if more: DeepSpeed saves a master without padding as a view
+    room: int = 0  # elements up to the storage's end: a main parameter can be a view without padding
 
 
 @dataclass(frozen=True)
 class Step:
-    """The optimizer's step as the file has it: a number, or a tensor of no dimension."""
+    """The optimizer's step as the file has it: a number, or a tensor without dimensions."""
 
     value: Any
     file: int
-    known: object  # to compare: the number, or the tensor's type and bytes
+    known: object  # to compare: the number, or the tensor's dtype and bytes
     group: int
 
     @property
     def number(self) -> float | None:
-        """None if it is none."""
+        """The step as a number; None if it is not one."""
         if isinstance(self.known, tuple):
             return torch_file.number(*self.known)
         return self.known if isinstance(self.known, (int, float)) else None
@@ -119,23 +119,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Partition:
-    """One rank's share of one group of parameters."""
+    """One rank's partition of one param group."""
 
-    states: dict[str, Flat]  # the main parameter, by MASTER, and what the optimizer has of the same elements
+    states: dict[str, Flat]  # the main parameter (MASTER), and the optimizer's states of the same elements
     step: Step | None
-    fragments: dict[str, tuple[int, int]]  # stage 1 and 2: by parameter, where in the partition: start, elements
-    scalars: tuple[str, ...] = ()  # what else the optimizer has of the group, such as mu_product
-    others: tuple[str, ...] = ()  # tensors that are neither of these elements nor single numbers
-    momentum: Flat | None = None  # Muon's at stage 1 and 2, which can be of whole parameters
-    in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, where its fragment is in there
-    wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # and all of it: start, elements
+    fragments: dict[str, tuple[int, int]]  # stages 1 and 2: by parameter, start in the partition, elements
+    scalars: tuple[str, ...] = ()  # the group's single values, such as mu_product
+    others: tuple[str, ...] = ()  # tensors that are neither of these
+    momentum: Flat | None = None  # Muon's at stages 1 and 2; it can be of full parameters
+    in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, start of its fragment in `momentum`
+    wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
 
     def held(self) -> list[str]:
-        """The states of each fragment, the main parameter's first."""
+        """The states of each fragment, the main parameter first."""
         return [*self.states, *([MOMENTUM] if self.momentum else [])]
 
     def place(self, name: str, key: str) -> tuple[Flat, int]:
-        """The tensor with a state of a parameter, and the element at which the parameter's fragment begins there."""
+        """The tensor with a parameter's state, and the element at which the parameter's fragment begins in it."""
         if key == MOMENTUM and self.momentum:
             return self.momentum, self.in_momentum[name]
         return self.states[key], self.fragments[name][0]
@@ -143,20 +143,20 @@ class Partition:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank's optimizer file holds."""
+    """The content of a rank's optimizer file."""
 
     stage: int
     partitions: tuple[Partition, ...]  # by group
-    data_parallel: tuple[int, ...] = ()  # ranks that share each group, where the file tells
+    data_parallel: tuple[int, ...] = ()  # number of ranks that share each group, if stored
     paddings: tuple[int, ...] = ()  # by group, elements at the end of the last partition
-    settings: tuple[dict[str, Any], ...] = ()  # of the parameter groups: rates, betas, and in some releases the step
-    states: int = 0  # groups that have moments
-    sharing: tuple[tuple[int, ...], ...] = ()  # stage 3: by group the ranks that share it, where the file tells
+    settings: tuple[dict[str, Any], ...] = ()  # of the param groups: learning rate, betas, sometimes the step
+    states: int = 0  # number of groups that have states
+    sharing: tuple[tuple[int, ...], ...] = ()  # stage 3: by group, the ranks that share it, if stored
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model-states file holds that matters beside the optimizer's state."""
+    """The relevant content of a model-states file."""
 
     file: int
     shapes: tuple[dict[str, Shape], ...]  # of the trained parameters, by group
@@ -164,27 +164,28 @@ class ModelFile:
 
 
 def optimizer_of(path: Path, value: Any) -> dict[str, Any]:
-    """The optimizer's state in what a rank's file holds.
+    """The optimizer's state in a rank's file.
 
     Raises:
-        BadFileError: there is none.
+        BadFileError: the file has no optimizer state.
     """
     found: dict[str, Any] = required(value, "optimizer_state_dict", path)
     return found
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:
-    """BF16_Optimizer writes none. An enum is made of its number."""
+    """The ZeRO stage; BF16_Optimizer writes no stage. A stored enum has the number as its argument."""
     stage = optimizer.get("zero_stage", 1)
     return int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
 
 
 def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
-    """A rank's optimizer file; `file` is the number that its tensors are to have.
+    """Parse a rank's optimizer file. `file` is the file index for its tensors.
 
     Raises:
-        BadFileError: something is not as DeepSpeed writes it.
-        UnknownDtypeError: a tensor's elements are of a type that is not known.
+        BadFileError: the content is not what DeepSpeed writes.
+        NotReadError: the optimizer has fewer groups than main parameters.
+        UnknownDtypeError: a tensor's dtype is not known.
     """
     stage = stage_of(optimizer)
     base = required(optimizer, "optimizer_state_dict" if stage > 2 else "base_optimizer_state", path)
@@ -194,7 +195,7 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
     masters = required(optimizer, "fp32_flat_groups" if stage > 2 else "single_partition_of_fp32_groups", path)
     mappings = [{}] * len(masters) if stage > 2 else required(optimizer, "param_slice_mappings", path)
     if len(mappings) < len(masters) and len(mappings) == len(required(base, "param_groups", path)):
-        # DeepSpeed makes one group of all where it sets up torch's Adagrad anew.
+        # DeepSpeed merges all groups into one if it creates torch's Adagrad again.
         raise NotReadError(f"{path}: the optimizer has {len(mappings)} group, and {len(masters)} main parameters")
     if not len(states) <= len(masters) == len(mappings) or not states.keys() <= {*range(len(masters))}:
         raise BadFileError(
@@ -221,7 +222,7 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
 
 
 def _is_of_muon(base: Mapping[str, Any], group: int) -> bool:
-    """Whether a group is of the matrices that Muon orthogonalizes."""
+    """Whether a group has the matrices that Muon orthogonalizes."""
     groups = base.get("param_groups") or ()
     return group < len(groups) and isinstance(groups[group], dict) and groups[group].get("use_muon") is True
 
@@ -240,7 +241,7 @@ def _partition(
     states = {MASTER: _flat(path, file, MASTER, master)}
     fragments = {name: _fragment(path, name, address) for name, address in mapping.items()}
     numel = states[MASTER].numel
-    sizes = range(numel, max(states[MASTER].room, numel + padding) + 1)  # the master can be without its padding
+    sizes = range(numel, max(states[MASTER].room, numel + padding) + 1)  # the main parameter can lack its padding
     scalars, others, momentum = [], [], None
     for key, value in state.items():
         if key in MOMENTS:
@@ -266,7 +267,7 @@ def _is_flat(tensor: TensorHeader) -> bool:
 
 
 def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
-    """Of a fragment_address, a dataclass: the first element, the number."""
+    """The first element and number of elements in a `fragment_address`, a dataclass."""
     fields = address.fields if torch_file.instance(address, "fragment_address") else {}
     start, numel = fields.get("start"), fields.get("numel")
     if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
@@ -291,10 +292,10 @@ def _step(path: Path, file: int, group: int, state: Mapping[str, Any]) -> Step |
 
 
 def read_model(path: Path, file: int, value: Any) -> ModelFile:
-    """A model-states file.
+    """Parse a model-states file.
 
     Raises:
-        BadFileError: it does not say what shapes its parameters have.
+        BadFileError: the file does not have the shapes of its parameters.
     """
     groups = required(value, "param_shapes", path)
     shapes = tuple({name: tuple(shape) for name, shape in group.items()} for group in groups)
@@ -304,10 +305,10 @@ def read_model(path: Path, file: int, value: Any) -> ModelFile:
 
 
 def required(holder: Any, key: Any, path: Path) -> Any:
-    """What a dict of a file has under a key.
+    """The value of a key in a file's dict.
 
     Raises:
-        BadFileError: it is none, or has no such key.
+        BadFileError: `holder` is not a dict, or lacks the key.
     """
     if not isinstance(holder, dict):
         raise BadFileError(f"{path}: expected {key!r} in a dict, found {type(holder).__name__}")
@@ -319,17 +320,17 @@ def required(holder: Any, key: Any, path: Path) -> Any:
 class Shares(NamedTuple):
     """Stage 3: a parameter's elements in the partitions of a group. The last ranks have fewer, or none."""
 
-    numel: int  # in all
-    each: int  # elements that a rank has room for
-    start: int  # of these, in each partition
+    numel: int  # of the parameter
+    each: int  # elements reserved on each rank
+    start: int  # of the reserved elements in each partition
 
     def of(self, rank: int) -> int:
-        """Elements that a rank has."""
+        """The number of elements on a rank."""
         return max(0, min(self.each, self.numel - rank * self.each))
 
 
 def shares(shapes: Mapping[str, Shape], ranks: int) -> Iterator[tuple[str, Shares]]:
-    """Stage 3: where each parameter of a group lies in the partitions of the ranks."""
+    """Stage 3: the position of each parameter of a group in the ranks' partitions."""
     start = 0
     for name, shape in shapes.items():
         numel = math.prod(shape)

@@ -1,7 +1,7 @@
-"""Where parameters lie in the flat buffers of ZeRO 1 and 2: in the order in which the optimizer flattened them. Pure.
+"""Positions of parameters in the flat buffers of ZeRO 1 and 2, in the order in which they were flattened. Pure.
 
-A rank's `param_slice_mappings` has the address of each fragment. With `round_robin_gradients` DeepSpeed flattens a
-group in another order than the one that it computes these addresses from; `param_shapes` has that of the buffer.
+A rank's `param_slice_mappings` has the address of each fragment. With `round_robin_gradients` DeepSpeed computes these
+addresses from another order than the one in which it flattens a group. `param_shapes` has the order of the buffer.
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.2/deepspeed/runtime/zero/stage_1_and_2.py
 """
 
@@ -15,11 +15,11 @@ from ckpt_patches.formats.torch_file import BadFileError
 from ckpt_patches.formats.zero import MASTER, MOMENTUM, Partition, Shape
 
 Fragments = dict[str, tuple[int, int]]  # by parameter: start in the partition, elements
-ALIGNMENT = "param_alignment_paddings"  # by group, for each parameter; where one is not 0 the addresses are right
+ALIGNMENT = "param_alignment_paddings"  # by group and parameter; if one is not 0, the addresses are correct
 
 
 def is_round_robin(config: Any) -> bool:
-    """Whether the configuration that a checkpoint holds has `round_robin_gradients`."""
+    """Whether the configuration in a checkpoint enables `round_robin_gradients`."""
     own = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(own, dict) and own.get("round_robin_gradients") is True
 
@@ -27,15 +27,15 @@ def is_round_robin(config: Any) -> bool:
 def in_written_order(
     ranks: Sequence[Sequence[Partition]], shapes: Sequence[Mapping[str, Shape]], where: str
 ) -> list[tuple[Partition, ...]]:
-    """The partitions of all data-parallel ranks of a `round_robin_gradients` run, with the addresses of the buffer.
+    """Correct the addresses in all data-parallel ranks' partitions, in a `round_robin_gradients` run.
 
     Args:
         ranks: by data-parallel rank, its partition of each group.
-        shapes: by group, of the parameters in the order of the buffer.
-        where: the folder, for an error.
+        shapes: by group, the parameters' shapes in the order of the buffer.
+        where: the folder, for error messages.
 
     Raises:
-        BadFileError: which addresses are right cannot be determined.
+        BadFileError: the correct addresses cannot be determined.
     """
     groups = list(zip(*ranks, strict=True))
     fixed = [
@@ -67,7 +67,7 @@ def _group(parts: Sequence[Partition], shapes: Mapping[str, Shape], where: str) 
 
 
 def _fragments(sizes: Mapping[str, int], first: int, size: int) -> Fragments:
-    """Those in one rank's partition, which begins at an element of the buffer."""
+    """The fragments in the partition that has `size` elements from element `first` of the buffer."""
     found: Fragments = {}
     begin = 0
     for name, numel in sizes.items():
@@ -81,10 +81,10 @@ def _fragments(sizes: Mapping[str, int], first: int, size: int) -> Fragments:
 def with_momentum(
     ranks: Sequence[Sequence[Partition]], shapes: Mapping[str, Shape], *, all_share: bool = True
 ) -> list[tuple[Partition, ...]]:
-    """The partitions of all data-parallel ranks with the addresses in the momentum of Muon.
+    """Add the addresses in Muon's momentum to all data-parallel ranks' partitions.
 
-    A rank has it of all elements of each parameter of which a part is in its partition, or with an optimizer on the CPU
-    of its partition. It is among the other states where neither is so, or the ranks do not all share the parameters.
+    A rank has the momentum of all elements of each parameter with a fragment in its partition (if `all_share`: all
+    ranks share the parameters) or, with a CPU optimizer, of its partition. Otherwise the momentum goes to `others`.
     """
     groups = [_with_momentum(group, shapes, all_share=all_share) for group in zip(*ranks, strict=True)]
     return list(zip(*groups, strict=True)) if groups else [() for _ in ranks]
@@ -110,8 +110,8 @@ def _with_momentum(parts: Sequence[Partition], shapes: Mapping[str, Shape], *, a
 def _of_wholes(
     parts: Sequence[Partition], own: Sequence[Sequence[str]], wholes: Sequence[Sequence[int]]
 ) -> list[Partition]:
-    """A rank's part of each parameter in the momentum that the rank itself has of all of it."""
-    before: dict[str, int] = {}  # elements on the ranks before, by parameter
+    """The partitions with each fragment's address in the rank's own momentum of the full parameter."""
+    before: dict[str, int] = {}  # elements on earlier ranks, by parameter
     found = []
     for part, names, sizes in zip(parts, own, wholes, strict=True):
         starts = list(itertools.accumulate(sizes, initial=0))

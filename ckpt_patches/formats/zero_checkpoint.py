@@ -1,7 +1,7 @@
-"""The validated model of a ZeRO checkpoint: what the headers of all its files hold, and a refusal of what contradicts.
+"""The validated model of a ZeRO checkpoint, from the headers of all its files. Contradictions are errors.
 
-The only tensor data that is read is `step`, four bytes for each parameter group. Offsets in files are bytes, other
-sizes are elements.
+The only tensor data that is read is `step`, four bytes per param group. Offsets in files are in bytes, other sizes in
+elements.
 """
 
 import re
@@ -24,8 +24,8 @@ from ckpt_patches.runtime.processes import mapped
 UPSTREAM = "convert it with DeepSpeed's own converter: python -m deepspeed.checkpoint.ds_to_universal"
 # Patterns for the parameters of experts, as upstream writes them.
 PATTERN, PATTERN_3 = r"\.experts\.w[123]$", r".*\.experts\.w[123]$"
-WORTH_A_PROCESS = 128  # files; to start a process and to receive its results takes as long as to read some of these
-# Left out of the common state at stage 1 and 2.
+WORTH_A_PROCESS = 128  # files; starting a process and receiving its results takes as long as reading some of these
+# Left out of the common state at stages 1 and 2.
 SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 Wanted = TypeVar("Wanted")
@@ -33,7 +33,7 @@ Wanted = TypeVar("Wanted")
 
 @dataclass(frozen=True)
 class File:
-    """A file of the checkpoint. A change of one of these makes a plan invalid."""
+    """A file of the checkpoint. If one changes, a plan becomes invalid."""
 
     path: Path
     size: int  # bytes
@@ -48,7 +48,7 @@ class Rank:
     pp: int
     tp: int
     dp: int
-    partitions: tuple[Partition, ...]  # by parameter group
+    partitions: tuple[Partition, ...]  # by param group
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Checkpoint:
     dp_degree: int
     files: tuple[File, ...]
     ranks: tuple[Rank, ...]  # in the order pp, tp, dp
-    models: tuple[ModelFile, ...]  # stage 1 and 2: by pp, tp; stage 3: by tp, of data-parallel rank 0
-    copied: tuple[int, ...]  # files that a universal checkpoint has as they are
+    models: tuple[ModelFile, ...]  # stages 1 and 2: by pp, tp; stage 3: by tp, of data-parallel rank 0
+    copied: tuple[int, ...]  # files that a universal checkpoint has unchanged
     info: dict[str, Any]  # `universal_checkpoint_info`
-    optimizer_state: dict[str, Any] = field(default_factory=dict)  # of the first rank, without what is sharded
+    optimizer_state: dict[str, Any] = field(default_factory=dict)  # of the first rank, without sharded values
     experts: dict[str, Experts] = field(default_factory=dict)  # of AutoEP, by parameter
     local_experts: dict[str, LocalExpert] = field(default_factory=dict)  # of `deepspeed.moe`, by parameter
     expert_models: tuple[ModelFile, ...] = ()  # stage 3: by expert-parallel rank, of its first data-parallel rank
-    rewritten: tuple[tuple[int, dict[str, Any]], ...] = ()  # files that a universal checkpoint has changed, and how
+    rewritten: tuple[tuple[int, dict[str, Any]], ...] = ()  # files changed in a universal checkpoint, new content
 
 
 def check_folder(path: Path) -> Folder:
-    """The names of the files in a folder.
+    """The names of the files in a checkpoint folder.
 
     Raises:
-        UserError: it is not a ZeRO checkpoint, or its experts are without a ZeRO optimizer.
+        UserError: the folder is not a ZeRO checkpoint, has files of two runs, or experts without a ZeRO optimizer.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; name the one with the files of the ranks, like OUT/global_step10")
@@ -95,10 +95,10 @@ def check_folder(path: Path) -> Folder:
 
 
 def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False) -> Checkpoint:
-    """All headers of a checkpoint folder.
+    """Read all headers of a checkpoint folder.
 
     Raises:
-        UserError: a file is missing, damaged or of another checkpoint, or the kind of checkpoint is not supported.
+        UserError: a file is missing, damaged or from another checkpoint, or the kind of checkpoint is not supported.
     """
     reader = _Reader(check_folder(path), trust)
     try:
@@ -109,15 +109,15 @@ def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False)
         )
         _check_inventory(reader, stage)
         return found
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a dict where a list should be
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # such as a dict instead of a list
         raise UserError(f"{path} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
 
 
 def _check_inventory(reader: "_Reader", stage: int) -> None:
-    """Refuse what no run saves, by the files that are read by now.
+    """Refuse what no run saves, judging by the files that have been read.
 
     Raises:
-        UserError: something is absent, foreign or contradicting.
+        UserError: something is absent, foreign or contradictory.
     """
     folder = reader.folder
     problems = zero_inventory.problems(reader.facts, reader.models, stage, folder.names, folder.optimizer)
@@ -125,11 +125,12 @@ def _check_inventory(reader: "_Reader", stage: int) -> None:
     if wrong:
         kind, where, detail = wrong[0]
         more = f", and {len(wrong) - 1} more (ckpt-patches audit)" if len(wrong) > 1 else ""
-        raise UserError(f"{folder.path} is not whole: {kind}: {': '.join(filter(None, (where, detail)))}{more}")
+        found = ": ".join(filter(None, (kind, where, detail)))
+        raise UserError(f"{folder.path} is damaged or incomplete: {found}{more}")
 
 
 class _Reader:
-    """Reads files of a folder, and remembers each one."""
+    """Reads files of a folder, and records each one."""
 
     def __init__(self, folder: Folder, trust: bool) -> None:
         self.folder, self.trust = folder, trust
@@ -150,7 +151,7 @@ class _Reader:
         return len(self.files) - 1, file.value
 
     def read_all(self, names: Sequence[str], wanted: Callable[[int, TorchFile], Wanted]) -> list[Wanted]:
-        """For each file the result of `wanted`, called with its index and the file, in several processes."""
+        """The result of `wanted(index, file)` for each file, computed in several processes."""
         begin = len(self.files)
 
         def read(number: int) -> tuple[File, Wanted]:
@@ -168,7 +169,7 @@ class _Reader:
         return found
 
     def first_optimizer(self) -> dict[str, Any]:
-        """The state in the first rank's optimizer file, which is not remembered."""
+        """The state in the first rank's optimizer file, which is not recorded."""
         folder = self.folder
         rank = (0, min(mp for _, mp in folder.optimizer))
         if rank not in folder.optimizer:
@@ -185,7 +186,7 @@ class _Reader:
         pp_degree: int,
         tp_degree: int,
     ) -> tuple[Rank, ...]:
-        """What the ranks' optimizer files hold, in the order pp, tp, dp."""
+        """The content of the ranks' optimizer files, in the order pp, tp, dp."""
         dps = range(self.folder.dp_degree)
         places = [(pp, tp, dp) for pp in range(pp_degree) for tp in range(tp_degree) for dp in dps]
         begin = len(self.files)
@@ -207,10 +208,10 @@ def _file(found: TorchFile) -> File:
 
 
 def _check_complete(folder: Folder, files: Mapping[tuple[int, int], str], dp_degree: int, mp_degree: int) -> None:
-    """Check that every rank has its file, and that no file is of another rank.
+    """Check that every rank has its file, and that there are no other files.
 
     Raises:
-        UserError: it names the first missing file, or the first one too many.
+        UserError: a file is missing or unexpected. The error names the first one.
     """
     found = files.keys()
     expected = {(dp, mp) for dp in range(dp_degree) for mp in range(mp_degree)}
@@ -233,7 +234,7 @@ def _check_no_tensor_parallel_experts(path: Path, tp_degree: int) -> None:
         raise UserError(f"{path} has AutoEP's experts on {tp_degree} tensor-parallel ranks, which no converter takes")
 
 
-# Stage 1 and 2
+# Stages 1 and 2
 
 
 def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject_missing_state: bool) -> Checkpoint:
@@ -284,13 +285,13 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
 
 
 def _is_aligned(optimizer: Mapping[str, Any]) -> bool:
-    """Whether parameters are padded in their buffer; then the addresses in the files are those of the buffer."""
+    """Whether parameters are padded in their buffer; then the stored addresses are correct."""
     paddings = optimizer.get(zero_addresses.ALIGNMENT) or ()
     return any(any(group) for group in paddings if isinstance(group, (list, tuple)))
 
 
 def _in_written_order(reader: _Reader, ranks: Sequence[Rank], models: Sequence[ModelFile]) -> tuple[Rank, ...]:
-    """With the addresses of a `round_robin_gradients` run."""
+    """The ranks with corrected addresses of a `round_robin_gradients` run."""
     where = str(reader.folder.path)
     return _readdressed(
         ranks,
@@ -303,7 +304,7 @@ def _in_written_order(reader: _Reader, ranks: Sequence[Rank], models: Sequence[M
 def _with_momentum(
     ranks: Sequence[Rank], dp_degree: int, models: Sequence[ModelFile], *, all_share: bool
 ) -> tuple[Rank, ...]:
-    """With the addresses in the momentum of Muon."""
+    """The ranks with addresses in Muon's momentum."""
 
     def addressed(own: Sequence[Sequence[Partition]], model: ModelFile) -> list[tuple[Partition, ...]]:
         shapes = {name: shape for group in model.shapes for name, shape in group.items()}
@@ -318,7 +319,7 @@ def _readdressed(
     models: Sequence[ModelFile],
     change: Callable[[Sequence[Sequence[Partition]], ModelFile], list[tuple[Partition, ...]]],
 ) -> tuple[Rank, ...]:
-    """With other partitions, of each model; models and ranks are in the order pp, tp."""
+    """The ranks with partitions from `change`, called for each model. Models and ranks are in the order pp, tp."""
     found: list[Rank] = []
     for number, model in enumerate(models):
         own = ranks[number * dp_degree : (number + 1) * dp_degree]
@@ -328,7 +329,7 @@ def _readdressed(
 
 
 def _degrees(folder: Folder, models: list[dict[str, Any]]) -> tuple[int, int]:
-    """Pipeline- and tensor-parallel degree: as the checkpoint states them, or by the files of the first layer."""
+    """Pipeline- and tensor-parallel degree, as the checkpoint states or from the files of the first layer."""
     said = models[0].get("checkpoint_parallel_dimensions")
     if isinstance(said, dict):
         return int(said["pp_degree"]), int(said["tp_degree"])
@@ -357,7 +358,7 @@ def _autoep(
 def _check_experts_shapes(path: Path, model: Mapping[str, Any]) -> None:
     if "param_shapes" not in model:
         raise UserError(
-            f"{path} does not say which shapes the parameters have (param_shapes): before 0.19.3 DeepSpeed saved no "
+            f"{path} does not record which shapes the parameters have (param_shapes): before 0.19.3 DeepSpeed saved no "
             "checkpoint of experts that can be converted; resume on the same ranks with a later one, and convert what "
             "it saves"
         )
@@ -366,7 +367,7 @@ def _check_experts_shapes(path: Path, model: Mapping[str, Any]) -> None:
 def _local_experts(
     folder: Folder, first: Mapping[str, Any], models: Sequence[tuple[Path, dict[str, Any]]]
 ) -> dict[str, LocalExpert]:
-    """The parameters of the experts of `deepspeed.moe`'s layers, by their names in the ranks' files."""
+    """The experts' parameters in layers of `deepspeed.moe`, by their names in the ranks' files."""
     path, model = models[0]
     if folder.experts:
         _check_experts_shapes(path, model)
@@ -387,7 +388,7 @@ def _local_experts(
 
 
 def _shapes_of(number: int, file: TorchFile) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """The shapes in a file of an expert."""
+    """An expert file's index, and the shapes in the file."""
     return number, {name: tensor.shape for name, tensor in file.value.items() if isinstance(tensor, TensorHeader)}
 
 
@@ -400,7 +401,7 @@ def _partitions(
     _dp: int,
 ) -> tuple[Partition, ...]:
     for count, partition in zip(found.data_parallel, found.partitions, strict=False):
-        # A rank without a fragment of a group cannot know whether it is of experts.
+        # Without a fragment of a group on this rank, it is unknown whether the group has experts.
         sharing = {known[name].sharing if name in known else dp_degree for name in partition.fragments}
         for expected in sharing or ({dp_degree} if not known else ()):
             if count != expected:
@@ -409,25 +410,25 @@ def _partitions(
 
 
 def _common(optimizer: Mapping[str, Any], dp_degree: int) -> dict[str, Any]:
-    """The common state as upstream saves it: a rank's, without what is sharded, and with no paddings."""
+    """The common state as upstream saves it: one rank's, without sharded values and paddings."""
     common = {key: value for key, value in optimizer.items() if key not in SHARDED}
     if common.get("partition_count"):
         common["partition_count"] = [dp_degree] * len(common["partition_count"])
     if common.get("group_paddings"):
         common["group_paddings"] = [0] * len(common["group_paddings"])
-    # Up to 0.14.0 upstream leaves them out; see universal_group_settings.
+    # Upstream leaves these out up to 0.14.0; see universal_group_settings.
     common["param_groups"] = optimizer["base_optimizer_state"]["param_groups"]
     return common
 
 
 def _info(path: Path, model: dict[str, Any], may_lack: bool) -> dict[str, Any]:
-    """How parameters are parallel in their tensors: with one tensor-parallel rank there is nothing to say."""
+    """How parameters are split over tensor-parallel ranks. Can be absent with one tensor-parallel rank."""
     info = model.get(INFO)
     if info is None and may_lack:
         return {}
     if not isinstance(info, dict):
         raise UserError(
-            f"{path} has no {INFO}, which the training program has to put there; say --inject-missing-state if no "
+            f"{path} has no {INFO}, which the training program has to put there; use --inject-missing-state if no "
             "parameter is parallel in its tensors"
         )
     return info
@@ -446,7 +447,7 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
     _check_complete(folder, folder.optimizer, dp_degree, tp_degree)
     _check_complete(folder, names, dp_degree, tp_degree)
 
-    # Only the first model of each tensor-parallel rank is parsed: the others have the same shapes, and are many.
+    # Only the first model of each tensor-parallel rank is parsed: the many others have the same shapes.
     read = [reader.read(names[0, tp]) for tp in range(tp_degree)]
     first_path, first = reader.path(read[0][0]), read[0][1]
     autoep = experts.layers_of(first_path, first) is not None
@@ -477,7 +478,7 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
         models=tuple(reader.model(*one) for one in read),
         copied=tuple(file for file, _ in found if not autoep),
         info=first.get(INFO) or {},
-        # All of it, tensors too.
+        # All of it, including tensors.
         optimizer_state={**optimizer, "param_groups": optimizer["optimizer_state_dict"]["param_groups"]},
         experts=known,
         expert_models=of_experts,
@@ -492,7 +493,7 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
 def _autoep_3(
     reader: _Reader, found: Sequence[tuple[int, dict[str, Any]]], tp_degree: int
 ) -> tuple[dict[str, Experts], tuple[ModelFile, ...]]:
-    """The parameters of AutoEP's layers by name, and of each expert-parallel rank a model-states file."""
+    """The parameters of AutoEP's layers by name, and a model-states file of each expert-parallel rank."""
     models = [(reader.path(file), value) for file, value in found]
     path = models[0][0]
     _check_no_tensor_parallel_experts(path, tp_degree)
@@ -501,7 +502,7 @@ def _autoep_3(
     known = experts.parameters(path, layers[0], ranks)
     for (other, value), of_rank in zip(models, layers, strict=True):
         if experts.parameters(other, of_rank, ranks) != known:
-            raise UserError(f"{other} says something else of the experts than {path}")
+            raise UserError(f"{other} and {path} contradict each other about the experts")
         frozen = sorted(known.keys() & (value.get("frozen_param_shapes") or {}).keys())
         if frozen:
             raise UserError(f"{other}: the experts {', '.join(frozen)} are frozen, and in no file of ZeRO's")
@@ -515,7 +516,7 @@ def _autoep_3(
 def _check_shapes(
     reader: _Reader, known: Mapping[str, Experts], model: ModelFile, of_experts: ModelFile, of_all: ModelFile
 ) -> None:
-    """A rank has the experts of its expert-parallel rank, and all other parameters; no group has both."""
+    """Check that a rank has its expert-parallel rank's experts and all other parameters, in separate groups."""
     path = reader.path(model.file)
     if model.shapes != of_experts.shapes:
         raise UserError(f"{path} has other shapes than {reader.path(of_experts.file)}, of the same experts")
@@ -557,7 +558,7 @@ def _partitions_3(
 
 
 def _sharing(known: Mapping[str, Experts], of_experts: Sequence[ModelFile], dp: int) -> dict[int, tuple[int, int]]:
-    """By group of experts: how many ranks share it, and which of them this one is."""
+    """By group of experts: the number of ranks that share it, and this rank's number among them."""
     found = {}
     for ep, model in enumerate(of_experts):
         for group, shapes in enumerate(model.shapes):

@@ -1,8 +1,8 @@
-"""Mixtures of experts: which expert-parallel rank holds which experts, as a checkpoint's model-states files say.
+"""Mixtures of experts: which expert-parallel rank holds which experts, from a checkpoint's model-states files.
 
-AutoEP stacks the experts of a layer in three parameters, w1, w2 and w3: a rank has those of its own experts, and a
-universal checkpoint all of them. In layers of `deepspeed.moe` each expert is a module; a rank counts its own from 0, so
-that ranks have different experts by one name. https://www.deepspeed.ai/tutorials/mixture-of-experts/
+AutoEP stacks the experts of a layer in three parameters: w1, w2 and w3. A rank has its own experts, and a universal
+checkpoint has all of them. In layers of `deepspeed.moe` each expert is a module. A rank numbers its own from 0, so that
+ranks have different experts under the same name. https://www.deepspeed.ai/tutorials/mixture-of-experts/
 """
 
 import re
@@ -16,54 +16,54 @@ from ckpt_patches.formats.zero import Folder, Shape, required
 
 INFO = "universal_checkpoint_info"
 KEY, LEGACY_KEY = "ds_autoep_layers", "autoep_layers"
-# Of a layer, what the model-states files keep in a universal checkpoint of stage 1 and 2.
+# Keys of a layer that model-states files keep in a universal checkpoint of stages 1 and 2.
 KEPT = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
 WEIGHTS = ("w1", "w2", "w3")
 PATTERNS = "expert_parameter_patterns"
 PARTITIONED = "zero3_partitioned"  # the format of stage 3
-VERSION = 1  # of it, of placements and of maps; the latest that is known
+VERSION = 1  # latest known version of it, of placements and of affine maps
 LOCAL = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
-# In the names of folders. A rank that counts its own experts from 0 finds none of its names, and not other experts.
+# In folder names, so that a rank that numbers its experts from 0 finds no folder, instead of another rank's experts.
 GLOBAL = "global_"
 DATA_FIRST = "use_data_before_expert_parallelism"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """How the experts of a parameter are spread."""
+    """How the experts of a parameter are distributed."""
 
     count: int
     held: tuple[tuple[int, ...], ...]  # by expert-parallel rank, the experts' numbers in the order of its tensor
     ranks: tuple[tuple[int, ...], ...]  # by expert-parallel rank, its data-parallel ranks in the order of their parts
-    recorded: Mapping[str, Any] | None = None  # an affine map of it, if the checkpoint has one
+    recorded: Mapping[str, Any] | None = None  # its affine map, if the checkpoint has one
 
     @property
     def sharing(self) -> int:
-        """How many data-parallel ranks share an expert-parallel one's."""
+        """The number of data-parallel ranks that share an expert-parallel rank's experts."""
         return len(self.ranks[0])
 
 
 @dataclass(frozen=True)
 class LocalExpert:
-    """A parameter by whose name each expert-parallel rank has another expert's."""
+    """A parameter name under which each expert-parallel rank has another expert's parameter."""
 
-    names: tuple[str, ...]  # by expert-parallel rank, with the expert's number among all
+    names: tuple[str, ...]  # by expert-parallel rank, with the expert's global number
     folders: tuple[str, ...]  # of the output
     ranks: tuple[tuple[int, ...], ...]  # as above
 
     @property
     def sharing(self) -> int:
-        """How many data-parallel ranks share an expert-parallel one's."""
+        """The number of data-parallel ranks that share an expert-parallel rank's expert."""
         return len(self.ranks[0])
 
 
 def local_experts(
     path: Path, groups: Sequence[Iterable[str]], sharing: Sequence[int], dp_degree: int, neighbours: bool
 ) -> dict[str, LocalExpert]:
-    """Of layers of `deepspeed.moe`, by the names in the optimizer's groups; so many ranks share each group.
+    """The experts' parameters in layers of `deepspeed.moe`. `groups` has the names, `sharing` the ranks per group.
 
     Raises:
-        UserError: a group has parameters of experts and others, or its ranks do not divide.
+        UserError: a group mixes parameters of experts and others, or its ranks do not divide evenly.
     """
     matches = [{name: LOCAL.fullmatch(name) for name in names} for names in groups]
     held: dict[str, set[str]] = {}  # by layer; its experts may be in several groups
@@ -88,10 +88,10 @@ def local_experts(
 def check_local(
     path: Path, known: Mapping[str, LocalExpert], shapes: Mapping[str, Shape], files: Mapping[str, Shape]
 ) -> None:
-    """That the experts which the optimizer has are those that have files, `files` by the names in these.
+    """Check that the optimizer has the same experts as the expert files. `files` has shapes by the names in these.
 
     Raises:
-        UserError: one has no file, or no state, or other shapes.
+        UserError: an expert has no file, no state, or other shapes.
     """
     own = {name: shapes[local] for local, expert in known.items() for name in expert.names}
     for name, shape in own.items():
@@ -107,10 +107,10 @@ def check_local(
 
 
 def layers_of(path: Path, model: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """What a model-states file says of AutoEP's layers; None where it has none.
+    """AutoEP's layers in a model-states file; None if the file has no such layers.
 
     Raises:
-        UserError: it is no list of dicts.
+        UserError: the value is not a list of dicts.
     """
     found = model.get(KEY)
     found = model.get(LEGACY_KEY) if found is None else found
@@ -122,13 +122,13 @@ def layers_of(path: Path, model: Mapping[str, Any]) -> list[dict[str, Any]] | No
 
 
 def with_layers(model: dict[str, Any], layers: list[dict[str, Any]] | None, pattern: str) -> dict[str, Any]:
-    """A model-states file as the universal checkpoint has it: it says which parameters are of experts."""
+    """A model-states file for the universal checkpoint, which states the parameters of experts."""
     info = {**(model.get(INFO) or {}), PATTERNS: [pattern], KEY: layers}
     return {**model, INFO: info}
 
 
 def shortened(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The layers without their placements, as upstream keeps them at stage 1 and 2."""
+    """The layers without their placements, as upstream keeps them at stages 1 and 2."""
     return [{key: layer[key] for key in KEPT if key in layer} for layer in layers]
 
 
@@ -136,22 +136,22 @@ def joined_layers(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> list[dict
     """The layers of all pipeline stages.
 
     Raises:
-        UserError: two files do not agree on one.
+        UserError: two files disagree about a layer.
     """
     found: dict[str, dict[str, Any]] = {}
     for path, model in models:
         for layer in layers_of(path, model) or ():
             prefix = required(layer, "expert_key_prefix", path)
             if found.setdefault(prefix, layer) != layer:
-                raise UserError(f"{path} says something else of the experts {prefix} than the files of other ranks")
+                raise UserError(f"{path} and the files of other ranks contradict each other about the experts {prefix}")
     return list(found.values())
 
 
 def data_first(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> bool:
-    """Whether neighbouring ranks have the same experts.
+    """Whether neighboring ranks have the same experts.
 
     Raises:
-        UserError: the files do not agree on it.
+        UserError: the files disagree.
     """
     found = {(model.get("ds_config") or {}).get(DATA_FIRST, False) for _, model in models}
     if len(found) > 1 or not found <= {True, False}:
@@ -162,16 +162,16 @@ def data_first(models: Sequence[tuple[Path, Mapping[str, Any]]]) -> bool:
 
 
 def shares_with_neighbours(model: Mapping[str, Any]) -> bool:
-    """Whether a model-states file states that neighbouring ranks have the same experts."""
+    """Whether a model-states file states that neighboring ranks have the same experts."""
     config = model.get("ds_config")
     return isinstance(config, dict) and config.get(DATA_FIRST) is True
 
 
 def ranks_of(dp_degree: int, ep_degree: int, neighbours: bool) -> tuple[tuple[int, ...], ...]:
-    """By expert-parallel rank its data-parallel ranks, which are neighbours, or each `ep_degree`th.
+    """The data-parallel ranks of each expert-parallel rank: neighbors, or every `ep_degree`th.
 
     Raises:
-        UserError: they do not divide into so many.
+        UserError: the ranks do not divide evenly.
     """
     if ep_degree < 1 or dp_degree % ep_degree:
         raise UserError(
@@ -187,7 +187,7 @@ def layers_of_stage_3(path: Path, model: Mapping[str, Any]) -> list[dict[str, An
     """A rank's own layers.
 
     Raises:
-        UserError: it has none, or not those of stage 3.
+        UserError: the file has no layers, or not in the format of stage 3.
     """
     layers = layers_of(path, model)
     if not layers:
@@ -200,10 +200,10 @@ def layers_of_stage_3(path: Path, model: Mapping[str, Any]) -> list[dict[str, An
 
 
 def ranks_by_layers(path: Path, layers: Sequence[Sequence[dict[str, Any]]]) -> tuple[tuple[int, ...], ...]:
-    """By expert-parallel rank its data-parallel ranks, of each of which these are the layers.
+    """The data-parallel ranks of each expert-parallel rank, from the layers of each data-parallel rank.
 
     Raises:
-        UserError: the files do not say it alike.
+        UserError: the files are inconsistent.
     """
     own = [{(layer["ep_rank"], layer["expert_data_parallel_world_size"]) for layer in of_rank} for of_rank in layers]
     degree = required(layers[0][0], "ep_size", path)
@@ -218,10 +218,10 @@ def ranks_by_layers(path: Path, layers: Sequence[Sequence[dict[str, Any]]]) -> t
 
 
 def parameters(path: Path, layers: Sequence[dict[str, Any]], ranks: tuple[tuple[int, ...], ...]) -> dict[str, Experts]:
-    """By name, the parameters of the experts of some layers.
+    """The experts' parameters in layers, by name.
 
     Raises:
-        UserError: a layer's placement leaves an expert out, or is of other ranks.
+        UserError: a layer omits an expert, has other ranks or an unknown version, or is stored twice.
     """
     found: dict[str, Experts] = {}
     for layer in layers:
@@ -241,7 +241,7 @@ def parameters(path: Path, layers: Sequence[dict[str, Any]], ranks: tuple[tuple[
 
 
 def _held(path: Path, layer: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """By expert-parallel rank; without a placement, as before 0.19.8, each has the next ones."""
+    """The experts of each expert-parallel rank; consecutive ones without a placement, as before 0.19.8."""
     count, local, degree = (required(layer, key, path) for key in ("num_experts", "num_local_experts", "ep_size"))
     placement = layer.get("expert_placement")
     if placement is None:
@@ -257,10 +257,10 @@ def _held(path: Path, layer: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def check_files(folder: Folder, layers: Sequence[dict[str, Any]]) -> None:
-    """At stage 1 and 2 each expert has a file of its own: of one tensor-parallel rank.
+    """Check that each expert has one file at stages 1 and 2, of one tensor-parallel rank.
 
     Raises:
-        UserError: one is missing, or of several.
+        UserError: an expert has no file, or several.
     """
     for layer in layers:
         for expert in range(layer["num_experts"]):

@@ -1,4 +1,4 @@
-"""What the inventory of a ZeRO checkpoint takes of its files."""
+"""The facts that the inventory of a ZeRO checkpoint needs from its files."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ from ckpt_patches.formats.zero import Partition, RankState
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
 from ckpt_patches.runtime.shown import shown
 
-# What the inventory looks at in a model-states file, and of these what it knows by its names alone.
+# Keys of a model-states file that the inventory reads, and those of which it reads only the names.
 OF_A_MODEL = (*zero_keys.OF_THE_MODEL, "iteration", "param_shapes", "frozen_param_shapes", "buffer_names")
 NAMED = ("module", "frozen_param_fragments")
 
 
 class Unlike(NamedTuple):
-    """A model-states file by what it has otherwise than another: there are many, which are nearly the same."""
+    """The differences of a model-states file from another one. There are many files, which are nearly equal."""
 
     name: str
     root: str
@@ -23,7 +23,7 @@ class Unlike(NamedTuple):
     absent: tuple[str, ...]
 
     def facts(self, first: Mapping[str, Any]) -> ModelFacts:
-        """`first` is what the other file holds."""
+        """The file's facts. `first` is the content of the other file."""
         value = {**_looked_at(first), **self.changed}
         return ModelFacts(self.name, {key: value[key] for key in value.keys() - {*self.absent}}, self.root)
 
@@ -40,21 +40,21 @@ def _looked_at(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> RankFacts:
-    """Of a rank's file, which was read with its checksums."""
+    """The facts in a rank's file that was read with checksums."""
     base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
-    crcs = telling_checksums(file)
+    crcs = distinctive_checksums(file)
     groups, checksums = [], []
     for number, partition in enumerate(state.partitions):
         own = base["state"].get(number) or {}
         flats = partition.states
         sizes = {zero.MASTER: max(flats[zero.MASTER].numel, flats[zero.MASTER].room)}
         ends = [start + numel for start, numel in partition.fragments.values() if numel]
-        # What reaches beyond the partition is a finding of its own.
+        # Fragments beyond the end of the partition are reported separately.
         needed = min(max(ends, default=0), numel_of(partition)) if state.stage < 3 else numel_of(partition)
         step: Any = partition.step.number if partition.step else None
         step = shown(partition.step.value) if partition.step and step is None else step
         groups.append(zero_inventory.group_facts(sizes, own, step, needed))
-        # AMSGrad's maxima are the squares themselves as long as these grow.
+        # AMSGrad's maxima equal exp_avg_sq as long as it grows.
         moments = [flat.offset for key, flat in flats.items() if key != zero.MASTER and not key.startswith("max_")]
         checksums.append(tuple(crcs[offset] for offset in moments if offset in crcs))
     scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
@@ -76,15 +76,15 @@ def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> 
 
 
 def of_model(file: TorchFile) -> ModelFacts:
-    """Of a model-states file, which holds a dict."""
+    """The facts in a model-states file that holds a dict."""
     return ModelFacts(file.path.name, file.value, file.root)
 
 
-def telling_checksums(file: TorchFile) -> dict[int, int]:
-    """CRC-32 by offset of the storages that are not all zeros: two of them are equal if one is a copy."""
+def distinctive_checksums(file: TorchFile) -> dict[int, int]:
+    """CRC-32 by offset, for storages that are not all zeros. Two are equal if one is a copy of the other."""
     return {s.offset: s.checksum for s in file.storages if s.checksum != checksum.of_zeros(s.nbytes)}
 
 
 def numel_of(partition: Partition) -> int:
-    """Elements of a partition; the master may be without its padding."""
+    """Elements of a partition. The main parameter can lack its padding."""
     return max(flat.numel for flat in partition.states.values())

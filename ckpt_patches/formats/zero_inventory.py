@@ -1,7 +1,7 @@
-"""What a ZeRO checkpoint must hold, by what its own files state, and what is absent, foreign or contradicting. Pure.
+"""Consistency checks of a ZeRO checkpoint by what its own files state: what is absent, foreign or contradictory. Pure.
 
-Every rank's optimizer file promises for all others: the same groups, the same states of the same optimizer, the same
-settings and steps. The model files promise world sizes and shapes. Nothing here reads an element.
+The ranks' optimizer files must agree: the same groups, the same states of the same optimizer, the same settings and
+steps. The model files state world sizes and shapes. No tensor data is read.
 """
 
 import itertools
@@ -23,13 +23,13 @@ CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")
 NAMED = re.compile(r"global_step(\d{1,15})")
-LEAST_TELLING = 16  # elements
-MOST_KEYS = 5  # of a file that are named
-MOST_RANKS = 1 << 20  # of one kind; a file that states more is not believed
+LEAST_DISTINCTIVE = 16  # elements
+MOST_KEYS = 5  # to report per file
+MOST_RANKS = 1 << 20  # of one kind; a larger number in a file is ignored
 
 
 class Problem(NamedTuple):
-    """Something that is not as the other files promise."""
+    """A deviation from what the other files state."""
 
     kind: str
     where: str  # a file's name, or a rank
@@ -40,9 +40,9 @@ class Problem(NamedTuple):
 class Group:
     """One param group on one rank."""
 
-    sizes: Mapping[str, int]  # elements by state; the main parameter with the room of its storage
+    sizes: Mapping[str, int]  # elements by state; the main parameter's up to the end of its storage
     scalars: frozenset[str]  # states of one element, such as the step
-    step: Any  # as the file has it; None if it has none
+    step: Any  # as the file has it; None if absent
     needed: int  # elements up to the end of the last fragment
 
 
@@ -55,10 +55,10 @@ class RankFacts:
     groups: tuple[Group, ...]
     settings: tuple[Mapping[str, Any], ...]  # of the param groups
     loss_scale: Any
-    checksums: tuple[tuple[int, ...], ...] = ()  # by group the CRC-32 of each moment that is known and not all zeros
-    masters: tuple[int, ...] = ()  # the same of the main parameters
+    checksums: tuple[tuple[int, ...], ...] = ()  # by group, CRC-32 of each known moment that is not all zeros
+    masters: tuple[int, ...] = ()  # the same for the main parameters
     keys: Mapping[str, Any] = field(default_factory=dict)  # all paths in the file, as `zero_keys.keys_of` has them
-    data_parallel: tuple[Any, ...] = ()  # ranks that share each group, where the file tells
+    data_parallel: tuple[Any, ...] = ()  # number of ranks that share each group, if stored
 
     @property
     def step(self) -> float | None:
@@ -73,7 +73,7 @@ class ModelFacts:
 
     name: str
     value: Mapping[str, Any]  # what the file holds; tensors are headers
-    root: str = ""  # as of a rank's file
+    root: str = ""  # as in RankFacts
 
 
 Rank = tuple[int, int]  # data-parallel, model-parallel
@@ -86,14 +86,14 @@ def problems(
     names: Iterable[str] = (),
     files: Iterable[Rank] = (),
 ) -> Iterator[Problem]:
-    """All that contradicts or is absent, each once, in the order of the files.
+    """Yield all problems, each once, in the order of the files.
 
     Args:
         ranks: the optimizer files that could be read.
-        models: the model files that could be read; of no data-parallel rank before stage 3.
+        models: the model files that could be read; the data-parallel rank is None before stage 3.
         stage: of ZeRO.
         names: of all files in the folder.
-        files: the ranks that have a file, read or not.
+        files: the ranks that have a file, readable or not.
     """
     names = list(names)
     layers = zero_pipeline.layer_files(names)
@@ -114,12 +114,12 @@ def problems(
 
 
 def blocking(found: Iterable[Problem]) -> list[Problem]:
-    """Those that no run saves."""
+    """The problems that are proven damage, because no run saves them."""
     return [problem for problem in found if problem.kind != UNUSUAL]
 
 
 def degree(stated: Any, counts: Iterable[Any], ranks: Iterable[int]) -> int:
-    """Data-parallel ranks, as the model files state, or the ranks' files, or their names."""
+    """The number of data-parallel ranks: from the model files, or the ranks' files, or the file names."""
     sizes = {count for count in map(count_of, counts) if count}
     return count_of(stated) or max(sizes, default=max(ranks) + 1)
 
@@ -131,7 +131,7 @@ def _data_parallel_ranks(
     *,
     has_experts: bool,
 ) -> Iterator[Problem]:
-    """All of each model-parallel rank. A group of experts is shared by a part of them."""
+    """Check that each model-parallel rank has all data-parallel ranks. Only some of these share a group of experts."""
     there: dict[int, set[int]] = {}
     for dp, mp in files:
         there.setdefault(mp, set()).add(dp)
@@ -159,7 +159,7 @@ def _data_parallel_ranks(
 def _model_parallel_ranks(
     ranks: Collection[Rank], models: Mapping[tuple[int | None, int], ModelFacts]
 ) -> Iterator[Problem]:
-    """As many as the model files state."""
+    """Check that there are as many model-parallel ranks as the model files state."""
     stated = {count_of(model.value.get("mp_world_size")) for model in models.values()} - {None}
     if len(stated) > 1:
         yield Problem(CONTRADICTION, "mp_world_size", f"model files state {_listed(stated)} model-parallel ranks")
@@ -172,25 +172,25 @@ def _model_parallel_ranks(
 
 
 def absent_ranks(there: Collection[int], count: int, what: str = "", kind: str = "") -> Iterator[Problem]:
-    """Which of `count` ranks are not there, neighbors together."""
+    """Yield a problem for each range of absent ranks out of `count`."""
     for before, after in itertools.pairwise((-1, *sorted(number for number in there if number < count), count)):
         if after - before > 1:
             yield Problem(ABSENT_RANK, f"{kind}{numbered(before + 1, after - 1, count)}", what)
 
 
 def numbered(first: int, last: int, count: int) -> str:
-    """Ranks by their numbers, which begin at 0: `rank 1 of 4`."""
+    """The description of ranks, numbered from 0: `rank 1 of 4`."""
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     return f"{ranks} of {count}"
 
 
 def count_of(value: Any) -> int | None:
-    """A number of ranks; None for anything else, and for more than any job has."""
+    """The value if it is a number of ranks; None for anything else, and for more than any job has."""
     return value if type(value) is int and 0 < value <= MOST_RANKS else None
 
 
 def _roots(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
-    """torch.save names the folder of its records after the file: one written as another rank's is a copy of it."""
+    """Find copies of other ranks' files: torch.save names the records' folder after the file that it writes."""
     for facts in ranks.values():
         written_as = f"{facts.root}.pt"
         if OPTIMIZER.fullmatch(written_as) and _is_of_another_rank(facts.root, facts.name):
@@ -207,7 +207,7 @@ def _rank_in(name: str) -> list[str]:
 
 
 def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
-    """Two ranks, or two moments, that are the same to the last bit: their checksums."""
+    """Find ranks and moments that are bit-identical, by their checksums."""
     first: dict[tuple[int, tuple[tuple[int, ...], ...]], str] = {}
     masters = {facts.name: facts.masters for facts in ranks.values()}
     for (_, mp), facts in sorted(ranks.items()):
@@ -215,24 +215,24 @@ def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
             if len(set(crcs)) < len(crcs):
                 detail = f"group {number}: two of its moments are the same, bit for bit: one is a copy"
                 yield Problem(FOREIGN, facts.name, detail)
-        if not _is_telling(facts):
+        if not _is_distinctive(facts):
             continue
         other = first.setdefault((mp, facts.checksums), facts.name)
         if other != facts.name:
-            # Equal rows have equal gradients where a layer has begun at zero; its main parameters are zeros then.
+            # If a layer was initialized with zeros, equal rows have equal gradients; then main parameters are zeros.
             is_copy = bool(facts.masters) and facts.masters == masters[other]
             detail = f"its moments are those of {other}, bit for bit{': it is a copy' if is_copy else ''}"
             yield Problem(FOREIGN if is_copy else UNUSUAL, facts.name, detail)
 
 
-def _is_telling(facts: RankFacts) -> bool:
-    """Whether the moments of two ranks cannot be equal by chance: some are not zero, and there are enough of them."""
+def _is_distinctive(facts: RankFacts) -> bool:
+    """Whether a rank's moments cannot equal another rank's by chance: there are enough, and some are not zero."""
     groups = zip(facts.groups, facts.checksums, strict=False)
-    return sum(group.needed for group, crcs in groups if crcs) >= LEAST_TELLING
+    return sum(group.needed for group, crcs in groups if crcs) >= LEAST_DISTINCTIVE
 
 
 def _keys(ranks: Mapping[Rank, RankFacts], stage: int) -> Iterator[Problem]:
-    """Every rank's file has the keys that any has, and each group its parameters' numbers."""
+    """Check that every rank's file has the keys of all others, and each group its parameters' numbers."""
     usual = zero_keys.usual(facts.keys for facts in ranks.values())
     for facts in ranks.values():
         for what in itertools.islice(zero_keys.contradictions(facts.keys, usual), MOST_KEYS):
@@ -244,7 +244,7 @@ def _keys(ranks: Mapping[Rank, RankFacts], stage: int) -> Iterator[Problem]:
 
 
 def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
-    """As many param groups on every data-parallel rank."""
+    """Check that all data-parallel ranks have the same number of groups."""
     for _, by_rank in _by_model_rank(ranks):
         own = by_rank.values()
         for what, counts in (
@@ -258,25 +258,25 @@ def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
 
 
 def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[tuple[int, dict[int, RankFacts]]]:
-    """The data-parallel ranks of each model-parallel one."""
+    """Yield each model-parallel rank with its data-parallel ranks."""
     for mp, own in itertools.groupby(sorted(ranks, key=lambda rank: rank[::-1]), key=lambda rank: rank[1]):
         yield mp, {rank[0]: ranks[rank] for rank in own}
 
 
 def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
-    """Every rank has the states that any rank has of this optimizer, and of each element that it owns."""
+    """Check that every rank has all states of its optimizer, for each element that it owns."""
     promised = _promised(ranks)
     every = [group for facts in ranks.values() for group in facts.groups]
-    # Of an optimizer that is not known a state can be of blocks, as the scales of codes are.
+    # An unknown optimizer can have states per block, such as quantization scales.
     of_elements = {
-        name for group in every for name, numel in group.sizes.items() if numel >= group.needed >= LEAST_TELLING
+        name for group in every for name, numel in group.sizes.items() if numel >= group.needed >= LEAST_DISTINCTIVE
     }
     of_elements |= {"fp32", "exp_avg", "exp_avg_sq"}
     steps = max((taken_steps(model.value) for model in models.values()), default=0)
     for facts in ranks.values():
         for number, group in enumerate(facts.groups):
             if not group.needed:
-                continue  # nothing but padding
+                continue  # only padding
             names = promised.get(_optimizer_of(facts, number), set()) | _by_settings(facts, number, steps, promised)
             for name in sorted(names - group.sizes.keys() - group.scalars):
                 yield Problem(ABSENT_STATE, facts.name, f"group {number} has no {shown(name)}")
@@ -287,7 +287,7 @@ def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, i
 
 
 def _promised(ranks: Mapping[Rank, RankFacts]) -> dict[frozenset[str], set[str]]:
-    """By optimizer, which its settings tell apart, the names of the states that any rank has."""
+    """The names of the states that any rank has, by optimizer. The settings identify an optimizer."""
     found: dict[frozenset[str], set[str]] = {}
     for facts in ranks.values():
         for number, group in enumerate(facts.groups):
@@ -296,7 +296,7 @@ def _promised(ranks: Mapping[Rank, RankFacts]) -> dict[frozenset[str], set[str]]
 
 
 def _optimizer_of(facts: RankFacts, group: int) -> frozenset[str]:
-    """The names of its settings. No file states which param group a sub-group of stage 3 is of: then its own number."""
+    """The names of a group's settings; for a stage 3 sub-group, whose param group is unknown, its number."""
     kinds = {frozenset(own) for own in facts.settings}
     if len(kinds) > 1 and len(facts.settings) != len(facts.groups):
         return frozenset({f"sub-group {group}"})
@@ -312,7 +312,7 @@ def _by_settings(facts: RankFacts, group: int, steps: int, promised: Mapping[fro
 def states_by_settings(
     optimizer: Collection[str], known: Mapping[str, Any], has: Collection[str], steps: int
 ) -> set[str]:
-    """What Adam and SGD keep after a step; they are known by their settings.
+    """The states that Adam and SGD keep after a step. Their settings identify them.
 
     Lion has no eps, Adamax another second moment.
     """
@@ -331,7 +331,7 @@ def taken_steps(model: Mapping[str, Any]) -> int:
 
 
 def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
-    """Settings and steps are numbers that an optimizer takes, and the same on all ranks."""
+    """Check that optimizers accept the settings and steps, and that all ranks have the same settings."""
     if not ranks:
         return
     (_, first), *others = sorted(ranks.items())
@@ -349,7 +349,7 @@ def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
 
 
 def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
-    """All ranks are at one step, model-parallel ones too."""
+    """Check that all ranks are at one step, including model-parallel ranks."""
     newest = max((step for facts in ranks.values() if (step := facts.step) is not None), default=None)
     for facts in ranks.values():
         if facts.step not in (None, newest):
@@ -363,12 +363,12 @@ def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
 
 
 def _steps_of_groups(own: Iterable[RankFacts], newest: float | None) -> Iterator[Problem]:
-    """A group is at one step on all ranks that share it."""
+    """Check that a group is at one step on all ranks that share it."""
     first: dict[int, tuple[float, str]] = {}
     for facts in own:
         for number, group in enumerate(facts.groups):
             if not settings.is_step(group.step) or facts.step != newest:
-                continue  # another finding says so
+                continue  # reported elsewhere
             step, name = first.setdefault(number, (group.step, facts.name))
             if group.step != step:
                 detail = f"group {number} is at step {group.step:g}, and at {step:g} in {name}"
@@ -378,7 +378,7 @@ def _steps_of_groups(own: Iterable[RankFacts], newest: float | None) -> Iterator
 def _counted_steps(
     ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]
 ) -> Iterator[Problem]:
-    """The engine has counted as many steps as the optimizer has taken; not so after a load without its states."""
+    """Check that the engine's and the optimizer's steps agree. After a load without optimizer states they differ."""
     steps = {int(facts.step) for facts in ranks.values() if facts.step is not None}
     for facts in models.values():
         counted = taken_steps(facts.value)
@@ -390,7 +390,7 @@ def _counted_steps(
 def _layers(
     layers: Mapping[tuple[int, int], str], models: Mapping[tuple[int | None, int], ModelFacts]
 ) -> Iterator[Problem]:
-    """A layer of a pipeline has a file of each tensor-parallel rank, and each parameter one of its layer."""
+    """Check that a pipeline's layers have a file per tensor-parallel rank, and that no parameter's file is absent."""
     expected = {
         f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
         for layer, rank in itertools.product({one for one, _ in layers}, {rank for _, rank in layers})
@@ -405,7 +405,7 @@ def _layers(
 
 
 def _expert_files(names: Collection[str], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
-    """Each expert of a layer of `deepspeed.moe` has a file; a model file states how many a layer has."""
+    """Check that each expert in layers of `deepspeed.moe` has a file. Model files state the numbers of experts."""
     for (_, mp), facts in models.items():
         counts = facts.value.get("num_experts")
         if not isinstance(counts, list) or any(facts.value.get(key) for key in AUTOEP_LAYERS):
@@ -418,7 +418,7 @@ def _expert_files(names: Collection[str], models: Mapping[tuple[int | None, int]
 
 
 def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, has_layers: bool) -> Iterator[Problem]:
-    """Of one step and one run, with all weights that the shapes promise."""
+    """Check that model files are of one step and one run, and have all weights in `param_shapes`."""
     first = next(iter(models.values()), None)
     for (_, mp), facts in models.items():
         assert first is not None
@@ -435,7 +435,7 @@ def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, 
 
 
 def other_step(folder: str, models: Iterable[ModelFacts]) -> Iterator[Problem]:
-    """DeepSpeed names a folder for its step, if its user does not."""
+    """Compare the steps with the folder's name. DeepSpeed names folders after the step unless the user does."""
     named = NAMED.fullmatch(folder)
     for facts in models:
         counted = facts.value.get("global_steps")
@@ -444,7 +444,7 @@ def other_step(folder: str, models: Iterable[ModelFacts]) -> Iterator[Problem]:
 
 
 def absent_keys(facts: ModelFacts) -> Iterator[Problem]:
-    """What no load does without."""
+    """Yield problems for absent keys that every load needs."""
     for key in zero_keys.OF_THE_MODEL:
         if key not in facts.value:
             yield Problem(CONTRADICTION, facts.name, f"no {key}, without which no load begins")
@@ -457,7 +457,7 @@ def _shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _frozen(facts: ModelFacts) -> Iterator[Problem]:
-    """The parts of frozen parameters."""
+    """Check the fragments of frozen parameters."""
     frozen, fragments = facts.value.get("frozen_param_shapes"), facts.value.get("frozen_param_fragments")
     held = fragments if isinstance(fragments, Mapping) else {}
     shapes = frozen if isinstance(frozen, Mapping) else {}
@@ -471,7 +471,7 @@ def _frozen(facts: ModelFacts) -> Iterator[Problem]:
 
 
 def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
-    """Those of trained parameters, and buffers. A pipeline has them in files of its layers."""
+    """Yield problems for absent weights and buffers. A pipeline has them in files of its layers."""
     module = facts.value.get("module")
     if not isinstance(module, Mapping):
         if not has_layers:
@@ -491,21 +491,21 @@ def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
             yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of {shown(name)}, which is tied to {shown(other)}")
     frozen = facts.value.get("frozen_param_shapes")
     absent = frozen.keys() - module.keys() if isinstance(frozen, Mapping) else set()
-    for name in sorted(absent) if frozen and len(absent) < len(frozen) else ():  # a save can leave out all of them
+    for name in sorted(absent) if frozen and len(absent) < len(frozen) else ():  # a save can omit all of them
         yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of the frozen {name:.100}")
 
 
 def is_expert(name: str) -> bool:
-    """Whether the weights of a parameter lie in files of experts, as those of `deepspeed.moe` and AutoEP do."""
+    """Whether the weights of a parameter are in files of experts, as with `deepspeed.moe` and AutoEP."""
     return EXPERT.search(name) is not None
 
 
 def group_facts(sizes: Mapping[str, int], state: Mapping[str, Any], step: Any, needed: int) -> Group:
-    """One group of a rank's file.
+    """The facts about one group in a rank's file.
 
     Args:
         sizes: elements of the main parameter, as "fp32".
-        state: what the optimizer holds of the group.
+        state: the optimizer's state of the group.
         step: a number, if it could be read.
         needed: elements up to the end of the last fragment.
     """

@@ -1,6 +1,6 @@
-"""The keys in a ZeRO checkpoint: those that every rank's file has, and those that no load does without. Pure.
+"""Keys in a ZeRO checkpoint: those that every rank's file has, and those that every load needs. Pure.
 
-One program writes all ranks' files: their keys are the same, but for what is a rank's own (fragments, states).
+One program writes all ranks' files, so that their keys are equal, except for rank-specific ones (fragments, states).
 """
 
 import sys
@@ -11,21 +11,21 @@ from ckpt_patches.formats import settings
 from ckpt_patches.formats.torch_file import Instance
 from ckpt_patches.runtime.shown import shown
 
-# Below these the keys are a rank's own (states have checks of their own), or of the run's configuration.
+# Keys below these are rank-specific (states are checked separately) or the run's configuration.
 OWN = ("param_slice_mappings", "state", "ds_config")
-# Keys that all ranks have, with values of their own; of settings there is a check of its own.
+# Keys that all ranks have, with rank-specific values; settings are checked separately.
 OWN_VALUES = ("group_paddings", "param_groups", "ds_zero_partition_groups")
-MOST_KEYS = 10_000  # of a file; there are about 100
-# What `load_checkpoint` of every release of DeepSpeed takes of a model-states file, and fails without.
+MOST_KEYS = 10_000  # per file; there are about 100
+# Keys of a model-states file that `load_checkpoint` needs in every release of DeepSpeed.
 OF_THE_MODEL = ("module", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
-# Of the optimizer's state, which stages 1 and 2 want at a load.
+# Key of the optimizer's state that stages 1 and 2 need at a load.
 VERSION = "['optimizer_state_dict']['ds_version']"
 
 
 def keys_of(value: Any) -> dict[str, Any]:
-    """The paths of all keys and of all items of lists, those of tensors too, and the plain value that is there.
+    """The paths of all keys and list items, including tensors, with their plain values.
 
-    None stands for what is no plain value, and for what is a rank's own.
+    The value is None if it is not plain, or is rank-specific.
     """
     return dict(item for item, _ in zip(_keys(value, "", own=False), range(MOST_KEYS), strict=False))
 
@@ -39,7 +39,7 @@ def _keys(value: Any, path: str, *, own: bool) -> Iterator[tuple[str, Any]]:
     else:
         return
     for name, item in entries:
-        key = sys.intern(f"{path}[{shown(name)}]")  # the same for every rank
+        key = sys.intern(f"{path}[{shown(name)}]")  # shared by all ranks
         plain = isinstance(item, (int, float, str)) and not own
         yield key, item if plain else None
         if name not in OWN:
@@ -47,9 +47,9 @@ def _keys(value: Any, path: str, *, own: bool) -> Iterator[tuple[str, Any]]:
 
 
 def contradictions(own: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[str]:
-    """What a rank's file lacks that others have, and what it states otherwise, in words.
+    """Yield messages for keys that a rank's file lacks and others have, and for different values.
 
-    Of a key and those below it the first alone: `usual` is in the order of the keys.
+    A missing key is reported without the keys below it, which follow it because `usual` is sorted.
     """
     last = ""
     for key, value in usual.items():
@@ -62,7 +62,7 @@ def contradictions(own: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator
 
 
 def usual(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """All keys that any rank's file has, in their order, with the value that the first one has there."""
+    """All keys that any rank's file has, sorted, with the value in the first file that has the key."""
     found: dict[str, Any] = {}
     for own in files:
         if not own.keys() <= found.keys():

@@ -1,7 +1,7 @@
-"""The weights of a pipeline, which lie in a file of each layer and tensor-parallel rank, and not in the model's. Pure.
+"""Weights of a pipeline, which are in a file per layer and tensor-parallel rank, not in the model file. Pure.
 
-PipelineModule calls a parameter by the number of its layer, or, if layers share it, by the key that ties them; the file
-of a tied layer does not say which one it is, and is known by the parameters in it.
+PipelineModule names a parameter by the number of its layer or, if layers share it, by the key that ties them. The file
+of a tied layer does not contain this key. The parameters in the file identify it.
 https://deepspeed.readthedocs.io/en/latest/pipeline.html
 """
 
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Shape
 
-LAYER = re.compile(r"layer_(\d{1,9})(?:-model_(\d{1,6}))?-model_states\.pt")  # no rank where there are none
+LAYER = re.compile(r"layer_(\d{1,9})(?:-model_(\d{1,6}))?-model_states\.pt")  # the rank is optional
 NUMBERED = re.compile(r"(\d{1,9})\.(.+)")
 TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 
 class Place(NamedTuple):
-    """Where a weight lies."""
+    """The position of a weight."""
 
     file: str
     key: str
@@ -30,7 +30,7 @@ def layer_files(names: Iterable[str]) -> dict[tuple[int, int], str]:
 
 
 def places(shapes: Mapping[str, Shape], names: Iterable[str], model_rank: int) -> dict[str, Place]:
-    """Where the weight of each parameter must lie whose name has a layer's number; its file may be absent."""
+    """The place of the weight of each parameter whose name has a layer's number. Its file can be absent."""
     files = layer_files(names)
     has_ranks = any("-model_" in name.removesuffix("-model_states.pt") for name in files.values())
     rank = rank_of(files, model_rank)
@@ -43,19 +43,19 @@ def places(shapes: Mapping[str, Shape], names: Iterable[str], model_rank: int) -
 
 
 def rank_of(files: Iterable[tuple[int, int]], model_rank: int) -> int:
-    """The tensor-parallel rank: it changes first."""
+    """The tensor-parallel rank in a model-parallel rank: it varies fastest."""
     return model_rank % (1 + max((rank for _, rank in files), default=0))
 
 
 def tied_places(
     shapes: Mapping[str, Shape], layers: Mapping[str, Any], others: Set[str], model_rank: int
 ) -> Iterator[tuple[str, list[Place]]]:
-    """Of each parameter that layers share, where its weight can lie: in each file of a layer with all of the module's.
+    """Yield the possible places of each parameter that layers share: layer files with all of its module's parameters.
 
     Args:
         shapes: of the parameters of this model-parallel rank.
-        layers: what the layers' files hold, by their names.
-        others: the files that `places` names, on any rank.
+        layers: the content of the layers' files, by their names.
+        others: the files that `places` returns, on any rank.
         model_rank: tensor- and pipeline-parallel.
     """
     files = layer_files(layers)

@@ -1,4 +1,4 @@
-"""The import hook, behind what stands in `ckpt_patches.startup`: finder, loaders, what runs, and what is said of it.
+"""The import hook behind `ckpt_patches`: finder, loaders, checks of the code that runs, and log lines.
 
-Nothing here is imported before the first target module is met.
+Nothing here is imported before the first target module.
 """

@@ -1,8 +1,8 @@
-"""What the finder does for a target module: ask the finders behind it, and put our loader in. Nothing else.
+"""The finder's work for a target module: call the finders behind it, and install our loader.
 
-All of this runs while Python holds the lock of its import system, which every import and every `os.fork` waits for:
-no file is read here, nothing is planned, nothing is logged. Nothing is imported here, nor by the modules that this one
-imports, but what is loaded in every interpreter: a thread that holds that lock must not wait for the lock of a module.
+All of this runs under Python's import lock, which every import and every `os.fork` waits for: this module reads no
+file, plans nothing and logs nothing. This module and those that it imports may only import modules that are loaded in
+every interpreter: a thread that holds the import lock must not wait for the lock of a module.
 """
 
 import sys
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from ckpt_patches import PatchFinder
 
-# What this thread asks the other finders for. One that asks all others in its turn comes back to ours.
+# The names that this thread looks up in other finders. A finder that calls all others also calls ours.
 _asking = _local()
 
 
 def patched_spec(
     finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
-    """The spec that the finders behind ours give for a target module, with a loader of ours in it."""
-    if is_replaced() and not running.has_plans(fullname):  # what fixes it needs is on the disk no more
+    """The spec of a target module from the finders behind ours, with our loader in it."""
+    if is_replaced() and not running.has_plans(fullname):  # its fixes are no longer on disk
         finder.give_up()
         return None
     spec = _spec_behind(finder, fullname, path, target)
@@ -46,17 +46,17 @@ def patched_spec(
 def checked_spec(
     finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
-    """The spec of any module, if there is something to say before it is loaded; else None.
+    """The spec of any module, with a loader that first checks loaded targets; None if there is nothing to check.
 
-    Another hook can stand in front of ours and load a target without us. What it loaded is looked at when the next
-    module is loaded.
+    Another hook in front of ours can load a target without our loader. That target is checked when the next module is
+    loaded.
     """
     if not running.not_examined():
-        finder.uneasy = False
+        finder.may_be_bypassed = False
         return None
     spec = _spec_behind(finder, fullname, path, target)
     loader = spec.loader if spec is not None else None
-    # Those of modules that are part of the interpreter are classes, and nobody's in particular.
+    # The loaders of built-in and frozen modules are classes, which all these modules share.
     if spec is not None and hasattr(loader, "create_module") and not isinstance(loader, type | CheckedLoader):
         _put(spec, CheckedLoader(loader, finder.switches), finder)
     return spec
@@ -65,14 +65,14 @@ def checked_spec(
 def _put(spec: ModuleSpec, loader: "PatchedLoader | CheckedLoader", finder: "PatchFinder") -> None:
     try:
         spec.loader = loader  # type: ignore[assignment]
-    except Exception:  # a spec of another hook's own making: what it loads is looked at later
-        finder.uneasy = True
+    except Exception:  # another hook's own kind of spec: its module is checked later
+        finder.may_be_bypassed = True
 
 
 def _spec_behind(
     finder: "PatchFinder", fullname: str, path: "Sequence[str] | None", target: "ModuleType | None"
 ) -> ModuleSpec | None:
-    """What Python would find without us: asks the finders behind ours in their order. Raises what they raise."""
+    """The spec that Python would find without ours: calls the finders behind it in order. Raises what they raise."""
     names = _asking.__dict__.setdefault("names", set())
     if fullname in names:
         return None
@@ -89,7 +89,7 @@ def _spec_behind(
 
 
 def _behind(finder: "PatchFinder") -> list[object]:
-    """The finders behind ours; all of them where another hook has put something of its own in ours' place."""
+    """The finders behind ours; all finders if another hook has replaced ours."""
     finders: list[object] = list(sys.meta_path)
     place = next((index for index, other in enumerate(finders) if other is finder), -1)
     return finders[place + 1 :]

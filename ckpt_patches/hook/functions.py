@@ -1,8 +1,8 @@
-"""Whether the functions that fixes have edited are still those that run: other packages replace methods at run time.
+"""Check that the functions that fixes have edited still run: other packages replace methods at run time.
 
-What was in a module or class when our loader had run it, edited by the hook or in place, is compared with what is there
-now. A wrapper that holds ours, by `__wrapped__`, in a `functools.partial` or in its closure, may call it: it is told,
-and no override. Nothing of others' code is called here but attributes of what they have put in.
+The functions that our loader left in a module or class, edited by the hook or in place, are compared with the current
+ones. A wrapper that holds ours, through `__wrapped__`, a `functools.partial` or its closure, may call it: the report
+names it as a wrapper, not a replacement. The only access to foreign code is reading attributes of replacements.
 """
 
 import functools
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ckpt_patches import Switches
 
-# A save or a load begins here. In strict mode these look first whether a function was replaced.
+# Entry points of saves and loads. In strict mode these first check for replaced functions.
 ENTRANCES = {
     "megatron.core.dist_checkpointing.serialization": ("save", "load"),
     "megatron.core.optimizer.distrib_optimizer": tuple(
@@ -36,19 +36,19 @@ ENTRANCES = {
     ),
     "deepspeed.runtime.engine": ("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.load_checkpoint"),
 }
-# Objects looked through in search of ours, at most.
+# Maximum number of objects to search for ours.
 DEPTH = 50
 
 
 @dataclass(frozen=True)
 class Change:
-    """An edited function in whose place there is another one."""
+    """An edited function that was replaced or wrapped."""
 
     module: str
     function: str  # `name` or `Class.name`
-    by: str  # the module that has put another one there, and where in which file
-    wraps: bool  # the other one holds ours
-    fixes: tuple[str, ...]  # those that edit it
+    by: str  # the new function's module, file and line
+    wraps: bool  # the new function holds ours
+    fixes: tuple[str, ...]  # that edit it
 
     def __str__(self) -> str:
         verb = "is wrapped" if self.wraps else "was replaced"
@@ -61,30 +61,30 @@ class _Loaded:
 
     module: ModuleType
     spec: Any
-    fixes: "Mapping[str, Sequence[str]]"  # by function, those that edit it
+    fixes: "Mapping[str, Sequence[str]]"  # by function, the fixes that edit it
 
 
-# By module, the functions as our loader has left them.
+# By module, the functions that our loader left in it.
 _ours: dict[str, dict[str, Any]] = {}
 _loaded: dict[str, _Loaded] = {}
 
 
 def record(module: ModuleType, name: str, fixes: "Mapping[str, Sequence[str]]") -> None:
-    """Note the edited functions of a module whose code has just run; from now on they are looked at.
+    """Record the edited functions of a module whose code has just run; from now on they are checked.
 
     Args:
         module: the module.
-        name: what it is imported by.
-        fixes: by function, those that edit it.
+        name: its name in sys.modules.
+        fixes: by function, the fixes that edit it.
     """
-    if tell_replaced not in running.looks:
-        running.looks.append(tell_replaced)
+    if log_replaced not in running.looks:
+        running.looks.append(log_replaced)
     _loaded[name] = _Loaded(module, module.__spec__, fixes)
     _ours[name] = {function: _found(module, function) for function in fixes}
 
 
 def guard(module: ModuleType, name: str, switches: "Switches") -> None:
-    """In strict mode, let saves and loads of a module that has just run look first what was replaced."""
+    """In strict mode, make saves and loads of a module that has just run first check for replaced functions."""
     for function in ENTRANCES.get(name, ()) if switches.mode == "strict" else ():
         owner_name, _, last = function.rpartition(".")
         owner = _found(module, owner_name) if owner_name else module
@@ -96,7 +96,7 @@ def guard(module: ModuleType, name: str, switches: "Switches") -> None:
 def _looking_first(entrance: FunctionType, switches: "Switches") -> FunctionType:
     @functools.wraps(entrance)
     def look_first(*args: Any, **kwargs: Any) -> Any:
-        tell_replaced(switches)
+        log_replaced(switches)
         return entrance(*args, **kwargs)
 
     look_first.__dict__["_ckpt_patches_looks"] = True
@@ -105,7 +105,7 @@ def _looking_first(entrance: FunctionType, switches: "Switches") -> FunctionType
 
 
 def changes() -> list[Change]:
-    """The edited functions in whose place there are others now."""
+    """The edited functions that were replaced or wrapped."""
     found = []
     for name, loaded in _loaded.items():
         module = loaded.module
@@ -119,11 +119,11 @@ def changes() -> list[Change]:
     return found
 
 
-def tell_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
-    """Say which fixes do not run as their functions were replaced.
+def log_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
+    """Warn about fixes that do not run because their functions were replaced.
 
     Raises:
-        StrictModeError: there is one, in strict mode; every time, on every rank.
+        StrictModeError: in strict mode, there is one; at every call, on every rank.
     """
     from ckpt_patches.hook import log_lines
 
@@ -133,7 +133,7 @@ def tell_replaced(switches: "Switches", *, at_exit: bool = False) -> None:
 
 
 def replacement(fix: str, replaced: list[Change]) -> str:
-    """The message for a fix of which functions do not run."""
+    """The message for a fix whose functions were replaced."""
     what = "; ".join(str(change) for change in replaced if fix in change.fixes)
     return (
         f"the fix {fix} is NOT active any more: {what}. The bug may be there: take the replacement out, or let it call "
@@ -142,7 +142,7 @@ def replacement(fix: str, replaced: list[Change]) -> str:
 
 
 def _found(module: object, function: str) -> Any:
-    """What a module or its class has by that name, inherited or its own; None if it has nothing."""
+    """The attribute of a module or its class, inherited or its own; None if it does not exist."""
     found: Any = module
     for part in function.split("."):
         owners = found.__mro__ if isinstance(found, type) else (found,)
@@ -151,7 +151,7 @@ def _found(module: object, function: str) -> Any:
 
 
 def _namespace(owner: object) -> dict[str, Any]:
-    """What a module or a class holds itself, without asking it."""
+    """The own attributes of a module or class, without running its code."""
     try:
         return dict(type.__getattribute__(owner, "__dict__") if isinstance(owner, type) else vars(owner))
     except TypeError:
@@ -159,13 +159,13 @@ def _namespace(owner: object) -> dict[str, Any]:
 
 
 def _holds(now: object, ours: object) -> bool:
-    """Whether what is there now holds what our loader has put there."""
+    """Whether the current function holds the one that our loader left."""
     wanted = {id(part) for part in _inside(ours)} | {id(ours)}
     return any(id(part) in wanted for part in _inside(now))
 
 
 def _inside(thing: object) -> Iterator[object]:
-    """A function, and those that it wraps."""
+    """A function, and the functions that it wraps."""
     waiting, seen = [thing], set[int]()
     while waiting and len(seen) < DEPTH:
         part = waiting.pop(0)
@@ -200,7 +200,7 @@ def _get(thing: object, name: str) -> Any:
 
 
 def _who(module: object, function: str, now: object) -> str:
-    """Who has put something there: the module of its code, and the line."""
+    """The origin of a replacement: its module, file and line."""
     owner = _found(module, function.rpartition(".")[0]) if "." in function else module
     if now is None:
         return "nothing: it was deleted" if owner is not None else "nothing: its class was deleted"

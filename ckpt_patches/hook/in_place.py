@@ -1,4 +1,4 @@
-"""What `ckpt-patches apply` has edited in the tree that a program imports from: that is looked at as well."""
+"""The functions that `ckpt-patches apply` has edited in an imported tree: the hook checks these as well."""
 
 import os
 
@@ -6,7 +6,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# By tree and package: by module and function, the fixes that edit it.
+# By (tree, package), then by module and by function: the fixes that edit it.
 _edited: "dict[tuple[str, str], Mapping[str, Mapping[str, Sequence[str]]]]" = {}
 
 
@@ -18,13 +18,13 @@ def functions(root: str, package: str, module: str) -> "Mapping[str, Sequence[st
 
 
 def fixes(root: str, package: str) -> set[str]:
-    """Those that edit a function in place in this tree."""
+    """The fixes that edit a function in place in this tree."""
     functions(root, package, "")
     return {fix for edited in _edited[root, package].values() for names in edited.values() for fix in names}
 
 
 def _read(root: str, package: str) -> "Mapping[str, Mapping[str, Sequence[str]]]":
-    """Empty where nothing is applied, and for a state that is damaged, which `status`, `apply` and `revert` report."""
+    """Empty if nothing is applied, or the state is damaged, which `status`, `apply` and `revert` report."""
     from ckpt_patches.engine.installed import state_folder
 
     path = os.path.join(state_folder(root, package), "state.json")

@@ -1,4 +1,4 @@
-"""The loaders that the finder puts in: here a module's tree is planned, outside of the lock of the import system."""
+"""The loaders that the finder installs. They plan a module's tree, outside of the import lock."""
 
 import sys
 from _frozen_importlib_external import SourceFileLoader
@@ -21,27 +21,27 @@ class PatchedLoader(running.RunsEditedCode):
     """Loads one upstream module from its edited source; upstream's bytecode is neither read nor written.
 
     A `.pyc` beside the upstream file may be stale (unchecked hash); one with edited code would outlive an uninstall.
-    A module without an edit goes back to its ordinary loader.
+    A module without an edit is handed back to its ordinary loader.
     """
 
     def __init__(self, ordinary: SourceFileLoader, switches: "Switches") -> None:
         super().__init__(ordinary.name, ordinary.path)
         self.ordinary = ordinary
         self.switches = switches
-        self.file: FilePlan | None = None  # once its code was handed out
-        self.in_place: Mapping[str, Sequence[str]] = {}  # by function, the fixes that its file has already
+        self.file: FilePlan | None = None  # set when its code is used
+        self.in_place: Mapping[str, Sequence[str]] = {}  # by function, the fixes already in its file
 
     def __reduce__(self) -> "tuple[Any, ...]":
         return SourceFileLoader, (self.name, self.path)
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
-        """Hand a module without an edit back: it then fails, and caches its bytecode, as it would without us."""
-        if spec.loader is self and self._plan(tell_edited=False) is None and not self._is_looked_at():
+        """Hand a module without an edit back to its loader: errors and bytecode are then as without our hook."""
+        if spec.loader is self and self._plan(log_edited=False) is None and not self._is_looked_at():
             self._hand_back(spec)
         return None
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Run the edited code in a module, also where another hook's loader calls this one.
+        """Run the edited code in a module, also if another hook's loader calls this one.
 
         Raises:
             StrictModeError: in strict mode, if a fix of this module's tree is not active.
@@ -50,7 +50,7 @@ class PatchedLoader(running.RunsEditedCode):
 
         self.file = self._plan()
         spec = module.__spec__
-        if self.file is None:  # a reload, or a save begins here
+        if self.file is None:  # a reload, edits in place, or an entry point of saves and loads
             if spec is not None and spec.loader is self:
                 module.__loader__ = self.ordinary
                 self._hand_back(spec)
@@ -64,7 +64,7 @@ class PatchedLoader(running.RunsEditedCode):
             functions.record(module, self.name, {**self.in_place, **edited})
 
     def get_code(self, fullname: str) -> "CodeType | None":
-        """The edited code for `python -m`, which makes it `__main__`; upstream's for a hook that runs it itself.
+        """The edited code for `python -m`, which runs it as `__main__`; upstream's for a hook that runs it itself.
 
         Raises:
             StrictModeError: in strict mode, if a fix of this module's tree is not active.
@@ -80,19 +80,19 @@ class PatchedLoader(running.RunsEditedCode):
     def get_data(self, path: "Any") -> bytes:
         return self.file.patched if self.file is not None and path == self.path else super().get_data(path)
 
-    def _plan(self, *, tell_edited: bool = True) -> "FilePlan | None":
-        """What this module gets. Says what there is to say, at the latest when an edited module is run."""
+    def _plan(self, *, log_edited: bool = True) -> "FilePlan | None":
+        """This module's edits, if any. Logs the plan, for a module with edits only if `tell_edited`."""
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
         self.in_place = in_place.functions(plan.root, plan.package, self.name) if plan is not None else {}
-        if plan is not None and (file is None or tell_edited):
+        if plan is not None and (file is None or log_edited):
             from ckpt_patches.hook import log_lines
 
             log_lines.tell(plan, self.switches)
         return file
 
     def _is_looked_at(self) -> bool:
-        """Whether something is to be noted when the module has run."""
+        """Whether functions of the module are checked or guarded after it has run."""
         if self.in_place:
             return True
         if self.switches.mode != "strict" or self.name not in TARGETS:
@@ -103,18 +103,18 @@ class PatchedLoader(running.RunsEditedCode):
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
         spec.loader = self.ordinary
-        if self.name in TARGETS:  # it may become one yet, if a plug-in imports it while it is read
+        if self.name in TARGETS:  # it may yet become one, if a plug-in imports it while the plug-in is read
             running.keep_unedited(self.name, spec)
         self.file = None
         if "linecache" in sys.modules:
             sys.modules["linecache"].cache.pop(self.path, None)
 
     def _code(self, file: "FilePlan") -> "CodeType":
-        """The code of the edited file, under the path that this module goes by; with what shows its lines."""
+        """The code of the edited file under this module's path. Adds its lines to `linecache`, for tracebacks."""
         import linecache
 
         lines = (self.get_source(self.name) or "").splitlines(keepends=True)
-        # Without a time of change it is not compared with the file.
+        # Without an mtime, `linecache` does not compare it with the file.
         linecache.cache[self.path] = (len(file.patched), None, lines, self.path)
         if file.path == self.path:
             return file.code
@@ -123,15 +123,15 @@ class PatchedLoader(running.RunsEditedCode):
 
 
 class CheckedLoader(running.LooksFirst):
-    """Another's loader, behind a look at what runs. It goes before the module is loaded, and leaves nothing behind."""
+    """Wraps another loader: before a module is loaded, puts that loader back and checks the code that runs."""
 
     def __init__(self, loader: "Any", switches: "Switches", target: str = "") -> None:
         self.loader = loader
         self.switches = switches
-        self.target = target  # the module's name, if a fix may need it
+        self.target = target  # the module's name, if a fix may edit it
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
-        """Raises StrictModeError in strict mode, if a fix that is needed does not run."""
+        """Check, then create the module. Raises StrictModeError in strict mode, if a needed fix does not run."""
         self._put_back(spec)
         self._look()
         if not hasattr(self.loader, "create_module"):
@@ -140,7 +140,7 @@ class CheckedLoader(running.LooksFirst):
         return module
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Only for a reload, and for hooks that call loaders themselves. Raises as `create_module` does."""
+        """Check, then run: for a reload, and for hooks that call loaders themselves. Raises as `create_module`."""
         self._put_back(module.__spec__)
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self.loader
@@ -148,7 +148,7 @@ class CheckedLoader(running.LooksFirst):
         self.loader.exec_module(module)
 
     def get_code(self, fullname: str) -> "CodeType | None":
-        """For `python -m`. Raises as `create_module` does."""
+        """Check, then return the code, for `python -m`. Raises as `create_module`."""
         self._look()
         code: CodeType | None = self.loader.get_code(fullname)
         return code

@@ -1,4 +1,4 @@
-"""What the import hook says in a job's log: one line on what is active, a warning for each fix that is not."""
+"""The import hook's lines in a job's log: one line with the active fixes, a warning for each inactive fix."""
 
 import logging
 import os
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ckpt_patches import Switches
 
 logger = logging.getLogger("ckpt_patches")
-# What this process has logged.
+# The messages that this process has logged.
 _logged: set[str] = set()
 
 
 def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None:
-    """Say on rank 0 what is active in a tree, once a process group, and warn of what is not.
+    """Log on rank 0 which fixes are active in a tree, once per process, and warn about those that do not match.
 
-    `at_exit`: on stderr, as logging is shut down by then.
+    `at_exit`: print to stderr, because logging is shut down by then.
 
     Raises:
-        StrictModeError: something is not, in strict mode; on every rank.
+        StrictModeError: in strict mode, a fix does not match; on every rank.
     """
     if not at_exit:
         _announce(plan)
@@ -36,15 +36,15 @@ def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None
 
 
 def warn_or_raise(messages: Sequence[str], switches: "Switches", *, at_exit: bool = False) -> None:
-    """Warn of each, on rank 0; in strict mode raise StrictModeError with the first, on every rank."""
+    """Log the messages as warnings on rank 0; in strict mode raise StrictModeError with the first, on every rank."""
     for message in messages:
         warn(message, at_exit, error=switches.mode == "strict")
     if messages and switches.mode == "strict":
         raise StrictModeError(messages[0])
 
 
-def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
-    """Warn that a module is loaded without its fixes, whichever they are; in strict mode raise StrictModeError."""
+def log_unpatched(module: str, path: str, error: Exception, switches: "Switches", *, at_exit: bool = False) -> None:
+    """Warn that a module is loaded without any of its fixes; in strict mode raise StrictModeError."""
     names = fixes_for(TARGETS[module], switches.skip, switches.overlays)
     fixes = [name for name in names if module in EVERYTHING[name]]
     if not fixes:
@@ -59,7 +59,7 @@ def tell_unpatched(module: str, path: str, error: Exception, switches: "Switches
 
 
 def mismatch(plan: TreePlan, result: FixResult) -> str:
-    """The message for a fix that does not run."""
+    """The message for a fix that does not match."""
     page = next((page for page, parts in SWITCHED.items() if result.name in parts), result.name)
     return (
         f"the fix {result.name} is NOT active on {upstream(plan)}: {result.reason}. The bug may be there: see "
@@ -69,30 +69,30 @@ def mismatch(plan: TreePlan, result: FixResult) -> str:
 
 
 def _announce(plan: TreePlan) -> None:
-    """Log what is active in a tree, once a process, and not in the workers of a data loader."""
+    """Log the active fixes of a tree, once per process, and not in the workers of a data loader."""
     name, fixes = upstream(plan), " ".join(result.name for result in plan.results)
     if f"{name} {fixes}" in _logged or not is_rank_zero(os.environ) or not _enabled(logging.INFO) or _is_worker():
         return
     active, is_first = ", ".join(plan.named(Outcome.APPLIES)), name not in _logged
     _logged.update((name, f"{name} {fixes}"))
-    if active or is_first:  # of another part of the package nothing is said where it needs nothing
+    if active or is_first:  # do not log a further part of the package that needs no fix
         none = "none active" if plan.named(Outcome.NO_MATCH) else "none needed"
-        _say(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active or none}")
+        _log(logging.INFO, f"training-checkpoint-patches {__version__} on {name}: {active or none}")
 
 
 def warn(message: str, at_exit: bool, *, error: bool = False) -> None:
-    """One warning, on rank 0 alone, once a process; at the exit of a process in strict mode an `error`, again."""
+    """Log a warning on rank 0, once per process. At exit in strict mode, repeat it as an `error`."""
     if not is_rank_zero(os.environ) or (message in _logged and not (at_exit and error)):
         return
     _logged.add(message)
     if at_exit:
         _print(logging.ERROR if error else logging.WARNING, message)
     else:
-        _say(logging.WARNING, message)
+        _log(logging.WARNING, message)
 
 
 def _is_worker() -> bool:
-    """Whether this is a daemon of `multiprocessing`, as a data loader starts; a rank that it starts is none."""
+    """Whether this is a daemon of `multiprocessing`, such as a data loader's worker; ranks are not daemons."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and bool(process.current_process().daemon)
 
@@ -107,18 +107,18 @@ def _enabled(level: int) -> bool:
 
 
 def _is_set_up() -> bool:
-    """Whether the program has set up logging, and has not switched off all loggers that were there before."""
+    """Whether the program has set up logging, and has not disabled our logger."""
     return logger.hasHandlers() and not logger.disabled
 
 
-def _say(level: int, message: str) -> None:
-    """Log it; where nobody has set up logging yet, which is so while modules are imported, on stderr."""
+def _log(level: int, message: str) -> None:
+    """Log a message; print it to stderr if logging is not set up yet, as usual during imports."""
     if not _is_set_up():
         _print(level, message)
         return
     try:
         logger.log(level, message)
-    except Exception as error:  # of a handler of the program's: an import must not fail for it
+    except Exception as error:  # in one of the program's handlers: it must not make an import fail
         _print(level, f"{message} ({type(error).__name__} in a logging handler: {error})")
 
 

@@ -1,4 +1,4 @@
-"""What runs in a running program, for `ckpt_patches.startup.report`."""
+"""The state of the fixes in a running program, for `ckpt_patches.startup.report`."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ SHOWN = (Outcome.APPLIES, Outcome.NO_MATCH, Outcome.NOT_NEEDED)
 
 
 def lines(switches: "Switches") -> Iterator[str]:
-    """A line for each tree that was planned, and below it one for each fix that it needs."""
+    """A line for each planned tree, followed by a line for each fix that it needs."""
     changes = functions.changes()
     plans = list(running.plans(switches))
     for plan in plans:

@@ -1,9 +1,9 @@
-"""What runs in this process, and the plans that follow from it: a fix is active in all of its modules, or in none.
+"""The code that runs in this process, and the plans for it: a fix is active in all of its modules, or in none.
 
-What runs is what our loader has run in the modules that `sys.modules` holds, and never what was intended: another hook
-may have loaded a target, or it was imported before ours was there. A fix that edits such a module is taken away as a
-whole, and that is said. No lock is held anywhere in here. Two threads that meet their first targets at once may plan
-the same twice. Modules and finders are others' code: nothing of theirs is called but `find_spec`.
+Only the code that our loader has run in the modules of `sys.modules` counts, not the plan: another hook may have loaded
+a target, or a target was imported before our hook was installed. A fix that edits such a module is dropped from all of
+its modules, with a warning. This module holds no lock: two threads that import their first targets at the same time
+may plan the same tree twice. Modules and finders are foreign code: only `find_spec` of theirs is called.
 """
 
 import os
@@ -28,54 +28,55 @@ INSTEAD = "import it before another import hook is installed, or write the fix i
 
 
 class RunsEditedCode(SourceFileLoader):
-    """A loader of ours that runs edited code, or is about to."""
+    """The base class of our loader that runs edited code."""
 
 
 class LooksFirst:
-    """A loader of ours around another hook's loader."""
+    """The base class of our loader that wraps another loader."""
 
     loader: "Any"
 
 
-# By tree, root of modules, the fixes to skip and the overlays: the plan, and why fixes could not edit modules
-# when it was made.
+# By (tree, root of modules, fixes to skip, overlays): the plan, and by (fix, module) why a fix could not edit a module
+# when the plan was made.
 _plans: "dict[tuple[str, str, frozenset[str], tuple[str, ...]], tuple[TreePlan, dict[tuple[str, str], str]]]" = {}
-# Targets in which our loader has run edited code: the module, its spec then, and the file.
+# Targets in which our loader has run edited code: the module, its spec at that time, and the file.
 _run: "dict[str, tuple[ModuleType, Any, FilePlan]]" = {}
-# Loads of targets that were not ours, or had no edit, and of which all has been said: the module's name, and its spec.
+# Targets that were loaded without our loader, or without an edit, and are already reported: the specs by module name.
 _examined: "dict[str, Any]" = {}
-# What else `examine` calls, once an edited module is loaded: `functions` is here then.
+# Additional checks that `examine` calls: that of `functions`, once an edited module is loaded.
 looks: "list[Callable[..., None]]" = []
 
 
 def record(module: "ModuleType", file: "FilePlan") -> None:
-    """Note that our loader runs a file's edited code in a module."""
+    """Record that our loader runs a file's edited code in a module."""
     _run[file.module] = (module, module.__spec__, file)
 
 
 def keep_unedited(module: str, spec: ModuleSpec) -> None:
-    """Note that the plan has nothing for a module which its ordinary loader is about to load."""
+    """Record that the plan has no edit for a module, which its ordinary loader is about to load."""
     _run.pop(module, None)
     _examined[module] = spec
 
 
 def is_ours(module: str) -> bool:
-    """Whether a loaded target was loaded by us, or is about to be."""
+    """Whether our loader has loaded a target in sys.modules, or is about to."""
     if _file_in(module) is not None or _is_a(_loader_of(module), RunsEditedCode):
         return True
     return _get(_spec_of(module), "_initializing") is True and _patched_in(_loader_of(module)) is not None
 
 
 def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
-    """The plan of the tree of a target that is about to be loaded from `path`; None, which is said, if there is none.
+    """The plan for the tree of a target that is about to be loaded from `path`.
 
-    Made when the first target of a tree is met, and anew when the file or what runs is not what it was.
+    None for other modules, and with a warning if planning fails. The plan is made at the first target of a tree, and
+    again when the file or the loaded code has changed.
 
     Raises:
-        StrictModeError: there is none, in strict mode; or a plug-in cannot be used.
+        StrictModeError: in strict mode, planning failed or a plug-in is unusable.
     """
     read_plugins(switches)
-    if module not in TARGETS:  # looked at for what plug-ins may have brought
+    if module not in TARGETS:  # a plug-in could have made it one
         return None
     try:
         path = os.path.abspath(path)
@@ -83,15 +84,15 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
     except Exception as error:  # never stop a program that would have run without us
         from ckpt_patches.hook import log_lines
 
-        log_lines.tell_unpatched(module, path, error, switches)
+        log_lines.log_unpatched(module, path, error, switches)
         return None
 
 
 def read_plugins(switches: "Switches", *, at_exit: bool = False) -> None:
-    """Read the fixes that plug-ins bring, once, and say which of them cannot be used.
+    """Read the fixes of plug-ins, once, and warn about unusable ones.
 
     Raises:
-        StrictModeError: there is one, in strict mode; every time.
+        StrictModeError: in strict mode, there is one; at every call.
     """
     from ckpt_patches.engine import plugins
 
@@ -107,9 +108,9 @@ def read_plugins(switches: "Switches", *, at_exit: bool = False) -> None:
 def make_plan(
     root: str, package: str, switches: "Switches", of: str = ""
 ) -> "tuple[TreePlan, dict[tuple[str, str], str]]":
-    """Plan a tree, without the fixes that would run by halves in this process; and why these would.
+    """Plan a tree without the fixes that would run in only some of their modules; also return the reasons.
 
-    `of`: only the fixes of modules with this root.
+    `of`: plan only the fixes of modules with this root.
     """
     from ckpt_patches.engine.plan import fixes_for, plan_tree
 
@@ -130,29 +131,29 @@ def has_plans(module: str) -> bool:
 
 
 def plans(switches: "Switches") -> "Iterator[TreePlan]":
-    """Of the trees from which targets were imported."""
+    """The plans of the trees from which targets were imported."""
     for (root, modules, skip, overlays), _ in list(_plans.items()):
         if (skip, overlays) == (switches.skip, switches.overlays):
             yield _current_plan(root, modules, switches)
 
 
 def not_examined() -> list[str]:
-    """Targets that are loaded, not by us, and of which nothing has been said yet."""
+    """Targets that were loaded without our loader, and are not reported yet."""
     targets = list(TARGETS)  # another thread may be reading plug-ins
     return [module for module in targets if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
 
 
 def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False) -> None:
-    """Say which fixes do not run because of what `not_examined` finds (`again`: of all targets that are loaded).
+    """Warn about fixes that do not run because of the targets in `not_examined` (`again`: all loaded targets).
 
     Raises:
-        StrictModeError: there is one, in strict mode; every time.
+        StrictModeError: in strict mode, there is one; at every call.
     """
     try:
         read_plugins(switches, at_exit=at_exit)
         modules = [module for module in list(TARGETS) if _is_loaded(module)] if again else not_examined()
         if switches.mode == "strict" or is_rank_zero(os.environ):
-            _say_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
+            _log_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
             for look in looks:
                 look(switches, at_exit=at_exit)
         _examined.update((module, _spec_of(module)) for module in modules)
@@ -164,7 +165,7 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
 
 
 def _trees_of_packages() -> "dict[tuple[str, str], None]":
-    """The trees of the packages that are imported, also where no target is: they may have been refused, or moved."""
+    """The trees of the imported packages, also without an imported target: targets may have been refused or moved."""
     from ckpt_patches.engine.plan import tree_root
 
     imported = (name for name in (*packages(), *PART_OF) if _is_loaded(name))
@@ -173,7 +174,7 @@ def _trees_of_packages() -> "dict[tuple[str, str], None]":
     return {(root, name): None for name, root in roots.items() if root is not None}
 
 
-def _say_what_does_not_run(
+def _log_what_does_not_run(
     modules: list[str], trees: "dict[tuple[str, str], None]", switches: "Switches", at_exit: bool
 ) -> None:
     from ckpt_patches.hook import log_lines
@@ -183,13 +184,13 @@ def _say_what_does_not_run(
         try:
             trees[_root(module, path), root_of(module)] = None
         except Unpatchable as error:
-            log_lines.tell_unpatched(module, path, error, switches, at_exit=at_exit)
+            log_lines.log_unpatched(module, path, error, switches, at_exit=at_exit)
     for root, planned in trees:
         log_lines.tell(_current_plan(root, planned, switches), switches, at_exit=at_exit)
 
 
 class Unpatchable(Exception):
-    """A module that is there, in a place where its tree cannot be told."""
+    """A module that exists, but whose path does not show its tree."""
 
 
 def _root(module: str, path: str) -> str:
@@ -202,7 +203,7 @@ def _root(module: str, path: str) -> str:
 
 
 def _text(path: str) -> bytes | None:
-    """A digest of a file's text; None if it cannot be read (now: the plan that there is may be from a better time)."""
+    """A digest of a file's text; None if it cannot be read (an existing plan then stays)."""
     from ckpt_patches.engine.plan import text_digest
 
     try:
@@ -215,7 +216,7 @@ def _text(path: str) -> bytes | None:
 def _current_plan(
     root: str, modules: str, switches: "Switches", module: str = "", text: bytes | None = None
 ) -> "TreePlan":
-    """The plan of a tree as it is now for modules with a root, given the text (its digest) of one of them."""
+    """The up-to-date plan of a tree, for modules with one root; `text` is the digest of `module`'s text."""
     key = (root, modules, switches.skip, switches.overlays)
     plan, unavailable = _plans.get(key, (None, {}))
     changed = plan is not None and text is not None and plan.texts.get(module, text) != text
@@ -240,7 +241,7 @@ def _unavailable(plan: "TreePlan") -> dict[tuple[str, str], str]:
 
 
 def _is_available_again(root: str, unavailable: dict[tuple[str, str], str]) -> bool:
-    """Whether a module that kept a fix away does so no more: it is being reloaded, or another hook is gone."""
+    """Whether a module no longer prevents a fix: it is being reloaded, or another hook is gone."""
     from ckpt_patches.engine.plan import module_path
 
     return any(
@@ -249,7 +250,7 @@ def _is_available_again(root: str, unavailable: dict[tuple[str, str], str]) -> b
 
 
 def _why_not_ours(module: str, path: str) -> str:
-    """Why the hook does not load a target, or has not; empty if it does."""
+    """Why our hook does not load a target, or did not; empty if it does."""
     if not _is_loaded(module):
         return _who_else_would_load(module, path)
     loader = _loader_of(module)
@@ -267,7 +268,7 @@ def _who_else_would_load(module: str, path: str) -> str:
         parent = sys.modules.get(module.rpartition(".")[0])
         spec = find_spec(module, list(_attribute(parent, "__path__") or [os.path.dirname(path)]))
     except Exception:
-        return ""  # the import will raise the same
+        return ""  # the import will raise the same error
     loader: Any = spec.loader if spec is not None else None
     if _is_a(loader, LooksFirst):
         loader = loader.loader
@@ -278,13 +279,13 @@ def _who_else_would_load(module: str, path: str) -> str:
 
 
 def _patched_in(loader: "Any") -> RunsEditedCode | None:
-    """Our loader, by itself or in another one: tracing tools put theirs around ours, and call it."""
+    """Our loader, by itself or inside another one: tracing tools wrap our loader and call it."""
     inner = loader if _is_a(loader, RunsEditedCode) else _get(loader, "loader")
     return inner if _is_a(inner, RunsEditedCode) else None
 
 
 def _is_a(loader: object, kind: type) -> bool:
-    """Whether a loader is one of ours, without asking it: a proxy gives another class as its own."""
+    """Whether a loader is one of ours, by its actual type: a proxy reports another class as its own."""
     return issubclass(type(loader), kind)
 
 
@@ -294,17 +295,17 @@ def _other_tree(loader: RunsEditedCode | None, path: str) -> str:
 
 
 def _half(fix: str) -> str:
-    """What to say where another part of a fix runs already, and cannot be taken back."""
+    """The end of a message, if another part of a fix already runs and cannot be undone."""
     files = {module: _file_in(module) for module in EVERYTHING[fix]}
     loaded = [module for module, file in files.items() if file is not None and fix in file.fixes]
     return f". Its part in {', '.join(loaded)} is loaded already: start again without that hook" if loaded else ""
 
 
-# What sys.modules holds. An entry can be anything: a stub, a module that loads itself when it is touched.
+# Access to sys.modules. An entry can be anything: a stub, or a module that loads itself at the first access.
 
 
 def _file_in(module: str) -> "FilePlan | None":
-    """The file whose edited code our loader has run in a module that is loaded."""
+    """The file whose edited code our loader has run in a loaded module."""
     loaded, spec, file = _run.get(module, (None, None, None))
     return file if loaded is not None and sys.modules.get(module) is loaded and _spec_of(module) is spec else None
 
@@ -337,5 +338,5 @@ def _get(thing: object, name: str) -> "Any":
 
 
 def _attribute(module: object, name: str) -> "Any":
-    """An attribute of a module, without asking the module for it."""
+    """An attribute of a module, without running code of the module."""
     return object.__getattribute__(module, "__dict__").get(name) if issubclass(type(module), type(sys)) else None

@@ -1,1 +1,1 @@
-"""Fixes written into the files of a tree, and taken out again; stands on the engine and on durable writes."""
+"""Write fixes into the files of a tree, and remove them again; uses the engine and durable writes."""

@@ -1,9 +1,9 @@
-"""Write fixes into the files of a tree, and take them out again byte for byte.
+"""Write fixes into the files of a tree, and remove them again byte for byte.
 
-`<tree>/.ckpt-patches/<package>/` keeps the original files and `state.json` (which fixes are in, and the digests of
-every edited file and of its original; both are checked before anything is made of them). The text of a file is always
-made anew from its original and the set of fixes, so fixes can come and go one by one. The rows of an installed
-package's RECORD follow, and name our files too: an upgrade or uninstall of the package takes them along.
+`<tree>/.ckpt-patches/<package>/` holds the original files and `state.json`: the applied fixes, and the digests of every
+edited file and of its original. Both digests are checked before use. A file's text is always built from its original
+and the set of fixes, so fixes can be added and removed one by one. The RECORD of an installed package is updated and
+lists our files too: an upgrade or uninstall of the package removes them.
 """
 
 import contextlib
@@ -26,28 +26,28 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class AppliedFile:
-    """An edited file, as `state.json` keeps it."""
+    """An edited file, as recorded in `state.json`."""
 
     path: str  # relative to the tree
     original: str  # SHA-256 of the original
     patched: str  # SHA-256 of the edited file
     record_row: str | None  # the original's row in RECORD
-    link: str | None = None  # where the original was a symbolic link: what that said
+    link: str | None = None  # if the original was a symbolic link: its target
 
 
 @dataclass(frozen=True)
 class State:
-    """What is applied in place to one package in one tree."""
+    """The fixes applied in place to one package in one tree."""
 
     fixes: tuple[str, ...] = ()
     files: tuple[AppliedFile, ...] = ()
     functions: dict[str, dict[str, list[str]]] = field(
         default_factory=dict
-    )  # by module and name: the fixes that edit it
+    )  # by module and function: the fixes that edit it
 
 
 def read_state(root: str | Path, package: str) -> State:
-    """What is applied in place.
+    """The fixes applied in place.
 
     Raises:
         UserError: the state file is damaged or from a newer version.
@@ -71,12 +71,12 @@ def read_state(root: str | Path, package: str) -> State:
 
 
 def apply(root: str, package: str, names: Sequence[str], *, break_lock: bool = False) -> TreePlan:
-    """Write these fixes into a tree; those that are in already stay. The plan says what each does.
+    """Write these fixes into a tree; applied ones stay. Returns the plan, with the outcome of each fix.
 
     Raises:
-        UserError: a file or an original that changed since, is unreadable, or cannot be written; or an earlier change
-            that was interrupted, and still cannot be ended. It says whether anything was changed: nothing, but where
-            the disk fails so that it cannot be undone. Or a process of another host holds the lock.
+        UserError: a file or an original has changed since, is unreadable, or cannot be written; an earlier change was
+            interrupted, and still cannot be completed; or a process of another host holds the lock. The message states
+            whether files were changed: none, unless a disk error prevents the rollback.
     """
     with _locked(root, package, break_lock=break_lock):
         state = _known_state(root, package)
@@ -92,7 +92,7 @@ def apply(root: str, package: str, names: Sequence[str], *, break_lock: bool = F
 
 
 def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = False) -> list[str]:
-    """Take these fixes out of a tree again; the names of those that were in.
+    """Remove these fixes from a tree; return the names of those that were applied.
 
     Raises:
         UserError: as `apply`.
@@ -110,7 +110,7 @@ def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = 
 
 
 def _known_state(root: str, package: str) -> State:
-    """What is applied, all of it with fixes that are known here: others could only be taken out in silence."""
+    """The applied state. Refuses fixes that are unknown here, which a change would remove silently."""
     state = read_state(root, package)
     unknown = [name for name in state.fixes if name not in fixes_for(package)]
     if unknown:
@@ -122,10 +122,10 @@ def _known_state(root: str, package: str) -> State:
 
 
 def _check_kept(state: State, plan: TreePlan) -> None:
-    """That no applied fix would be lost on the way, because it does not fit any more (in this version, or with others).
+    """Check that no applied fix would be lost because it no longer fits (in this version, or with other fixes).
 
     Raises:
-        UserError: it says which one.
+        UserError: one would be lost; the message names it.
     """
     for result in plan.results:
         if result.name in state.fixes and result.outcome is not Outcome.APPLIES:
@@ -140,26 +140,26 @@ def _nothing(package: str) -> str:
 
 
 def _begin_anew(root: str | Path, package: str) -> str:
-    """What to do where our own files cannot be trusted."""
+    """What to do if our own files cannot be trusted."""
     return f"Reinstall {DISTRIBUTIONS[package]}, or restore it in a checkout, and delete {state_folder(root, package)}"
 
 
 @dataclass(frozen=True)
 class _Rewrite:
-    """One upstream file on its way from the text that it has to the text that it gets."""
+    """The change of one upstream file's text."""
 
     relative: str  # its path in the tree
     original: bytes
     before: bytes
-    after: bytes  # the original again where no fix is left
+    after: bytes  # the original if no fix is left
     was_edited: bool
     is_edited: bool
-    row: str | None  # the original's, in RECORD
-    link: str | None  # the original's, where it was a symbolic link
+    row: str | None  # of the original, in RECORD
+    link: str | None  # the target, if the original was a symbolic link
 
 
 def _write(root: str, package: str, state: State, originals: Mapping[str, bytes], plan: TreePlan) -> None:
-    """Bring the tree from `state` to the plan's texts, everything or nothing."""
+    """Change the tree from `state` to the plan's texts, atomically."""
     record_file = wheel_record.record_path(Path(root), package)
     rewrites = _rewrites(root, state, originals, plan, record_file)
     new_state = _state_after(rewrites, plan)
@@ -190,7 +190,7 @@ def _said(error: OSError, root: str) -> str:
 def _rewrites(
     root: str, state: State, originals: Mapping[str, bytes], plan: TreePlan, record_file: Path | None
 ) -> list[_Rewrite]:
-    """Every file that is edited now, or will be."""
+    """The changes of all files that are edited now, or will be."""
     planned = {file.path: file for file in plan.files.values()}
     rows = wheel_record.rows(record_file.read_bytes()) if record_file else {}
     rows.update({file.path: file.record_row for file in state.files if file.record_row is not None})
@@ -223,7 +223,7 @@ def _state_after(rewrites: Sequence[_Rewrite], plan: TreePlan) -> State:
 def _changes(
     root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State, record_file: Path | None
 ) -> list[Change]:
-    """All files that change together, the state file last: it decides whether the change took place."""
+    """All files that change together. The state file is last: it commits the change."""
     changes = []
     for rewrite in rewrites:
         path, backup = root / rewrite.relative, _backup(folder, rewrite.relative)
@@ -232,7 +232,7 @@ def _changes(
         changes.append(Change(backup, kept_before, kept_after, like=path))
         changes += [Change(cached, cached.read_bytes(), None) for cached in _bytecode(path)]
         changes.append(Change(path, rewrite.before, rewrite.after, link=_link_again(path, rewrite)))
-    # In a checkout no commit takes our folder along.
+    # In a checkout, Git ignores our folder.
     changes.append(_own_file(folder / ".gitignore", b"*\n" if state.files else None))
     if record_file:
         text = record_file.read_bytes()
@@ -242,20 +242,20 @@ def _changes(
 
 
 def _link_again(path: Path, rewrite: _Rewrite) -> str | None:
-    """The symbolic link that the original was, if the original is where it leads to."""
+    """The target of the original's symbolic link, if it still has the original text."""
     if rewrite.link is None or rewrite.is_edited:
         return None
     return rewrite.link if _read(path.parent / rewrite.link) == rewrite.original else None
 
 
 def _bytecode(path: Path) -> list[Path]:
-    """A module's cached bytecode. What has an unchecked hash would be run in place of the new text, so it has to go."""
+    """A module's cached bytecode, to be removed. With an unchecked hash, it would run instead of the new text."""
     cached = (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")
     return [file for file in cached if _is_unchecked(file) or os.access(file.parent, os.W_OK)]
 
 
 def _is_unchecked(cached: Path) -> bool:
-    """By the flags of https://peps.python.org/pep-0552/: a hash, that is not checked."""
+    """Whether bytecode has an unchecked hash, by the flags of https://peps.python.org/pep-0552/."""
     return cached.read_bytes()[4:5] == b"\x01"
 
 
@@ -264,7 +264,7 @@ def _own_file(path: Path, after: bytes | None) -> Change:
 
 
 def _rows(root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State) -> dict[str, str | None]:
-    """The rows of RECORD that change; our own files without a digest, as pip lists bytecode."""
+    """The rows of RECORD that change. Our own files have no digest, like bytecode in pip's rows."""
     rows: dict[str, str | None] = {}
     own = {folder / name: bool(state.files) for name in (".gitignore", "state.json")}
     own.update({_backup(folder, rewrite.relative): rewrite.is_edited for rewrite in rewrites})
@@ -280,12 +280,12 @@ def _rows(root: Path, folder: Path, rewrites: Sequence[_Rewrite], state: State) 
 
 
 def _backup(folder: Path, relative: str) -> Path:
-    """Where an edited file's original is kept."""
+    """The path of an edited file's original."""
     return folder / "originals" / relative
 
 
 def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
-    """The original text of every edited file, by path; checks that nobody touched the files or the originals since."""
+    """The original text of every edited file, by path; refuses files and originals that have changed since."""
     originals = {}
     for file in state.files:
         path, backup = Path(root, file.path), _backup(state_folder(root, package), file.path)
@@ -315,9 +315,9 @@ def _read(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def _locked(root: str, package: str, *, break_lock: bool) -> Iterator[None]:
-    """One writer at a time in a tree; ends an interrupted change. Nothing is left behind.
+    """Lock a tree for one writer, and complete or undo an interrupted change. Leaves no files behind.
 
-    Within it an error of the file system is one of reading, before anything was changed.
+    A file system error inside the block is a read error: nothing was changed yet.
     """
     _check_rights(root, package)
     folder = Path(root, STATE_FOLDER)
@@ -344,7 +344,7 @@ def _check_rights(root: str, package: str) -> None:
 
 
 def _end_interrupted(root: str, package: str) -> None:
-    """Undo or complete what a killed run left, and remove its new folders: they are waited for when they are made."""
+    """Undo or complete a killed run's change, and remove its empty folders: only newly made folders are synced."""
     folder = state_folder(root, package)
     interrupted = is_interrupted(folder)
     try:

@@ -1,10 +1,9 @@
-"""Change several files together: all of them, or none.
+"""Change several files atomically: all of them, or none.
 
-All that needs space comes first: a journal, a second name for every file that will be replaced (a hard link; a copy
-where the file system has no links), and the new texts under temporary names, each waited for. Then the files change by
-renames alone, and so they change back: neither needs space. The last file of the list decides. Until it has its new
-text, what was begun is undone, at once after an error and by the next run after a crash; from then on it is only
-tidied up.
+The steps that need disk space come first: a journal, a second name for every file to replace (a hard link; a copy if
+the file system has no links), and the new texts under temporary names, each synced. Then the files change by renames
+alone, and so does a rollback: neither needs space. The last file of the list commits the change. Before it has its new
+text, the change is rolled back: at once after an error, by the next run after a crash. Afterwards only cleanup is left.
 """
 
 import contextlib
@@ -22,22 +21,22 @@ from ckpt_patches.runtime.durable import NO_LINKS, make_folder, sync_folder, wri
 
 JOURNAL = "journal.json"
 JOURNAL_VERSION = 3
-WITHOUT_TOKEN = 2  # of 0.2.0: names that each change used
+WITHOUT_TOKEN = 2  # of 0.2.0: all changes used the same temporary names
 
 
 @dataclass(frozen=True)
 class Change:
-    """A file's text before and after; None: there is no such file."""
+    """A file's text before and after; None: the file does not exist."""
 
     path: Path
     before: bytes | None
     after: bytes | None
-    link: str | None = None  # `after` is what this symbolic link leads to: the link is made, not a file
-    like: Path | None = None  # a file whose owner and mode a new one gets
+    link: str | None = None  # create this symbolic link, whose target has the text `after`, and not a file
+    like: Path | None = None  # a new file gets this one's owner and mode
 
 
 class Standing(Enum):
-    """What a change that failed has left."""
+    """The state of the files after a failed change."""
 
     NOTHING = "no file is changed"
     ALL = "every file is changed"
@@ -45,34 +44,33 @@ class Standing(Enum):
 
 
 class Failed(Exception):
-    """A change was stopped by an error of the file system, which is the cause."""
+    """A file system error stopped a change; `error` is the cause."""
 
     def __init__(self, error: OSError, standing: Standing, tidy: bool) -> None:
         super().__init__(str(error))
         self.error = error
         self.standing = standing
-        self.tidy = tidy  # nothing of ours is left for the next run to remove
+        self.tidy = tidy  # no file of ours is left for the next run to remove
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A change, as the journal keeps it; digests in place of texts."""
+    """A change as the journal records it, with digests in place of texts."""
 
     path: Path
     before: str | None
     after: str | None
-    temporary: Path  # the name of the file after, until it has its own
-    kept: Path  # another name of the file before
+    temporary: Path  # the new file, until its rename
+    kept: Path  # a second name of the old file
 
 
 def commit(root: Path, folder: Path, changes: Sequence[Change]) -> None:
-    """Make all changes to files in the tree `root`; the last one must be one, because it decides.
+    """Make all changes to files in the tree `root`. The last one must not be empty, because it commits the others.
 
-    `folder`, in the tree and ours alone, holds the journal meanwhile.
+    `folder`, in the tree and only ours, holds the journal meanwhile.
 
     Raises:
-        Failed: an error of the file system. It says whether all of the files are changed or none, and where neither
-            could be done.
+        Failed: a file system error. `standing` is whether all files are changed, none, or an unknown part.
     """
     changes = [change for change in changes if change.before != change.after]
     token = os.urandom(4).hex()
@@ -86,7 +84,7 @@ def commit(root: Path, folder: Path, changes: Sequence[Change]) -> None:
         if not _undone(root, folder, steps, error):
             return
         raise Failed(error, Standing.NOTHING, tidy=True) from error
-    except BaseException:  # an interrupt from the keyboard
+    except BaseException:  # such as a keyboard interrupt
         with contextlib.suppress(OSError):  # the next run tries again
             recover(root, folder)
         raise
@@ -97,16 +95,16 @@ def commit(root: Path, folder: Path, changes: Sequence[Change]) -> None:
 
 
 def is_interrupted(folder: Path) -> bool:
-    """Whether there is a change that came to no end."""
+    """Whether there is an unfinished change."""
     return (folder / JOURNAL).exists()
 
 
 def recover(root: Path, folder: Path) -> bool:
-    """End a change that was interrupted: undo it, or tidy up if it had been made. Whether it had been. Needs no space.
+    """Roll back an interrupted change, or clean up if it was committed; return whether it was. Needs no space.
 
     Raises:
         UserError: the journal is damaged, or of a later version.
-        OSError: it stays interrupted.
+        OSError: the change stays interrupted.
     """
     steps = _read_journal(root, folder)
     if steps is None:
@@ -120,7 +118,7 @@ def recover(root: Path, folder: Path) -> bool:
 
 
 def _undone(root: Path, folder: Path, steps: Sequence[_Step], error: OSError) -> bool:
-    """Undo after an error; False if the change had been made all the same, as the disk shows it."""
+    """Undo after an error; False if the change is nevertheless complete on disk."""
     try:
         return not recover(root, folder)
     except OSError as second:
@@ -136,7 +134,7 @@ def _standing(steps: Sequence[_Step]) -> Standing:
     return Standing.UNFINISHED
 
 
-# What needs space
+# Steps that need disk space
 
 
 def _prepare(changes: Sequence[Change], steps: Sequence[_Step]) -> None:
@@ -150,7 +148,7 @@ def _prepare(changes: Sequence[Change], steps: Sequence[_Step]) -> None:
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Give a file a second name."""
+    """Give a file a second name, or copy it."""
     try:
         os.link(path, kept, follow_symlinks=False)
     except OSError as error:
@@ -160,7 +158,7 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 def _copy(path: Path, to: Path) -> None:
-    """Half of it does no harm: no file is replaced before all copies are there."""
+    """Copy a file or link. A partial copy does no harm: no file is replaced before all copies are complete."""
     if path.is_symlink():
         os.symlink(os.readlink(path), to)
     else:
@@ -174,11 +172,11 @@ def _write_new(change: Change, text: bytes, temporary: Path) -> None:
         write_durably(temporary, text, like=change.like if change.before is None else change.path)
 
 
-# What needs none
+# Steps that need none
 
 
 def _switch(steps: Sequence[_Step]) -> None:
-    """Give every file its new text. The others are on the disk before the one that decides."""
+    """Give every file its new text. The others are synced before the last one, which commits."""
     *others, decisive = steps
     for step in others:
         _switch_one(step)
@@ -194,7 +192,7 @@ def _switch_one(step: _Step) -> None:
 
 
 def _undo(steps: Sequence[_Step]) -> None:
-    """Give every file that has its new text the one before; another text is somebody else's, and stays."""
+    """Restore every file that has its new text. A file with another text was changed by others, and stays."""
     for step in steps:
         if step.before == step.after or not _has(step.path, step.after):
             continue
@@ -205,7 +203,7 @@ def _undo(steps: Sequence[_Step]) -> None:
 
 
 def _finish(folder: Path, steps: Sequence[_Step]) -> None:
-    """Remove what the change needed. When the disk has that, and the files' texts, the journal."""
+    """Remove the change's temporary files and second names; when all is synced, the journal."""
     for step in steps:
         _remove(step.temporary)
         _remove(step.kept)
@@ -216,7 +214,7 @@ def _finish(folder: Path, steps: Sequence[_Step]) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what belongs to no journal."""
+    """Remove temporary journal files."""
     for temporary in folder.glob(f".{JOURNAL}.*ckpt-patches"):
         _remove(temporary)
 
@@ -229,7 +227,7 @@ def _step(path: Path, before: str | None, after: str | None, token: str) -> _Ste
 
 
 def _journal(root: Path, steps: Sequence[_Step], token: str) -> bytes:
-    """Paths are relative: a tree can be moved, or be elsewhere in the next container."""
+    """The journal's text. Paths are relative: a tree can be moved, or be elsewhere in the next container."""
     entries = [
         {"path": step.path.relative_to(root).as_posix(), "before": step.before, "after": step.after} for step in steps
     ]
@@ -260,10 +258,10 @@ def _steps(root: Path, data: Any) -> list[_Step]:
 
 
 def in_tree(path: str) -> str:
-    """A path from a file of ours. A tree, and what is in it, can come from somebody else.
+    """Check a path from a file of ours, which may come from someone else with the tree, and return it.
 
     Raises:
-        ValueError: it is not that of a file in the tree.
+        ValueError: it is not the path of a file in the tree.
     """
     if not path or Path(path).is_absolute() or ".." in Path(path).parts:
         raise ValueError(f"{path!r} where a path in the tree should be")
@@ -274,7 +272,7 @@ def in_tree(path: str) -> str:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that its name never stands for half of it."""
+    """Write a file under a temporary name, then rename it."""
     temporary = _temporary(path, os.urandom(4).hex())
     write_durably(temporary, data)
     os.replace(temporary, path)
@@ -282,25 +280,25 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, if there is one; a link that leads nowhere is one."""
+    """Remove a file or link, if it exists; also a broken link."""
     if os.path.lexists(path):
         os.unlink(path)
 
 
 def _sync_folders(folders: Iterable[Path]) -> None:
-    """Each of them once; one that was not made, or is gone, has no names."""
+    """Sync each folder once, if it exists."""
     for folder in dict.fromkeys(folders):
         if folder.is_dir():
             sync_folder(folder)
 
 
 def _temporary(path: Path, token: str, end: str = "") -> Path:
-    """Beside the file, because a rename is atomic only within a file system; a name of one change alone."""
+    """A name beside the file, unique to one change: a rename is atomic only within a file system."""
     return path.with_name(f".{path.name}.{token}{'.' if token else ''}ckpt-patches{end}")
 
 
 def _has(path: Path, digest: str | None) -> bool:
-    """Whether a file has the text of this digest; None: whether there is none."""
+    """Whether a file has the text of this digest; with None: whether it does not exist."""
     try:
         return _digest(path.read_bytes()) == digest
     except FileNotFoundError:

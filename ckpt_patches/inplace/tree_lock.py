@@ -1,8 +1,8 @@
-"""One writer at a time in a tree, also from several hosts that share it.
+"""A lock for one writer at a time in a tree, also across hosts that share it.
 
-A lock on a folder excludes the processes of one host alone where the file system is a network's. So there is a file as
-well, which one process makes (a link to one of its own, or O_EXCL) and which names it. A file of a process of this host
-that has ended is taken over; whether one of another host has ended, only people can know.
+On a network file system, a lock on a folder excludes only processes of the same host. The holder therefore also creates
+a lock file that names it, atomically (with a hard link or O_EXCL). A lock file of an ended process of this host is
+taken over. Only people can know whether a process of another host has ended.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ckpt_patches.runtime.durable import NO_LINKS, make_folder, sync_folder
 
 NAME = "lock.json"
 BREAK = "--break-lock"
-# Seconds that a process of another host has for its change, and the half-written file of one for the rest of it.
+# Seconds to wait for a process of another host, or for a partly written lock file to be completed.
 PATIENCE = 60.0
 INTERVAL = 0.05
 
@@ -30,16 +30,16 @@ INTERVAL = 0.05
 class Holder:
     """The process that a lock file names."""
 
-    host: str  # with what tells containers of a host apart
+    host: str  # its name, boot id and PID namespace
     process: int
-    start: str  # when that began, as the kernel counts: a number may be given again
+    start: str  # its start time in the kernel's units: process ids are reused
 
     def __str__(self) -> str:
         return f"process {self.process} of {self.host}"
 
 
 class NotReleasedError(Exception):
-    """The work is done, and the lock's file cannot be removed; the next run takes it over."""
+    """The work is done, but the lock file cannot be removed; the next run takes it over."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -52,29 +52,29 @@ def held(root: Path, folder: Path, *, break_lock: bool = False) -> Iterator[None
 
     Args:
         root: the tree.
-        folder: our own in it, made where it is missing; the file is there.
-        break_lock: remove the file of whoever holds the lock.
+        folder: our folder in the tree, for the lock file; created if missing.
+        break_lock: remove an existing lock file, whoever holds it.
 
     Raises:
-        UserError: a process of another host holds it. Nothing is changed.
-        OSError: the file cannot be made.
-        NotReleasedError: it cannot be removed at the end.
+        UserError: a process of another host holds the lock. Nothing is changed.
+        OSError: the lock file cannot be created.
+        NotReleasedError: the lock file cannot be removed at the end.
     """
     descriptor = os.open(root, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without it: the file has to do
+        with contextlib.suppress(OSError):  # the file system does not support it: the lock file must suffice
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         path = folder / NAME
         if break_lock:
             path.unlink(missing_ok=True)
         _make(path)
         try:
-            sync_folder(root)  # a process that was killed may have made our folder
-            for left in folder.glob(f".{NAME}.*"):  # of others, that were killed
+            sync_folder(root)  # a killed process may have made our folder
+            for left in folder.glob(f".{NAME}.*"):  # of killed processes
                 left.unlink(missing_ok=True)
             yield
         except BaseException:
-            with contextlib.suppress(OSError):  # what has gone wrong before says more, and the next run takes it over
+            with contextlib.suppress(OSError):  # the first error is the important one; the next run takes the file over
                 path.unlink(missing_ok=True)
             raise
         try:
@@ -103,14 +103,14 @@ def _make(path: Path) -> None:
 
 
 def _made(path: Path) -> bool:
-    """Make the file with all that it says; False if there is one."""
+    """Create the lock file with its complete content; False if one exists."""
     make_folder(path.parent)
     temporary = path.with_name(f".{NAME}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "x") as file:
             json.dump(asdict(_this_process()), file)
         os.link(temporary, path)
-    except (FileExistsError, FileNotFoundError):  # or another process has removed the folder, which was empty
+    except (FileExistsError, FileNotFoundError):  # or another process has removed the empty folder
         return False
     except OSError as error:
         if error.errno not in NO_LINKS:
@@ -122,7 +122,7 @@ def _made(path: Path) -> bool:
 
 
 def _made_without_links(path: Path) -> bool:
-    """For a moment it says nothing; after a kill just then only people can tell whose it is."""
+    """Create the lock file. For a moment it is empty; after a kill just then, only people can know its owner."""
     try:
         with open(path, "x") as file:
             json.dump(asdict(_this_process()), file)
@@ -132,7 +132,7 @@ def _made_without_links(path: Path) -> bool:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Who has made the file; None if it says nothing yet, or is gone."""
+    """The process that the lock file names; None if the file is incomplete or gone."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -144,7 +144,7 @@ def _this_process() -> Holder:
 
 
 def _host() -> str:
-    """This host's name, and what tells it from others of that name: numbers of processes are its own."""
+    """This host's name, boot id and PID namespace: process ids are unique only within these."""
     known = [socket.gethostname()]
     with contextlib.suppress(OSError):
         known += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -156,7 +156,7 @@ def _lives(holder: Holder) -> bool:
 
 
 def _start(process: int) -> str:
-    """When a process began; empty if it has ended."""
+    """The start time of a process; empty if it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

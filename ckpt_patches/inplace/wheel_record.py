@@ -30,7 +30,7 @@ def rows(record: bytes) -> dict[str, str]:
 
 
 def with_rows(record: bytes, changed: Mapping[str, str | None]) -> bytes:
-    """A RECORD with these rows (by path) replaced, added at the end, or (None) taken out; all others as they were."""
+    """A RECORD with these rows (by path) replaced, added at the end, or (None) removed; all others unchanged."""
     newline = "\r\n" if b"\r\n" in record else "\n"
     kept = rows(record)
     kept.update({path: text for path, text in changed.items() if text is not None})

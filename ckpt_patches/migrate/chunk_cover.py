@@ -1,4 +1,4 @@
-"""Whether the chunks of an array hold each of its elements once, and how they make up the shards of its ranks. Pure."""
+"""Check that the chunks of an array hold each element exactly once, and join them to the ranks' shards. Pure."""
 
 import bisect
 import itertools
@@ -12,16 +12,16 @@ from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
 from ckpt_patches.migrate.old_checkpoint import Array, Chunk, Shape
 
-MOST_CELLS = 64  # for each chunk; more are no grid that Megatron cuts
+MOST_CELLS = 64  # per chunk; the grids that Megatron writes have fewer
 
 
 class CoverError(UserError):
-    """An array whose chunks do not hold each of its elements once."""
+    """The chunks of an array do not hold each of its elements exactly once."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous part of a tensor, and where its elements lie, in their order."""
+    """A box within a tensor, and the byte ranges of its elements, in order."""
 
     offsets: Offsets
     shape: Shape
@@ -29,10 +29,10 @@ class Part:
 
 
 def parts(array: Array, *, join: bool = False) -> list[Part]:
-    """The parts of an array; with `join` one of one dimension is a single part.
+    """The parts of an array. With `join`, a 1-D array is a single part.
 
     Raises:
-        CoverError: elements are missing, or there twice, or ranks have cut it unevenly.
+        CoverError: elements are missing or duplicated, or the ranks' shards are uneven.
     """
     for at, chunk in array.chunks.items():
         if chunk.extent is None:
@@ -48,8 +48,8 @@ def parts(array: Array, *, join: bool = False) -> list[Part]:
     return [Part(at, chunk.shape, _extents([chunk])) for at, chunk in array.chunks.items()]
 
 
-def with_whole(array: Array, model: Array | None) -> Array:
-    """A flattened array whose index does not say the shape that it was made of, as up to 0.8: its parameter's."""
+def with_full_shape(array: Array, model: Array | None) -> Array:
+    """A flattened array with its parameter's shape, if the index does not store the original one, as up to 0.8."""
     if array.whole is not None or model is None or len(array.shape) != len(model.shape) + 1:
         return array
     is_same = math.prod(array.shape) == math.prod(model.shape)
@@ -61,7 +61,7 @@ def _extents(chunks: Iterable[Chunk]) -> tuple[Extent, ...]:
 
 
 def _shards(array: Array, whole: Shape) -> Iterator[Part]:
-    """Of a flattened array the shard of each tensor-parallel rank, made of what its data-parallel ranks have."""
+    """Each tensor-parallel rank's shard of a flattened array, joined from the parts of its data-parallel ranks."""
     fragments, numel = array.shape[:-1], array.shape[-1]
     shape = tuple(n // parts if parts else 0 for n, parts in zip(whole, fragments, strict=False))
     if len(fragments) != len(whole) or math.prod(shape) != numel or math.prod(whole) != math.prod(array.shape):
@@ -81,7 +81,7 @@ def _shards(array: Array, whole: Shape) -> Iterator[Part]:
 
 
 def _check_line(name: str, numel: int, found: list[tuple[int, int]]) -> None:
-    """That ranges (first element, length), in order, follow on one another to the end."""
+    """Check that sorted ranges (first element, length) are consecutive and end at `numel`."""
     end = 0
     for at, length in found:
         if at != end:
@@ -94,7 +94,7 @@ def _check_line(name: str, numel: int, found: list[tuple[int, int]]) -> None:
 
 
 def check(name: str, shape: Shape, chunks: dict[Offsets, Shape]) -> None:
-    """That boxes of these shapes at these places fill an array, and no two of them meet.
+    """Check that boxes with these offsets and shapes fill an array without overlap.
 
     Raises:
         CoverError: they do not.

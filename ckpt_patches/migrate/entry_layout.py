@@ -1,4 +1,4 @@
-"""Where in an entry of a torch_dist file its bytes lie: its tensors', and what torch.save puts around them. Pure."""
+"""The layout of an entry in a torch_dist file: tensor bytes, and what torch.save puts around them. Pure."""
 
 import functools
 import math
@@ -17,22 +17,22 @@ Storage = tuple[str, int]  # key, bytes
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch.save would write of a value."""
+    """The bytes that torch.save would write for a value."""
 
     pickle: bytes
     storages: tuple[Storage, ...]
-    sources: tuple[tuple[Extent, ...], ...]  # of each storage its bytes, in order
-    places: tuple[int, ...]  # of each storage its first byte in the entry
+    sources: tuple[tuple[Extent, ...], ...]  # by storage: the ranges to copy, in order
+    places: tuple[int, ...]  # by storage: its first byte in the entry
     nbytes: int  # of the entry
 
     def around(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
-        """All but the storages, by where it begins; the checksums are theirs."""
+        """Everything except the storages: offsets and bytes. `checksums` are the storages'."""
         return _outline(self.pickle, self.storages, checksums).pieces
 
 
 @dataclass(frozen=True)
 class Raw:
-    """An entry of the source as it is."""
+    """An unchanged entry of the source."""
 
     extent: Extent
 
@@ -50,14 +50,14 @@ class Raw:
 
 
 def of_tensor(dtype: str, shape: tuple[int, ...], extents: tuple[Extent, ...]) -> Torch:
-    """A tensor of these bytes."""
+    """The entry of a tensor with these bytes."""
     data, storages, places, size = _of_tensor(dtype, shape)
     return Torch(data, storages, (extents,), places, size)
 
 
 @functools.lru_cache(maxsize=65536)
 def _of_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[Storage, ...], tuple[int, ...], int]:
-    """The same of all tensors of a type and a shape."""
+    """The parts of a layout that depend only on dtype and shape."""
     numel, size = math.prod(shape), nbytes(dtype, math.prod(shape))
     typed = dtype in STORAGE_OF
     storage = StorageHeader("0", dtype if typed else UNTYPED, numel if typed else size, 0)
@@ -68,7 +68,7 @@ def _of_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[Storage
 
 
 def of_value(value: Any, path: str) -> Torch:
-    """A value of a file, whose tensors have their bytes there."""
+    """The entry of a value whose tensors have their bytes in the file `path`."""
     found = storages_in(value)
     data, storages = pickled(value), tuple((own.key, own.nbytes) for own in found)
     placed = _outline(data, storages, (0,) * len(found))

@@ -1,4 +1,4 @@
-"""What was odd in a file of the output, as JSON. Nothing of it is run."""
+"""The odd elements of an output file, as JSON. Decoding runs no code."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ckpt_patches.audit.judging.record_checksums import PartRead
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, Part, Tally
 from ckpt_patches.errors import UserError
 
-COLUMNS = ("int64", "int64", "uint16")  # of odd runs: begin, end, code
+COLUMNS = ("int64", "int64", "uint16")  # dtypes of odd runs: begin, end, code
 
 
 def encoded(parts: Sequence[Part]) -> bytes:
@@ -28,10 +28,10 @@ def _described(part: Part) -> dict[str, Any]:
 
 
 def decoded(data: bytes) -> list[Part]:
-    """What `encoded` was given.
+    """The parts that were passed to `encoded`.
 
     Raises:
-        UserError: it was something else.
+        UserError: the data is something else.
     """
     try:
         return [_part(described) for described in json.loads(data)]

@@ -1,48 +1,48 @@
-"""Names in a checkpoint: what they become, and what a name says. Pure.
+"""Parse and convert the names in a checkpoint. Pure.
 
-Up to megatron-core 0.13 chained optimizers, as those of a model with experts, put `chained_<number>.` in front.
+Up to megatron-core 0.13 chained optimizers, such as those of a model with experts, add the prefix `chained_<number>.`.
 """
 
 import re
 from typing import NamedTuple
 
-# Megatron's names of how the distributed optimizer's state is cut up.
+# Megatron's names for the sharding types of the distributed optimizer's state.
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
 GATHERED = "dp_zero_gather_scatter"
 RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
-# What each becomes.
+# The new type of each.
 TARGETS = {MODEL_SPACE: RESHARDABLE, BUCKETS: DP_RESHARDABLE, GATHERED: GATHERED}
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _BUCKET = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.(.+)", re.DOTALL)
 _IN_BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)", re.DOTALL)
-# Of a model-space state the old and the new name.
+# New names of model-space states, by old name.
 _STATES = {"fp32_param": "param", "param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 class Bucket(NamedTuple):
-    """Which bucket of a rank's buffers an array is the state of."""
+    """The bucket of a rank's buffers that an array belongs to."""
 
-    group: str  # the name of its data-parallel group, in front of all names of it
+    group: str  # name of its data-parallel group, the prefix of the group's arrays
     buffer: int
     dtype: str  # of parameters and gradients, as a pair
     number: int
 
 
 def model_key(name: str) -> str | None:
-    """The name of the parameter that an array is a state of; None if it is of none."""
+    """The name of the parameter that a state belongs to; None if the array is not a state."""
     found = _STATE.fullmatch(name)
     return found[2] if found else None
 
 
 def is_of_optimizer(name: str) -> bool:
-    """Whether an array or an object is the optimizer's, by its name."""
+    """Whether an array or an object belongs to the optimizer, by its name."""
     return _OPTIMIZER.match(name) is not None
 
 
 def in_model_space(name: str) -> str | None:
-    """The new name of an array; None of a state of the optimizer that is not known."""
+    """The new name of an array; None for an unknown state of the optimizer."""
     found = _STATE.fullmatch(name)
     if found:
         return f"optimizer.state.{_STATES[found[1]]}.{found[2]}" if found[1] in _STATES else None
@@ -50,16 +50,16 @@ def in_model_space(name: str) -> str | None:
 
 
 def bucket_of(name: str) -> Bucket | None:
-    """None if an array is no state of a bucket."""
+    """The bucket of an array; None if the array is not a bucket's state."""
     found = _BUCKET.fullmatch(name)
     inner = _IN_BUCKET.fullmatch(found[2]) if found else None
     return Bucket(found[1], int(inner[1]), inner[2], int(inner[3])) if found and inner else None
 
 
 def object_keys(names: list[str]) -> dict[str, str]:
-    """The name that each object gets: with the number of all objects, which old releases left out on the last axis.
+    """The new name of each object. It includes the count on the last axis, which old releases left out.
 
-    A name is that of the object, "/shard_", its number on each axis, "_", how many there are on each.
+    A name is `<object>/shard_<index on each axis>_<count on each axis>`.
     """
     last: dict[str, int] = {}
     parts = {name: _SHARD.fullmatch(name) for name in names}

@@ -1,4 +1,4 @@
-"""Migrate a checkpoint: read its structure, plan, move the bytes, judge them, and give the result its name."""
+"""Migrate a checkpoint: read its structure, plan, copy and judge the bytes, and rename the complete output."""
 
 import hashlib
 import io
@@ -39,50 +39,50 @@ MOST_SHOWN = 10  # findings
 
 
 class DamagedError(UserError):
-    """A checkpoint with damage, of which nobody has said that it is to be migrated as it is."""
+    """The checkpoint is damaged, and `damaged_as_is` is not set."""
 
     status = 1
 
 
 class NeedsNothingError(UserError):
-    """A checkpoint that megatron-core 0.16 and later load as it is."""
+    """megatron-core 0.16 and later load the checkpoint as it is."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to migrate."""
+    """Options of a migration."""
 
-    workers: int | None = None  # processes; none: as many as processors
-    step: int | None = None  # of all parameter groups; none: as they say
-    damaged_as_is: bool = False  # migrate although elements are damaged
-    trust_checkpoint: bool = False  # let classes pass that are not listed; nothing of them is run
-    sync: bool = True  # have every file on the disk before it gets its name
+    workers: int | None = None  # processes; None: the rank's default
+    step: int | None = None  # for all param groups; None: unchanged
+    damaged_as_is: bool = False  # migrate even if elements are damaged
+    trust_checkpoint: bool = False  # accept classes that are not listed; their code is never run
+    sync: bool = True  # flush every file to disk before it gets its final name
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was done; on rank 0 by all ranks, on each other by that one."""
+    """The result of a migration: on rank 0 for all ranks, on other ranks for that rank only."""
 
     output: str
     source_type: str
     target_type: str
     bytes: int  # written
     files: int  # written
-    files_before: int  # already there, of an interrupted run
-    seconds: float  # in all
-    plan_seconds: float  # of it until the first byte was moved
+    files_before: int  # written by an interrupted run
+    seconds: float  # in total
+    plan_seconds: float  # until the first byte was moved
     workers: int
-    verdict: str  # of the audit; empty on all ranks but rank 0
+    verdict: str  # the audit's; empty on ranks other than 0
     findings: tuple[Finding, ...]
 
 
 def prepare(path: Path, step: int | None, *, trust: bool = False, damaged_as_is: bool = False) -> tuple[Source, Plan]:
-    """Everything that is found out before the first byte is written.
+    """Read the structure of a checkpoint and plan its migration. Writes nothing.
 
     Raises:
-        DamagedError: something is absent, foreign or contradicting, and not `damaged_as_is`.
+        DamagedError: something is missing, foreign or contradictory, and `damaged_as_is` is not set.
         UserError: the checkpoint cannot be migrated.
-        NeedsNothingError: it need not be.
+        NeedsNothingError: it needs no migration.
     """
     with without_garbage_collection():
         found = old_checkpoint.read(path, trust=trust)
@@ -90,20 +90,20 @@ def prepare(path: Path, step: int | None, *, trust: bool = False, damaged_as_is:
             raise _nothing_to_do(found)
         checkpoint = found.found
         planned = plan(found, audit.complete(checkpoint), step)
-        checkpoint.findings[:] = [own for own in checkpoint.findings if own.kind is not MIXED_ROWS]  # no longer
+        checkpoint.findings[:] = [own for own in checkpoint.findings if own.kind is not MIXED_ROWS]  # plan fixes these
         if not damaged_as_is:
             _check_inventory(checkpoint)
         return found, planned
 
 
 def _check_inventory(found: Checkpoint) -> None:
-    """Refuse what is damaged by what the files state, before an element is read."""
+    """Refuse a checkpoint with damage that the structure shows, before any element is read."""
     damage = [finding for finding in found.findings if finding.kind.severity == DAMAGE]
     if damage:
         more = f", and {len(damage) - 1} more (ckpt-patches audit)" if len(damage) > 1 else ""
         raise DamagedError(
-            f"{found.path} is not whole, and nothing was written: {_line(damage[0])}{more}; take an older one, or "
-            "migrate it as it is with --damaged-as-is"
+            f"{found.path} is damaged or incomplete, and nothing was written: {_line(damage[0])}{more}; take an older "
+            "one, or migrate it as it is with --damaged-as-is"
         )
 
 
@@ -112,7 +112,7 @@ def _line(finding: Finding) -> str:
 
 
 def _nothing_to_do(found: Source) -> UserError:
-    """Why a checkpoint that is loaded as it is is not migrated."""
+    """The error for a checkpoint that needs no migration, or needs a repair first."""
     path, kind = found.found.path, source_type(found)
     more = f", its optimizer's state is {kind}" if kind else ""
     if kind == keys.RESHARDABLE:
@@ -131,12 +131,12 @@ def migrate(
     ranks: Ranks | None = None,
     warn: Callable[[str], object] = print,
 ) -> Summary:
-    """Write a checkpoint that megatron-core 0.16 and later load. Each of several `ranks` calls this.
+    """Write a checkpoint that megatron-core 0.16 and later load. All ranks call this.
 
     Raises:
-        DamagedError: elements are damaged; all is written but the name, and `damaged_as_is` gives it.
-        UserError: it cannot be migrated, the output exists, the disk is full, a rank is missing. What was written
-            stays, and the same call goes on from there.
+        DamagedError: elements are damaged. The output keeps its temporary name; `damaged_as_is` completes it.
+        UserError: it cannot be migrated, the output exists, the disk is full, or a rank is missing. Written files
+            stay, and the same call continues from there.
     """
     begin = time.monotonic()
     options = options or Options()
@@ -175,7 +175,7 @@ def migrate(
 
 
 def _fingerprint(found: Source, planned: Plan, options: Options) -> str:
-    """Of all that the output depends on."""
+    """A hash of everything that the output depends on."""
     path = os.path.abspath(found.found.path)
     files = [(file.name, file.nbytes) for file in planned.files]
     data = json.dumps([__version__, path, found.files, files, options.step])
@@ -193,10 +193,10 @@ def _to_read(planned: Plan, files: Sequence[OutputFile]) -> int:
 def _finish(
     found: Source, planned: Plan, folder: UnfinishedFolder, options: Options, workers: int
 ) -> tuple[Finding, ...]:
-    """Judge what was read and what was written, and give the complete folder its name; what was found.
+    """Judge what was read and what was written, and rename the complete folder. Returns the findings.
 
     Raises:
-        DamagedError: there is damage.
+        DamagedError: elements are damaged, and `damaged_as_is` is not set.
     """
     folder.check_complete(planned.files)
     findings = _judged(found, planned, folder.folder)
@@ -220,9 +220,9 @@ def _check_damage(found: Source, findings: tuple[Finding, ...], folder: Unfinish
 
 
 def _judged(found: Source, planned: Plan, folder: Path) -> tuple[Finding, ...]:
-    """What is wrong with the source, by what the workers have found odd."""
+    """The findings about the source, from the odd elements that the workers found."""
     checkpoint, shards = found.found, list(planned.shards)
-    if not (folder / move.JUDGED).is_dir():  # of a run that was killed at its very end
+    if not (folder / move.JUDGED).is_dir():  # an earlier run was killed at its very end
         return tuple(checkpoint.findings)
     checkpoint.repaired = repair_list.read(checkpoint).ranges
     pieces: list[PartRead] = []
@@ -248,7 +248,7 @@ def _damaged(path: Path, damage: list[Finding], folder: UnfinishedFolder) -> Dam
 
 
 def _write_rest(found: Source, planned: Plan, folder: Path) -> None:
-    """What is beside the files of the plan: the index last."""
+    """Write the files that are not in the plan, the index last."""
     write_at_once(folder / COMMON, _common(found, planned))
     write_at_once(folder / CONFIG, json.dumps({**BACKEND, "common_backend_version": 1}).encode())
     write_at_once(folder / INDEX, _index(planned))

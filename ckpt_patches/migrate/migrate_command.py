@@ -1,4 +1,4 @@
-"""The command `ckpt-patches migrate`. Its work is imported when it is run: it needs NumPy, others do not."""
+"""The command `ckpt-patches migrate`. Imports that need NumPy happen when it runs."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt_patches.migrate.migration_plan import Plan
 
 MOST_SHOWN = 10  # findings
-SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+SCHEMA = 1  # JSON version; raised when a key is renamed, removed or changes its meaning
 AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW.unfinished, and the same
 command continues from there.
 
@@ -25,7 +25,7 @@ the reason), 130 interrupted"""
 
 
 def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add it to the command line."""
+    """Add the command to the command line."""
     migrate = parsers.add_parser(
         "migrate",
         help="convert an old Megatron checkpoint for megatron-core 0.16 and later",
@@ -61,7 +61,7 @@ def _step(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Migrate, or show what would be done; the exit status."""
+    """Migrate, or print the plan. Returns the exit status."""
     with commands.needed_by("migrate"):
         from ckpt_patches.migrate import migrate, old_checkpoint
     if options.dry_run:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     from ckpt_patches.runtime.distributed import joined
 
-    old_checkpoint.check(options.path)  # before torch is imported, and waited for other ranks
+    old_checkpoint.check(options.path)  # before importing torch and waiting for other ranks
     say, chosen = partial(commands.say, "ckpt-patches"), commands.chosen(migrate.Options, options)
     with joined(options.distributed, say) as ranks:
         summary = migrate.migrate(options.path, options.output, chosen, ranks=ranks, warn=say)
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan_as_text(planned: "Plan") -> str:
-    """A table: what becomes of which tensors."""
+    """The plan as a table of tensors, with notes."""
     rows = [("", "of the source", "becomes", "tensors", "size")]
     rows += [(row.what, row.source, row.target, str(row.tensors), in_bytes(row.nbytes)) for row in planned.rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Everything that is to be done, complete before a byte is written. Pure."""
+"""Plan a complete migration before any byte is written. Pure."""
 
 import itertools
 import math
@@ -18,32 +18,32 @@ from ckpt_patches.migrate.entry_layout import Raw, Torch
 from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
 from ckpt_patches.migrate.old_checkpoint import Array, Object, Shape, Source
 
-ALIGNMENT = 64  # elements: where parameters begin in the buffers of 0.8 and later
-FILE = 256 << 20  # bytes at least of a file of the output, as far as there are as many: large enough to be read quickly
+ALIGNMENT = 64  # elements; parameters begin at multiples of it in the buffers of 0.8 and later
+FILE = 256 << 20  # minimum bytes of each output file but the last: large enough to be read quickly
 
 
 @dataclass(frozen=True)
 class Item:
-    """What one entry of the new index is of."""
+    """An entry of the new index."""
 
     key: str
     content: Torch | Raw
-    offsets: Offsets | None = None  # of a tensor's chunk; none of an object
+    offsets: Offsets | None = None  # of a tensor's chunk; None for an object
     shape: Shape = ()  # of the chunk
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """All that is read for it."""
+        """All source ranges that it needs."""
         return tuple(extent for own in self.content.sources for extent in own)
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file of the output: its items behind each other."""
+    """An output file: its items, one after another."""
 
     name: str
     items: tuple[Item, ...]
-    shards: tuple[int, ...]  # numbers of what is read for it
+    shards: tuple[int, ...]  # numbers of the shards that are read for it
 
     @property
     def nbytes(self) -> int:
@@ -52,10 +52,10 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what some keys of the source become."""
+    """A row of the plan's table: what some keys of the source become."""
 
     what: str
-    source: str  # as their names begin
+    source: str  # pattern of their names
     target: str
     tensors: int
     nbytes: int
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One of the new checkpoint."""
+    """A tensor of the new checkpoint."""
 
     name: str
     dtype: str
@@ -72,28 +72,28 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a checkpoint is migrated."""
+    """The plan of a migration."""
 
-    source_type: str  # Megatron's name of how the optimizer's state is cut up; empty if it is not distributed
+    source_type: str  # Megatron's sharding type of the optimizer state; empty if not distributed
     target_type: str
-    shards: tuple[Shard, ...]  # what is read, each byte once, and judged
+    shards: tuple[Shard, ...]  # to read and judge, each byte once
     tensors: tuple[Tensor, ...]
     files: tuple[OutputFile, ...]
-    settings: Any  # what is not sharded, as it is to be
+    settings: Any  # the new unsharded state
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of the files."""
+        """The total size of the files."""
         return sum(file.nbytes for file in self.files)
 
 
 def source_type(source: Source) -> str:
-    """How the source's optimizer state is cut up; empty if there is none, or it is not distributed.
+    """The sharding type of the source's optimizer state; empty if the state is missing or not distributed.
 
     Raises:
-        UserError: in several ways.
+        UserError: it has several types.
     """
     found = settings.sharding_types(source.settings)
     if len(found) > 1:
@@ -104,7 +104,7 @@ def source_type(source: Source) -> str:
 
 
 def needs_nothing(source: Source) -> bool:
-    """Whether megatron-core 0.16 and later load it as it is."""
+    """Whether megatron-core 0.16 and later load the source as it is."""
     if source.backend != "torch_dist" or source.mixed:
         return False
     kind = source_type(source)
@@ -112,10 +112,10 @@ def needs_nothing(source: Source) -> bool:
 
 
 def plan(source: Source, shards: Sequence[Shard], step: int | None = None) -> Plan:
-    """How a checkpoint is migrated; `shards` are those that the audit reads of it.
+    """Plan a migration. `shards` are those that the audit reads.
 
     Raises:
-        UserError: elements are missing, or a key is not known, or the groups differ in their step.
+        UserError: elements are missing, a key is unknown, or the groups have different steps.
     """
     kind = source_type(source)
     target = TARGETS.get(kind, kind)
@@ -156,7 +156,7 @@ def _warnings(source: Source, kind: str) -> Iterator[str]:
 
 
 def _has_uneven_parameters(source: Source) -> bool:
-    """Whether the buffers of releases that align parameters have other places for them than those of 0.7."""
+    """Whether releases that align parameters place them differently in their buffers than 0.7 does."""
     weights = (array for name, array in source.arrays.items() if not keys.is_of_optimizer(name))
     return any(math.prod(chunk.shape) % ALIGNMENT for array in weights for chunk in array.chunks.values())
 
@@ -165,7 +165,7 @@ def _has_uneven_parameters(source: Source) -> bool:
 
 
 def _arrays(source: Source, kind: str) -> tuple[list[Tensor], list[Item], list[Row]]:
-    """What becomes of the arrays."""
+    """The new tensors, their items, and the table's rows for the arrays."""
     name_of, unpadded = _naming(source, kind)
     tensors: dict[str, Tensor] = {}
     items: list[Item] = []
@@ -192,7 +192,7 @@ def _arrays(source: Source, kind: str) -> tuple[list[Tensor], list[Item], list[R
 
 
 def _naming(source: Source, kind: str) -> tuple[Callable[[str], str | None], dict[keys.Bucket, int]]:
-    """What gives an array its new name, and how long each bucket is without its padding."""
+    """The function that returns an array's new name, and the length of each bucket without padding."""
     if kind == MODEL_SPACE:
         return keys.in_model_space, {}
     if kind == BUCKETS:
@@ -214,15 +214,15 @@ def _parts(source: Source, array: Array, kind: str, unpadded: dict[keys.Bucket, 
     if model is None:
         return chunk_cover.parts(array)
     return chunk_cover.parts(
-        chunk_cover.with_whole(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True
+        chunk_cover.with_full_shape(array, source.arrays.get(model)) if kind == MODEL_SPACE else array, join=True
     )
 
 
 def _in_place(source: Source, array: Array) -> list[Part]:
-    """The rows of W and V that torch FSDP2 has mixed.
+    """The parts of an array whose rows of W and V torch FSDP2 has mixed, with the rows in place.
 
     Raises:
-        UserError: it cannot be told whether it has.
+        UserError: it cannot be determined whether the rows are mixed.
     """
     grid, why_not = source.mixed[array.name]
     if grid is None:
@@ -248,10 +248,10 @@ def _cut(array: Array, numel: int) -> list[Part]:
 
 
 def _unpadded(source: Source) -> dict[keys.Bucket, int]:
-    """How long each bucket is without its padding, by the objects that say it.
+    """The length of each bucket without padding, from the objects that state it.
 
     Raises:
-        UserError: an object does not say it.
+        UserError: such an object has an unknown form.
     """
     found: dict[keys.Bucket, int] = {}
     for own in source.objects:
@@ -265,12 +265,12 @@ def _unpadded(source: Source) -> dict[keys.Bucket, int]:
                     name = "(" + ", ".join(f"{part.__module__}.{part.__name__}" for part in dtype) + ")"
                     found |= {keys.Bucket(group, number, name, n): int(size) for n, size in enumerate(buckets)}
         except (TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{own.key} does not say how long the buckets are: {error}") from None
+            raise UserError(f"{own.key} does not record how long the buckets are: {error}") from None
     return found
 
 
 def _size(array: Array, own: list[Part]) -> Shape:
-    """Of the new tensor."""
+    """The shape of the new tensor."""
     return tuple(
         max((part.offsets[axis] + part.shape[axis] for part in own), default=0)
         for axis in range(len(own[0].shape) if own else len(array.shape))
@@ -278,7 +278,7 @@ def _size(array: Array, own: list[Part]) -> Shape:
 
 
 def _check_parameter(source: Source, name: str, size: Shape) -> None:
-    """That a state has the shape of its parameter."""
+    """Check that a state has the shape of its parameter."""
     model = keys.model_key(name)
     if model is None:
         return
@@ -296,7 +296,7 @@ def _chunk(name: str, dtype: str, part: Part) -> Item:
 
 
 def _row_of(old: str, new: str) -> tuple[str, str, str]:
-    """What an array is, and what it becomes, without the name of its parameter."""
+    """An array's kind, old name and new name, without the name of its parameter."""
     model = keys.model_key(old)
     if model is not None:
         return "optimizer", f"{old.removesuffix(model)}*", f"{new.removesuffix(model)}*"
@@ -307,7 +307,7 @@ def _row_of(old: str, new: str) -> tuple[str, str, str]:
 
 
 def _objects(source: Source, target: str, step: int | None) -> tuple[list[Item], list[Row]]:
-    """What becomes of the objects."""
+    """The items of the objects, and their row of the table."""
     names = keys.object_keys([own.key for own in source.objects])
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
@@ -321,10 +321,10 @@ def _objects(source: Source, target: str, step: int | None) -> tuple[list[Item],
 
 
 def _content(own: Object, target: str, step: int | None) -> Torch | Raw:
-    """An object, as it is where it can be; where the state is not in model space the groups of each rank are one.
+    """The content of an object, unchanged if possible. Outside model space, each rank's param groups are an object.
 
     Raises:
-        UserError: its groups differ in their step.
+        UserError: its groups have different steps.
     """
     settings.check_steps(own.value, step)
     if settings.steps(own.value) - {step} and step is not None:
@@ -333,17 +333,17 @@ def _content(own: Object, target: str, step: int | None) -> Torch | Raw:
     return Raw(own.extent) if own.is_list else entry_layout.of_value([own.value], own.extent.path)
 
 
-# What is read
+# Shards and files
 
 
 def _rest(shards: Sequence[Shard], items: Sequence[Item]) -> list[Shard]:
-    """What no shard reads of the items' bytes: as bytes, of which nothing is judged."""
+    """Shards for the bytes of the items that no other shard reads. Their elements are not judged."""
     every = dict.fromkeys(extent for item in items for extent in item.extents)
     return rest((Record(*extent, 0, (0, 0)) for extent in every), shards)
 
 
 def _files(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[OutputFile]:
-    """Items that are made of the same shards are in one file, and shards in their order."""
+    """Group the items into files. Items that need the same shard are in one file; shards keep their order."""
     number = itertools.count()
     own_items: list[Item] = []
     own_shards: list[int] = []
@@ -360,7 +360,7 @@ def _files(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[OutputFil
 
 
 def _groups(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[tuple[list[Item], list[int]]]:
-    """The items that are made of the same shards, with these, by the first of these."""
+    """Groups of items that share shards, with these shards, in the order of each group's first shard."""
     leader = list(range(len(shards) + len(items)))
 
     def find(node: int) -> int:
@@ -383,7 +383,7 @@ def _groups(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[tuple[li
 
 
 def _meeting(items: Sequence[Item], shards: Sequence[Shard]) -> Iterator[list[int]]:
-    """Which shards and items have bytes in common; items are counted on from the shards."""
+    """Sets of shards and items with overlapping bytes. The items' numbers follow those of the shards."""
     by_path: dict[str, list[tuple[int, int, int]]] = {}
     extents = (
         *((n, e) for n, shard in enumerate(shards) for stream in shard.streams.values() for e in stream.extents),

@@ -1,7 +1,7 @@
-"""Write the files of a plan: each byte of the source is read once, judged, and written into its place.
+"""Write the files of a plan: read each byte of the source once, judge it, and write it to its place.
 
-The audit's scan reads, and what it has read is written before it goes on. What was odd is kept beside each file until
-all of them are written, and can be judged together: so a migration that was killed has it, too.
+The audit's scan reads the bytes, which are written before the scan continues. The odd elements are stored next to each
+file until all files are written and can be judged together. A migration that was killed thus keeps them.
 """
 
 import bisect
@@ -26,22 +26,22 @@ from ckpt_patches.runtime.durable import make_folder
 from ckpt_patches.runtime.shared_writing import Moved
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported, write_at_once
 
-JUDGED = ".judged"  # the folder with what was odd, by file
-READ_AGAIN = 1 << 20  # bytes at once
-SENT_TOGETHER = 32 << 20  # bytes
+JUDGED = ".judged"  # folder with the odd elements of each file
+READ_AGAIN = 1 << 20  # bytes per read
+SENT_TOGETHER = 32 << 20  # bytes per flush
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all files of a migration have in common."""
+    """The settings that all files of a migration share."""
 
-    folder: Path  # that they are written to
+    folder: Path  # to write to
     shards: tuple[Shard, ...]
-    sync: bool = True  # have a file on the disk before it gets its name
+    sync: bool = True  # flush a file to disk before it gets its final name
 
 
 class _Written(NamedTuple):
-    """A file under a temporary name."""
+    """A file that has a temporary name."""
 
     file: OutputFile
     descriptor: int
@@ -51,15 +51,15 @@ class _Written(NamedTuple):
 
 @contextmanager
 def writer(job: Job, _workers: int, moved: Moved) -> Iterator["Writer"]:
-    """A worker's writer."""
+    """Create a worker's writer."""
     make_folder(job.folder / JUDGED)
     yield Writer(job, moved)
 
 
 class Writer:
-    """Writes files one by one; calls `moved` with the bytes that were read for them.
+    """Writes files one by one. Calls `moved` with each number of bytes read for them.
 
-    A file has its name when it is on the disk: at the latest after `finish`.
+    A file gets its final name when it is on disk, at the latest in `finish`.
     """
 
     def __init__(self, job: Job, moved: Moved) -> None:
@@ -83,16 +83,16 @@ class Writer:
                 os.close(descriptor)
                 raise
         self._written.append(_Written(file, descriptor, temporary, found))
-        if len(self._written) > 1:  # while the disk takes a file the next one is written
+        if len(self._written) > 1:  # the next file is written while the disk flushes one
             self._finish(self._written.pop(0))
 
     def finish(self) -> None:
-        """Have the files that were written on the disk, and give them their names."""
+        """Flush the remaining files to disk and give them their final names."""
         while self._written:
             self._finish(self._written.pop(0))
 
     def _finish(self, written: _Written) -> None:
-        """Also put beside the file what was odd about what it holds."""
+        """Flush and rename a file, and store its odd elements next to it."""
         path = self.job.folder / written.file.name
         try:
             with reported(path):
@@ -108,7 +108,7 @@ class Writer:
 
 
 def _fill(descriptor: int, file: OutputFile, job: Job, moved: Moved) -> list[Part]:
-    """Write all bytes of a file; what was found in those that were read for it."""
+    """Write all bytes of a file. Returns the odd elements in the bytes that were read for it."""
     found: list[Part] = []
     os.truncate(descriptor, file.nbytes)
     with Tee(descriptor, _targets(file), job.sync) as tee:
@@ -128,11 +128,11 @@ def _fill(descriptor: int, file: OutputFile, job: Job, moved: Moved) -> list[Par
     return found
 
 
-Target = tuple[int, int, int]  # of a file of the source the first byte, that behind the last, and its place
+Target = tuple[int, int, int]  # begin and end in a source file, offset in the output file
 
 
 def _targets(file: OutputFile) -> Iterator[tuple[str, Target]]:
-    """Which bytes of the source go where in a file."""
+    """The targets of an output file, each with its source file."""
     begin = 0
     for item in file.items:
         for source, place in zip(item.content.sources, item.content.places, strict=True):
@@ -144,13 +144,13 @@ def _targets(file: OutputFile) -> Iterator[tuple[str, Target]]:
 
 
 class Tee(RangedFiles):
-    """Files of the source; what is read of them is written into its place in a file of the output."""
+    """Source files. Each byte read from them is also written to its place in an output file."""
 
     def __init__(self, descriptor: int, targets: Iterable[tuple[str, Target]], sync: bool) -> None:
         super().__init__()
         self._descriptor, self._sync = descriptor, sync
-        self._unsent = 0  # bytes that the disk was not yet asked to take
-        # By path, in lists in which none meets another: the same bytes can go to several places.
+        self._unsent = 0  # bytes written since the last flush
+        # By path, lists of disjoint targets. Several lists, as the same bytes can go to several places.
         self._layers: dict[str, list[list[Target]]] = {}
         for path, target in sorted(targets):
             layers = self._layers.setdefault(path, [[]])
@@ -175,7 +175,7 @@ class Tee(RangedFiles):
                     self._send(high - low)
 
     def _send(self, nbytes: int) -> None:
-        """Have the disk write while the next bytes are read: at the end less is to be waited for."""
+        """Start a flush to disk while the next bytes are read, to shorten the wait at the end."""
         self._unsent += nbytes
         if self._sync and self._unsent >= SENT_TOGETHER:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -190,15 +190,15 @@ def _put(descriptor: int, offset: int, data: bytes | memoryview) -> None:
 
 
 class _Read:
-    """The checksums of what was read, and of what is made of it."""
+    """Checksums of the output's storages, combined from those of the pieces that were read."""
 
     def __init__(self, descriptor: int, pieces: Iterable[PartRead]) -> None:
         self._descriptor = descriptor
         self._pieces = {(piece.path, piece.offset): piece for piece in pieces}
 
     def checksum(self, source: Sequence[Extent], place: int, nbytes: int) -> int:
-        """Of what lies at a place of the output, made of these bytes: of what was read, or where that was read in other
-        pieces, of what was written.
+        """The checksum of the bytes at a place of the output. If the pieces do not add up to the source ranges, the
+        written bytes are read back.
         """
         found = 0
         for extent in source:
@@ -218,7 +218,7 @@ class _Read:
 
 
 def judged_parts(folder: Path, files: Sequence[OutputFile], count: int) -> Iterator[Part]:
-    """What was odd about so many shards, in their order."""
+    """The stored results of `count` shards, in order."""
     file_of = {shard: file for file in files for shard in file.shards}
     name, parts = "", dict[int, Part]()
     for number in range(count):
@@ -226,5 +226,5 @@ def judged_parts(folder: Path, files: Sequence[OutputFile], count: int) -> Itera
         if file.name != name:
             name = file.name
             parts = {part.shard: part for part in decoded((folder / JUDGED / name).read_bytes())}
-        if number in parts:  # one without elements has none
+        if number in parts:  # a shard without elements has none
             yield parts[number]

@@ -1,4 +1,4 @@
-"""The list of repaired elements of a checkpoint that is migrated: the same elements, where they are in the output."""
+"""Transfer the list of repaired elements to a migrated checkpoint: find the same elements in the output."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -14,15 +14,15 @@ from ckpt_patches.audit.repair_list import Key, Repaired
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.migrate.migration_plan import Plan
 
-# By file, ranges of its bytes, in order and apart.
+# Byte ranges by file, sorted and disjoint.
 Bytes = dict[str, list[Range]]
 
 
 def write_list(source: Checkpoint, planned: Plan, folder: Path) -> None:
-    """Put the list into a folder in which all files of a plan are; nothing if the source has none.
+    """Write the list to a folder that has all files of a plan. Does nothing if the source has no list.
 
     Raises:
-        UserError, OSError: what was written cannot be read.
+        UserError, OSError: the written files cannot be read.
     """
     listed = repair_list.read(replace(source, findings=[]))
     if not listed.ranges:
@@ -39,7 +39,7 @@ def write_list(source: Checkpoint, planned: Plan, folder: Path) -> None:
 
 
 def bytes_of(shards: Iterable[Shard], ranges: dict[Key, list[Range]]) -> Bytes:
-    """Where these elements of shards are, of those that are there."""
+    """The byte ranges of these elements of shards. Elements outside the shards are left out."""
     found: Bytes = {}
     for shard in shards:
         for stream in shard.streams.values():
@@ -53,7 +53,7 @@ def bytes_of(shards: Iterable[Shard], ranges: dict[Key, list[Range]]) -> Bytes:
 
 
 def moved_bytes(source: Bytes, planned: Plan, folder: Path) -> Bytes:
-    """Where a plan has put these bytes of its source's files."""
+    """The byte ranges of the output to which a plan copies these source bytes."""
     found: Bytes = {}
     for file in planned.files:
         begins = accumulate((item.content.nbytes for item in file.items), initial=0)
@@ -67,7 +67,7 @@ def moved_bytes(source: Bytes, planned: Plan, folder: Path) -> Bytes:
 
 
 def ranges_of(shards: Iterable[Shard], places: Bytes) -> dict[Key, list[Range]]:
-    """Which elements of which shards lie in these bytes."""
+    """The elements of the shards that lie in these byte ranges."""
     found: dict[Key, list[Range]] = {}
     for shard in shards:
         for stream in shard.streams.values():
@@ -81,12 +81,12 @@ def ranges_of(shards: Iterable[Shard], places: Bytes) -> dict[Key, list[Range]]:
 
 
 def _placed(extents: tuple[Extent, ...]) -> Iterator[tuple[Extent, int]]:
-    """Each with the bytes before it."""
+    """Each extent, with the number of bytes before it."""
     return zip(extents, accumulate((extent.nbytes for extent in extents), initial=0), strict=False)
 
 
 def _within(ranges: list[Range], begin: int, end: int) -> Iterator[Range]:
-    """The parts of ranges, which are in order and apart, between two places."""
+    """The parts of sorted, disjoint ranges between `begin` and `end`."""
     for low, high in ranges[max(bisect_right(ranges, (begin,)) - 1, 0) :]:
         if low >= end:
             return

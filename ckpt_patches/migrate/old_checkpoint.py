@@ -1,4 +1,4 @@
-"""What an old checkpoint holds, as the audit's readers find it: arrays in chunks, objects, and what is not sharded."""
+"""Read an old checkpoint with the audit's readers: chunked arrays, objects, and the unsharded state."""
 
 import os
 from dataclasses import dataclass, field
@@ -23,53 +23,53 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of an array."""
+    """A chunk of an array."""
 
     shape: Shape
-    extent: Extent | None  # none: it is not there, or not all of it
-    reason: str = ""  # why it cannot be read, with the file
+    extent: Extent | None  # None if it is missing or truncated
+    reason: str = ""  # why it cannot be read, with the file's name
 
 
 @dataclass(frozen=True)
 class Array:
-    """A tensor that is saved in parts. A flattened one has the shape (fragments of each axis, elements of a shard)."""
+    """A tensor that is saved in chunks. A flattened one has the shape (fragments per axis, elements per shard)."""
 
     name: str
     dtype: str  # torch's name
     shape: Shape
-    whole: Shape | None  # the shape that a flattened one was made of
-    chunks: dict[Offsets, Chunk]  # by the first element
+    whole: Shape | None  # original shape of a flattened array
+    chunks: dict[Offsets, Chunk]  # by offset
 
 
 @dataclass(frozen=True)
 class Object:
-    """What was saved by torch.save beside the arrays: where it lies as it was written, and what it holds."""
+    """An object that torch.save wrote next to the arrays: its place and its value."""
 
-    key: str  # name, "/", which of how many
+    key: str  # name, "/", index and count
     extent: Extent
-    value: Any  # stand-ins
-    is_list: bool  # wrapped in a list of one, as torch_dist has it
+    value: Any  # with stubs of classes and tensors
+    is_list: bool  # wrapped in a list of one, as in torch_dist
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint before it is migrated."""
+    """The checkpoint to migrate."""
 
-    found: Checkpoint  # what the audit knows of it before any element is read
+    found: Checkpoint  # its structure, as the audit reads it
     backend: str
     arrays: dict[str, Array]
     objects: tuple[Object, ...]
-    common: torch_file.TorchFile | None  # what is not sharded; none where it is an object itself, as since 0.19
-    settings: dict[str, Any]  # the same as a dict
-    files: tuple[tuple[str, int, int], ...]  # all, by name: bytes, time of the last change in ns
-    mixed: dict[str, Mixed] = field(default_factory=dict)  # arrays whose rows torch FSDP2 has mixed, by name
+    common: torch_file.TorchFile | None  # file of the unsharded state; None if that is an object, as since 0.19
+    settings: dict[str, Any]  # the unsharded state
+    files: tuple[tuple[str, int, int], ...]  # all files: name, bytes, modification time in ns
+    mixed: dict[str, Mixed] = field(default_factory=dict)  # by name: arrays with rows that FSDP2 mixed, or may have
 
 
 def check(path: Path) -> str:
     """The format of one of Megatron's distributed checkpoints.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not one of these.
     """
     if not path.is_dir():
         raise UserError(f"{path}: expected the folder of a checkpoint (iter_0001000), found none")
@@ -86,7 +86,7 @@ def read(path: Path, *, trust: bool = False) -> Source:
     """The structure of a checkpoint; no element is read.
 
     Raises:
-        UserError: it is no distributed checkpoint of Megatron, is damaged, or names classes that are not listed.
+        UserError: it is not a distributed Megatron checkpoint, is damaged, or names classes that are not listed.
     """
     backend = check(path)
     files = _files(path)
@@ -129,7 +129,7 @@ def _of_torch_dist(path: Path, trust: bool) -> Read:
 
 
 def _object(files: RangedFiles, path: Path, name: str, place: Place) -> Object:
-    """One of the index. It stays as it is, byte for byte, with the classes that it names."""
+    """An object of the index. Its bytes stay unchanged, including the names of classes."""
     file = read_place(files, path, place)
     return Object(name, Extent(str(file.path), place.offset, place.nbytes), file.value, is_list=True)
 
@@ -156,7 +156,7 @@ def _zarr_chunk(array: ZarrArray, label: str) -> Extent | None:
 
 
 def _zarr_object(path: Path, trust: bool) -> Object:
-    """One of its own file, which is written anew: in a list, as torch_dist has it."""
+    """An object from its own file. It is written anew, in a list as in torch_dist."""
     file = torch_file.read(path, trust=trust)
     return Object(f"{path.parent.name}/{path.stem}", Extent(str(path), 0, file.size), file.value, is_list=False)
 
@@ -165,7 +165,7 @@ _READERS = {megatron_arrays.ZARR: _of_zarr, megatron_arrays.TORCH_DIST: _of_torc
 
 
 def _files(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """All files of the checkpoint: one that is written anew has another time."""
+    """All files of the checkpoint. A rewritten file has another modification time."""
     found = []
     for folder, _, names in os.walk(path):
         for name in names:

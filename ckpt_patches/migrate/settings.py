@@ -1,4 +1,4 @@
-"""What of a checkpoint is not sharded, as the new one has it. Pure: nothing that is given is changed."""
+"""Convert the unsharded state of a checkpoint. Pure: arguments are not modified."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ TYPE_OF_CONTENT = "distrib_optim_sharding_type"
 
 
 def sharding_types(value: Any) -> set[str]:
-    """How the state of each optimizer is said to be cut up; of one that is not distributed nothing is."""
+    """The sharding types of all optimizers. One that is not distributed states none."""
     found = set()
     if isinstance(value, dict):
         if isinstance(value.get(TYPE), str):
@@ -23,7 +23,7 @@ def sharding_types(value: Any) -> set[str]:
 
 
 def steps(value: Any) -> set[Any]:
-    """The step of each parameter group that has one, as a number."""
+    """The steps of the param groups, if they are numbers."""
     return {group["step"] for group in _groups(value) if isinstance(group.get("step"), int | float)}
 
 
@@ -36,10 +36,10 @@ def _groups(value: Any) -> list[dict[str, Any]]:
 
 
 def check_steps(value: Any, step: int | None) -> None:
-    """That the groups have one step, or get one.
+    """Check that all param groups have the same step, unless `step` replaces it.
 
     Raises:
-        UserError: they differ, which the release that loads it would stop at.
+        UserError: the steps differ, so that megatron-core would refuse to load the checkpoint.
     """
     found = steps(value)
     if len(found) > 1 and step is None:
@@ -51,7 +51,7 @@ def check_steps(value: Any, step: int | None) -> None:
 
 
 def renewed(value: Any, target: str, step: int | None) -> Any:
-    """The same with another sharding type, and with this step in the groups that have one."""
+    """A copy with another sharding type, and with `step`, if given, in the groups that have one."""
     if isinstance(value, list):
         return [renewed(inner, target, step) for inner in value]
     if type(value) is not dict:
@@ -70,7 +70,7 @@ def _at_step(group: Any, step: int | None) -> Any:
 
 
 def described(settings: dict[str, Any], target: str) -> dict[str, Any]:
-    """With what Megatron-LM reads first: how the optimizer's state is cut up and named."""
+    """Add the metadata that Megatron-LM reads first: how the optimizer state is sharded and named."""
     before = settings.get(CONTENT)
     content = {
         "singleton_local_shards": False,
@@ -84,7 +84,7 @@ def described(settings: dict[str, Any], target: str) -> dict[str, Any]:
 
 
 def are_of_rank_0(settings: dict[str, Any]) -> bool:
-    """Whether the parameter groups can be other ones than those of other pipeline ranks, as up to 0.13.1."""
+    """Whether the param groups may differ from those of other pipeline ranks, as up to 0.13.1."""
     content, arguments = settings.get(CONTENT), settings.get("args")
     is_later = isinstance(content, dict) and content.keys() - {TYPE_OF_CONTENT}
     stages = arguments.fields.get("pipeline_model_parallel_size") if isinstance(arguments, Instance) else None
@@ -92,6 +92,6 @@ def are_of_rank_0(settings: dict[str, Any]) -> bool:
 
 
 def is_described(settings: dict[str, Any]) -> bool:
-    """Whether a checkpoint says how its optimizer's state is cut up where today's releases look for it."""
+    """Whether the metadata that current releases read state `dp_zero_gather_scatter` as the sharding type."""
     content = settings.get(CONTENT)
     return isinstance(content, dict) and content.get(TYPE_OF_CONTENT) == GATHERED

@@ -1,4 +1,4 @@
-"""A tensor whose rows of W and V torch FSDP2 has mixed, with its rows in place. Pure."""
+"""Restore the row order of a tensor in which torch FSDP2 mixed the rows of W and V. Pure."""
 
 import itertools
 import math
@@ -11,16 +11,16 @@ from ckpt_patches.migrate.old_checkpoint import Array, Chunk
 
 
 def parts(array: Array, grid: Grid) -> list[Part]:
-    """Of each tensor-parallel rank its W and its V, as a run without FSDP2 saves them.
+    """The W and the V of each tensor-parallel rank, as a run without FSDP2 saves them.
 
     Raises:
-        CoverError: elements are missing, or there twice, or the ranks have cut it unevenly.
+        CoverError: elements are missing or duplicated, or the ranks' shards are uneven.
     """
     chunk_cover.parts(array)
     axis, shapes = rows_axis(array.name, len(array.shape)), {chunk.shape for chunk in array.chunks.values()}
     if len(shapes) > 1 or any(math.prod(shape[:axis]) != 1 for shape in shapes):
         raise CoverError(f"{array.name}: expected chunks of one shape, each of one layer, found {sorted(shapes)}")
-    in_order: dict[tuple[Offsets, Offsets], list[Chunk]] = {}  # of each layer the chunks by their first row
+    in_order: dict[tuple[Offsets, Offsets], list[Chunk]] = {}  # by layer, chunks in order of their first row
     for at, chunk in sorted(array.chunks.items(), key=lambda own: own[0][axis]):
         in_order.setdefault((at[:axis], at[axis + 1 :]), []).append(chunk)
     found = []

@@ -1,1 +1,1 @@
-"""What the tools run on: several hosts, as a launcher starts their ranks."""
+"""Shared by the tools: ranks, worker processes, durable files, options, output."""

@@ -1,4 +1,4 @@
-"""What every command does around its work: a user's mistake, or an error of the system, is one line and a status."""
+"""Error handling of all commands: a user's mistake or a system error is one line and an exit status."""
 
 import argparse
 import contextlib
@@ -15,17 +15,17 @@ Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupted", defect: int = 2) -> int:
-    """The exit status of `work`; where it fails, a line on standard error and the status for that.
+    """Run `work` and return its exit status; if it fails, print a line to stderr and return the error's status.
 
     Args:
-        program: what the line begins with.
-        interrupted: the line after Ctrl-C.
+        program: the prefix of the line.
+        interrupted: the text of the line after Ctrl-C.
         defect: the status for a `WorkerDefect`.
     """
     try:
         status = work()
         if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk is found here, and not when the interpreter ends
+            sys.stdout.flush()  # detect a full disk here, and not at the interpreter's exit
     except OtherRankError as error:
         return error.status
     except UserError as error:
@@ -39,7 +39,7 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
         return 0
     except OSError as error:
         _discard_output()
-        # Only errors of files that are open already come without a name; standard output is the one that is known here.
+        # Only errors of files that are already open have no file name; here, that file is standard output.
         return _failed(program, one_line(error, "cannot write the output"), UserError.status)
     return status
 
@@ -50,10 +50,10 @@ def say(program: str, message: str) -> None:
 
 @contextlib.contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Imports that need a package which may not be installed.
+    """A context for imports of packages that may not be installed.
 
     Raises:
-        UserError: it is not; the message names it.
+        UserError: a package is not installed; the message names it.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 def chosen(kind: type[Options], options: argparse.Namespace) -> Options:
-    """A dataclass with the values of the options that are called like its fields."""
+    """A dataclass with the values of the options that have its fields' names."""
     assert dataclasses.is_dataclass(kind)
     return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
 
@@ -74,7 +74,7 @@ def _failed(program: str, message: str, status: int) -> int:
 
 
 def _discard_output() -> None:
-    """If standard output cannot be written, forget what is left for it: the interpreter would try again at its end."""
+    """If standard output cannot be written, drop its buffer: the interpreter would write it again at its exit."""
     if sys.stdout is None:
         return
     try:

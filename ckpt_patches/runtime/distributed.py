@@ -1,7 +1,7 @@
-"""The ranks of one command, on one host or several: `torch.distributed` over Gloo, as a launcher sets it up.
+"""The ranks of one command, on one or several hosts: `torch.distributed` over Gloo, set up by a launcher.
 
-All ranks take the same steps in the same order. Each step ends with an exchange, in which the error of a rank travels
-with the results: all ranks stop there, and rank 0 reports it. To find dead hosts and restart is the launcher's work.
+All ranks take the same steps in the same order. Each step ends with an exchange of results and errors. After an error
+of any rank, all ranks stop and rank 0 reports it. Detecting dead hosts and restarting is the launcher's task.
 """
 
 import contextlib
@@ -16,42 +16,42 @@ from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError, one_line
 
-START = timedelta(minutes=10)  # until all ranks have started; also for an exchange, to which all have come
-STEP = timedelta(hours=6)  # for which the first rank at the end of a step waits for the last
-MOST_WORKERS = 16  # of one rank, unless --workers names another number
+START = timedelta(minutes=10)  # timeout for all ranks to start; also for an exchange, after its barrier
+STEP = timedelta(hours=6)  # how long ranks wait for the last one at the end of a step
+MOST_WORKERS = 16  # of one rank, unless --workers sets another number
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# A pod sets the first two as well, and so where a command runs once: they alone are no launcher.
+# A pod sets the first two as well, also for a command that runs once: they alone do not indicate a launcher.
 OTHERS = (VARIABLES[:2], ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 
 Result = TypeVar("Result")
 
 
 class OtherRankError(UserError):
-    """Another rank failed, and rank 0 reports it; to be passed over in silence."""
+    """Another rank failed, and rank 0 reports it; this rank prints nothing."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks of a command; by default alone, which needs no torch."""
+    """This process's place among the ranks of a command. The default is a single rank, which needs no torch."""
 
     rank: int = 0
     size: int = 1
-    processors: int = 0  # this rank's share of its host's; 0: all that it may run on
+    processors: int = 0  # this rank's share of its host's processors; 0: all that it may use
     hosts: tuple[str, ...] = ()  # by rank
 
     @property
     def workers(self) -> int:
-        """How many worker processes this rank has."""
+        """The number of worker processes of this rank."""
         return max(1, min(MOST_WORKERS, self.processors or len(os.sched_getaffinity(0))))
 
     def gather(self, step: str, work: Callable[[], Result]) -> list[Result]:
-        """Every rank does `work`. On rank 0 the results of all, by rank; on the others their own alone.
+        """Run `work` on every rank. Returns on rank 0 all results, by rank; on other ranks only their own.
 
         Raises:
-            Exception: as `work` raised it, on rank 0 or where there is one rank.
-            UserError: on rank 0: another rank failed or is missing.
-            OtherRankError: on the other ranks, for any failure.
+            Exception: the error of `work`, on rank 0 or for a single rank.
+            UserError: on rank 0, another rank failed; on any rank, a rank is missing.
+            OtherRankError: on the other ranks, a rank failed.
         """
         if self.size == 1:
             return [work()]
@@ -74,18 +74,18 @@ class Ranks:
         raise error or UserError(f"{self._named(failed)}: {outcomes[failed][1]}")
 
     def first(self, step: str, work: Callable[[], Result]) -> Result | None:
-        """Rank 0 does `work`, and the others wait; None on these. Raises as `gather`."""
+        """Run `work` on rank 0 while the others wait; None on the others. Raises as `gather`."""
         return self.gather(step, work if self.rank == 0 else lambda: None)[0]
 
     def share(self, step: str, work: Callable[[], Result]) -> Result:
-        """Rank 0 does `work`; its result, on all ranks. Raises as `gather`."""
+        """Run `work` on rank 0, and return its result on all ranks. Raises as `gather`."""
         own = self.first(step, work)
         with self._loss_named(step):
             result: Result = self._broadcast(own)
         return result
 
     def agree(self, step: str, work: Callable[[], Result], by: Callable[[Result], object]) -> Result:
-        """Every rank does `work`; its own result. Raises as `gather`, and a UserError where `by` tells two apart."""
+        """Run `work` on every rank. Returns the own result. Raises as `gather`, and a UserError if `by` differs."""
         own: list[Result] = []
 
         def compared() -> object:
@@ -125,7 +125,7 @@ class Ranks:
             ) from None
 
     def _lost(self, error: str) -> str:
-        """The rank that an error of a collective is about: rank 0 sees it at the barrier, or by a closed connection."""
+        """The rank that caused an error of a collective: rank 0 finds it by the barrier or by a closed connection."""
         if late := re.search(r"Rank (\d+) failed to pass", error):
             return self._named(int(late[1]))
         closed = [rank for rank in range(1, self.size) if _is_closed(rank)] if self.rank == 0 else []
@@ -148,7 +148,7 @@ def _is_closed(rank: int) -> bool:
 
 
 def _message_of(error: Exception | None) -> str:
-    """One line for a user's mistake; of a defect the traceback."""
+    """One line for a user's mistake; the traceback for a defect."""
     if error is None:
         return ""
     if isinstance(error, UserError | OSError):
@@ -157,7 +157,7 @@ def _message_of(error: Exception | None) -> str:
 
 
 def place(wanted: bool | None, environment: Mapping[str, str]) -> tuple[int, int]:
-    """This process's rank, and how many there are: one, unless torchrun has started it or `wanted` (--distributed).
+    """This process's rank and the number of ranks: 0 and 1, unless under torchrun or `wanted` (--distributed).
 
     Raises:
         UserError: variables are missing, or wrong.
@@ -175,7 +175,7 @@ def place(wanted: bool | None, environment: Mapping[str, str]) -> tuple[int, int
 
 
 def note(wanted: bool | None, environment: Mapping[str, str]) -> str:
-    """For a process that works alone, where variables look as if it should not; mostly empty."""
+    """A warning for a process that works alone, if variables indicate several ranks; else empty."""
     for rank, size in OTHERS if wanted is None and TORCHRUN not in environment else ():
         if environment.get(rank) and environment.get(size, "1") not in ("", "1"):
             return (
@@ -187,7 +187,7 @@ def note(wanted: bool | None, environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def joined(wanted: bool | None, warn: Callable[[str], object]) -> Iterator[Ranks]:
-    """The ranks of this command, once all have come. Torch is imported only where there are several.
+    """The ranks of this command, after all have joined. Imports torch only for several ranks.
 
     Raises:
         UserError: variables are wrong, torch is not installed, or ranks are missing after `START`.
@@ -219,7 +219,7 @@ def joined(wanted: bool | None, warn: Callable[[str], object]) -> Iterator[Ranks
 
 
 def _with_processors(rank: int, places: list[tuple[str, set[int]]]) -> Ranks:
-    """The processors of a host are divided among its ranks; where each is bound to some, that is what it has."""
+    """Divide the processors of a host that its ranks may use among these ranks."""
     hosts = [host for host, _ in places]
     own = set().union(*(usable for host, usable in places if host == hosts[rank]))
     return Ranks(rank, len(places), max(1, len(own) // hosts.count(hosts[rank])), tuple(hosts))
@@ -227,7 +227,7 @@ def _with_processors(rank: int, places: list[tuple[str, set[int]]]) -> Ranks:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Some releases of Gloo print a line on connecting; standard output is the command's, and may be JSON."""
+    """Redirect standard output, which may be JSON: some releases of Gloo print a line when they connect."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

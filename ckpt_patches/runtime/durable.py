@@ -1,4 +1,4 @@
-"""Writes that are on the disk when they return, names of folders included."""
+"""Writes that are on disk when they return, including entries of folders."""
 
 import contextlib
 import errno
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What a file system says that has no hard links, or not this one.
+# Errors of a file system without hard links, or for a link that it does not support.
 NO_LINKS = {
     *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
 }
-# What one says that cannot sync a folder, as some network file systems cannot.
+# Errors of a file system that cannot sync a folder, such as some network file systems.
 _NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
-    """Write a file and wait until the disk has it; with the mode, and where that is allowed the owner, of another file.
+    """Write and sync a file; with `like`, it gets that file's mode, and if permitted its owner.
 
     Raises:
-        OSError: it names the file.
+        OSError: the error names the file.
     """
     try:
         with open(path, "wb") as file:
@@ -36,10 +36,10 @@ def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Write a file that has its name when all of it is on the disk; one that was there stays until then.
+    """Write and sync a file under a temporary name, then rename it; an existing file stays until then.
 
     Raises:
-        OSError: it names the file that was written, or its folder; nothing else of it is left.
+        OSError: the error names the file or its folder; no temporary file is left.
     """
     temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -53,28 +53,28 @@ def replace_durably(path: Path, data: bytes) -> None:
 def _take_owner_and_mode(descriptor: int, like: Path) -> None:
     wanted, found = like.stat(), os.fstat(descriptor)
     if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
-        with contextlib.suppress(PermissionError):  # root's alone; another user's file becomes his who replaces it
+        with contextlib.suppress(PermissionError):  # only root may; else the current user owns the new file
             os.fchown(descriptor, wanted.st_uid, wanted.st_gid)
     os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing; wait until the disk has their names."""
+    """Make a folder and its missing parents, and sync their entries."""
     if not folder.is_dir():
         make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)  # another process may be as far
+        folder.mkdir(exist_ok=True)  # another process may have made it
         sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder; where the file system cannot tell, do not wait.
+    """Sync the entries of a folder, if the file system supports it.
 
     Raises:
-        OSError: an error of the disk, or there is no such folder. It names the folder.
+        OSError: an error of the disk, or the folder does not exist. The error names the folder.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # a folder that may be written and not read cannot be opened for it
+    except PermissionError:  # a folder that is writable but not readable cannot be opened
         return
     try:
         os.fsync(descriptor)
@@ -88,15 +88,15 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """A folder of a temporary name beside `output`, which gets that name when all that is in it is on the disk.
+    """A temporary path beside `output`. The block makes the folder there; then it is synced and renamed to `output`.
 
-    Where the block raises, the folder is removed.
+    If the block raises, the folder is removed.
 
     Raises:
-        OSError: the folder cannot be made, or `output` exists and is no empty folder.
+        OSError: a folder cannot be made or synced, or `output` exists and is not an empty folder.
     """
     make_folder(output.parent)
-    # Not the number of this process alone: one in another container has the same.
+    # Not only the process id: a process in another container can have the same.
     temporary = output.with_name(f".{output.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield temporary

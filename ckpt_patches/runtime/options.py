@@ -12,7 +12,7 @@ MANY = "the processors, at most 16; divided among the ranks of a host"
 
 
 class Help(argparse.HelpFormatter):
-    """Wraps paragraphs at the terminal's width, and leaves the lines of examples, which are indented, as they are."""
+    """Wraps paragraphs at the terminal's width; keeps the lines of examples, which are indented."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(self._wrapped(part, width) for part in text.split("\n\n"))
@@ -23,13 +23,13 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A usage error is one line, and OSError is raised if the help cannot be written, which argparse ignores."""
+    """A parser with usage errors of one line; raises OSError if the help cannot be written, which argparse ignores."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog.partition(' ')[0]}: {' '.join(message.splitlines())} ({self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is left over: argparse leaves that to the main parser, which knows no option of a command."""
+        """Refuse unknown arguments here: argparse leaves them to the main parser, which lacks a command's options."""
         found, left = super().parse_known_args(args, namespace)
         for argument in left:
             name = argument.partition("=")[0]
@@ -55,13 +55,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def described(text: str, *examples: str, after: str = "") -> dict[str, Any]:
-    """Arguments of a command's parser: what it does, how it is called, and what else there is to know."""
+    """Keyword arguments of a command's parser: its description, examples, and a text after these."""
     lines = "\n".join(["example:" if len(examples) == 1 else "examples:", *(f"  {example}" for example in examples)])
     return {"description": text, "epilog": f"{lines}\n\n{after}".strip(), "formatter_class": Help}
 
 
 def spelled(arguments: Sequence[str]) -> list[str]:
-    """Arguments with dashes in the names of options, which had underscores, as upstream's converter still has."""
+    """Replace underscores by dashes in option names; upstream's converter has options with underscores."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     return [*map(_with_dashes, arguments[:end]), *arguments[end:]]
 
@@ -79,7 +79,7 @@ def add_trust(command: argparse.ArgumentParser) -> None:
 def add_workers(
     command: argparse.ArgumentParser, *other_names: str, default: int | None = None, many: str = ""
 ) -> None:
-    """`many`: how many there are where nobody says it, in words."""
+    """`many`: the default number, in words."""
     names, text = ("--workers", *other_names), f"processes (default: {many or default})"
     command.add_argument(*names, dest="workers", type=positive, default=default, metavar="N", help=text)
 
@@ -97,7 +97,7 @@ def add_no_sync(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A number of processes."""
+    """Parse a number of processes."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a number of processes, found {text!r}")
     return int(text)

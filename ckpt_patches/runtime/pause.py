@@ -1,4 +1,4 @@
-"""A pause of the garbage collector, and of warnings, while a tree, or a large checkpoint, is planned."""
+"""Pause the garbage collector, and warnings, while a tree or a large checkpoint is planned."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ _paused = False
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A syntax tree is tens of thousands of objects, an index of chunks is millions: collecting takes as long."""
+    """Pause collections: they would double the time to build a syntax tree or an index of millions of chunks."""
     global _paused
     if _paused or not gc.isenabled():
         yield
@@ -26,7 +26,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def without_syntax_warnings() -> Iterator[None]:
-    """Upstream's own, as of an invalid escape: Python says them where it compiles a file, and then has its bytecode."""
+    """Ignore upstream's own, as about invalid escapes: without our hook, they appear only if bytecode is missing."""
     with warnings.catch_warnings():
         for kind in (SyntaxWarning, DeprecationWarning):  # the latter up to Python 3.11
             warnings.simplefilter("ignore", kind)
@@ -34,7 +34,7 @@ def without_syntax_warnings() -> Iterator[None]:
 
 
 def _end_pause() -> None:
-    """Also in the child of a fork meanwhile, in which nobody plans."""
+    """End the pause; also in a forked child, which does not plan."""
     global _paused
     if _paused:
         _paused = False

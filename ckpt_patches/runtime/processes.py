@@ -1,12 +1,12 @@
-"""Forked worker processes, each of which sends its results through a pipe of its own.
+"""Forked worker processes, each of which sends its results through its own pipe.
 
-`concurrent.futures` stays out because of three things:
+`concurrent.futures` is not used, for three reasons:
 
-- To import it and to start eight workers takes 0.23 s, this 0.09 s (medians of 15 on two busy cores; at best 0.15 s and
+- Importing it and starting eight workers takes 0.23 s, this 0.09 s (medians of 15 on two busy cores; minima 0.15 s and
   0.08 s). The conversion of a checkpoint of 768 ranks takes 1.1 s.
-- Its workers outlive this process when it is killed with SIGKILL, as each holds the other end of the queue that it
-  waits at. Here a pipe ends with either of its two processes (`test_no_process_outlives_one_that_is_killed`).
-- Where a second fork fails, the interpreter waits at its exit for the first worker forever
+- Its workers outlive this process after a SIGKILL, because each holds the other end of the queue from which it reads.
+  Here a pipe closes when either of its processes ends (`test_no_process_outlives_one_that_is_killed`).
+- If a second fork fails, the interpreter waits at its exit for the first worker forever
   (`test_where_no_second_process_can_be_made_the_first_is_stopped`).
 
 Workers ignore Ctrl-C: this process is interrupted, and stops them.
@@ -30,12 +30,12 @@ from ckpt_patches.errors import UserError, WorkerDefect
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_VALUE, _ERROR, _DEFECT = range(3)  # what a worker sends
+_VALUE, _ERROR, _DEFECT = range(3)  # kinds of a worker's messages
 COUNT = struct.Struct("<Q")
 
 
 class WorkerDied(UserError):
-    """A worker ended without a result: it was killed, by the kernel for its memory or by a user."""
+    """A worker ended without a result, for example killed by a user, or by the kernel for lack of memory."""
 
 
 class Worker:
@@ -50,29 +50,29 @@ class Worker:
             os.close(sending)
             raise
         if not self._pid:
-            # Otherwise it would read what it sends itself, and wait forever if the other process were killed. Workers
-            # that are forked later hold this end as well, but nobody holds that of the last, and so they all end.
+            # If the worker kept this end of its pipe, it would wait forever after the other process is killed. Workers
+            # forked later also hold this end, but none holds the end of the last worker: it ends first, then the rest.
             os.close(receiving)
             _run(run, sending)
         os.close(sending)
         self._values = open(receiving, "rb")  # noqa: SIM115 - closed when the process is joined
-        self._status: int | None = None  # as of `subprocess`; 0 where it cannot be known
+        self._status: int | None = None  # as in `subprocess`; 0 if unknown
         self.name = f"worker process {self._pid}"
 
     def fileno(self) -> int:
         return self._values.fileno()
 
     def receive(self) -> Any:
-        """The next value that the function yields; this waits for it.
+        """Wait for the next value that the function yields.
 
         Raises:
-            UserError, OSError: as the function raised it.
+            UserError, OSError: raised by the function.
             WorkerDefect: the function raised something else.
             WorkerDied: the process has ended before it yielded a value.
         """
         try:
             kind, value = pickle.load(self._values)
-        except (EOFError, pickle.UnpicklingError):  # nothing, or not all of it
+        except (EOFError, pickle.UnpicklingError):  # no message, or an incomplete one
             raise WorkerDied(self._how_it_died()) from None
         if kind == _DEFECT:
             raise WorkerDefect(
@@ -83,13 +83,13 @@ class Worker:
         return value
 
     def stop(self) -> None:
-        """Kill it if it still runs, and wait until it has ended."""
+        """Kill the worker if it still runs, and wait until it has ended."""
         if not self._values.closed and not self._has_ended():
             os.kill(self._pid, signal.SIGKILL)
         self._join()
 
     def _has_ended(self) -> bool:
-        """By its end of the pipe, which is its alone: where SIGCHLD is ignored its number may be another's by now."""
+        """Whether its end of the pipe is closed. If SIGCHLD is ignored, its process id may be another's by now."""
         poll = select.poll()
         poll.register(self.fileno(), 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))
@@ -105,25 +105,25 @@ class Worker:
         if self._values.closed:
             return
         self._status = 0
-        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nobody is told how it ended
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: its exit status is unknown
             _, status = os.waitpid(self._pid, 0)
             self._status = os.waitstatus_to_exitcode(status)
         self._values.close()
 
 
 def _run(run: Callable[[], Iterable[Any]], sending: int) -> None:
-    """In the new process, which ends here: nothing of the other one's is to be cleaned up or written out twice."""
+    """Run in the new process, which ends here: it must not repeat the other process's cleanup and writes."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        gc.freeze()  # otherwise the collector touches every object there is, and so copies the memory it lies in
+        gc.freeze()  # otherwise the collector touches every object, and so copies its memory
         for message in _messages(run):
             left = memoryview(message)
             while left:
                 left = left[os.write(sending, left) :]
         status = 0
-    except BrokenPipeError:  # nobody waits for it any more
+    except BrokenPipeError:  # nobody reads it any more
         pass
     finally:
         os._exit(status)
@@ -143,14 +143,14 @@ def _messages(run: Callable[[], Iterable[Any]]) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def started(functions: Sequence[Callable[[], Iterable[Any]]]) -> Iterator[list[Worker]]:
-    """A worker for each function; when the block is left, none of them runs any more.
+    """Start a worker for each function; all are stopped at the end of the block.
 
     Raises:
-        UserError: the system has no room for so many processes; those that were started are stopped.
+        UserError: the system does not allow so many processes; those that were started are stopped.
     """
     workers: list[Worker] = []
     try:
-        with _no_interrupt():  # between a fork and the list that it is in
+        with _no_interrupt():  # between a fork and its entry in the list
             for function in functions:
                 workers.append(_forked(function, f"{len(workers) + 1} of {len(functions)}"))
         yield workers
@@ -171,7 +171,7 @@ def _forked(function: Callable[[], Iterable[Any]], number: str) -> Worker:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Ctrl-C waits until the block is left."""
+    """Delay Ctrl-C until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -180,7 +180,7 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def ready(workers: Sequence[Worker], seconds: float) -> list[Worker]:
-    """Those that have a value to receive, or have ended; none after some time. Of workers that yield one value."""
+    """Workers that have sent a value, or ended; none after a timeout. For workers that yield one value."""
     by_descriptor = {worker.fileno(): worker for worker in workers}
     poll = select.poll()
     for descriptor in by_descriptor:
@@ -189,9 +189,9 @@ def ready(workers: Sequence[Worker], seconds: float) -> list[Worker]:
 
 
 def in_order(function: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
-    """The function's results for the items, in their order, by `count` workers that take turns.
+    """The function's results for the items, in their order, computed by `count` workers in turn.
 
-    A worker is never further ahead than a pipe holds (64 KiB) of results that were not yet asked for.
+    The results that a worker computes ahead are limited by its pipe (64 KiB).
 
     Raises:
         UserError, OSError, WorkerDefect, WorkerDied: see `Worker.receive`; all workers are stopped.
@@ -203,9 +203,9 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item], count: i
 
 
 def mapped(function: Callable[[Item], Result], items: Sequence[Item], worth_a_process: int) -> list[Result]:
-    """The function's results, which can be pickled; of many items, other processors do their shares.
+    """The function's results, which must be picklable; for many items, other processes compute shares of them.
 
-    What one of them fails at is done here once more, so that errors come from here, those of the first items first.
+    A share that fails is computed again here, so that errors are raised here, those of the first items first.
     """
     count = max(1, min(len(os.sched_getaffinity(0)), len(items) // worth_a_process))
     ends = [len(items) * index // count for index in range(count + 1)]
@@ -230,14 +230,14 @@ def in_shares(
     show: Callable[[int], object],
     interval: float,
 ) -> None:
-    """Do shares of a work, each in a worker that yields one value and reports the bytes that it has moved.
+    """Run shares of the work, each in a worker that yields one value and reports the bytes that it has moved.
 
     Args:
         work: called with a share, and with the function to report bytes.
-        show: called every `interval` seconds with the bytes that all workers have moved so far.
+        show: called at least every `interval` seconds with the bytes that all workers have moved so far.
 
     Raises:
-        UserError: a worker could not do its share, or `show` raised it; the others are stopped.
+        UserError: a worker failed, or `show` raised it; the others are stopped.
         WorkerDefect: see `Worker.receive`.
     """
     moved = Counters(len(shares))
@@ -252,13 +252,13 @@ def in_shares(
 
 
 class Counters:
-    """Bytes by worker, in memory that all of them share."""
+    """The bytes of each worker, in shared memory."""
 
     def __init__(self, count: int) -> None:
         self._bytes = mmap(-1, max(1, COUNT.size * count))
 
     def counter(self, index: int) -> Callable[[int], None]:
-        """What a worker calls with bytes that it has moved."""
+        """The function that a worker calls with bytes that it has moved."""
 
         def add(nbytes: int) -> None:
             (before,) = COUNT.unpack_from(self._bytes, index * COUNT.size)
@@ -268,5 +268,5 @@ class Counters:
 
     @property
     def total(self) -> int:
-        """Until now."""
+        """The bytes of all workers so far."""
         return sum(count for (count,) in COUNT.iter_unpack(self._bytes[: len(self._bytes) // COUNT.size * COUNT.size]))

@@ -1,4 +1,4 @@
-"""A line with bytes, rate and time left, on a terminal only."""
+"""A progress line with bytes, rate and time left, on a terminal only."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from ckpt_patches.runtime.units import in_bytes
 
 
 class Progress:
-    """Shown on standard error, or on nothing if that is no terminal."""
+    """A progress line on standard error, if that is a terminal."""
 
     INTERVAL = 0.2  # seconds
 
@@ -18,7 +18,7 @@ class Progress:
         self._begin = self._last = time.monotonic()
 
     def show(self, done: int) -> None:
-        """Show how many bytes are done, if the last time is long enough ago."""
+        """Show how many bytes are done, at most once per `INTERVAL`."""
         now = time.monotonic()
         if self._shown and now - self._last >= self.INTERVAL:
             self._last = now

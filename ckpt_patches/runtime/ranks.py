@@ -1,4 +1,4 @@
-"""Which process of its group this is: the first one speaks for all."""
+"""This process's rank: only the first process of a group logs."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

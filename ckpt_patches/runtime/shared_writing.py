@@ -1,4 +1,4 @@
-"""Write the files of an unfinished folder: each rank its share, and each worker process of a rank a share of that."""
+"""Write the files of an unfinished folder, divided among ranks and the worker processes of each rank."""
 
 import os
 import time
@@ -13,16 +13,16 @@ from ckpt_patches.runtime.processes import in_shares
 from ckpt_patches.runtime.progress import Progress
 from ckpt_patches.runtime.unfinished import File, UnfinishedFolder
 
-COST_OF_A_FILE = 1 << 18  # bytes that could be moved in the time it takes to make a file
+COST_OF_A_FILE = 1 << 18  # bytes that can be moved in the time that it takes to create a file
 
 Output = TypeVar("Output", bound=File)
 Input = TypeVar("Input", bound=File, contravariant=True)
 Result = TypeVar("Result")
-Moved = Callable[[int], None]  # called with each number of bytes that was moved
+Moved = Callable[[int], None]  # called with the number of bytes after each move
 
 
 class Writer(Protocol[Input]):
-    """Writes files of a folder; a file has its name at the latest after `finish`."""
+    """Writes files of a folder; a file gets its final name at the latest in `finish`."""
 
     def write(self, file: Input, /) -> object: ...
 
@@ -34,15 +34,15 @@ class Task(Generic[Output]):
     """The files to write, and how."""
 
     outputs: Sequence[Output]  # of all ranks
-    # Called in a worker process, with the number of them.
+    # Called in a worker process, with the number of workers.
     writer: Callable[[int, Moved], AbstractContextManager[Writer[Output]]]
-    workers: Callable[[Sequence[Output]], int]  # how many processes some files are worth
+    workers: Callable[[Sequence[Output]], int]  # the number of processes that is efficient for some files
     to_move: Callable[[Sequence[Output]], int]  # bytes that will be reported as moved for some files
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote, with its workers."""
+    """What one rank and its workers wrote."""
 
     bytes: int
     files: int
@@ -52,7 +52,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Done(Generic[Result]):
-    """What was written; on rank 0 by all ranks, on each other by that one."""
+    """What was written: on rank 0 by all ranks, on other ranks by the own rank."""
 
     written: Written
     began: float  # when the first byte was moved, on time.monotonic's clock
@@ -62,7 +62,7 @@ class Done(Generic[Result]):
 def write_together(
     folder: UnfinishedFolder, task: Task[Output], ranks: Ranks, finish: Callable[[], Result]
 ) -> Done[Result]:
-    """Take the folder, write the files that are missing, and on rank 0 `finish`. All ranks call this.
+    """Lock the folder, write the missing files, and call `finish` on rank 0. All ranks call this.
 
     Raises:
         UserError: another process writes the folder, a file cannot be written, or a rank is missing.
@@ -88,7 +88,7 @@ def write_together(
 
 
 def shares(files: Sequence[Output], count: int) -> list[list[Output]]:
-    """Divide files: the largest first, each to whom has least. Every process comes to the same result."""
+    """Divide files: the largest first, each to the smallest share. Deterministic, so equal in every process."""
     divided: list[list[Output]] = [[] for _ in range(count)]
     loads = [0] * count
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
@@ -103,7 +103,7 @@ def cost(file: File) -> int:
 
 
 def _write_share(folder: UnfinishedFolder, task: Task[Output], ranks: Ranks) -> Written:
-    """Write those files of this rank's share that are missing."""
+    """Write the missing files of this rank's share."""
     own = shares(task.outputs, ranks.size)[ranks.rank]
     left = folder.missing(own)
     count = task.workers(left)
@@ -123,9 +123,9 @@ def _work(
     with begin(moved) as writer:
         try:
             for file in share:
-                if os.getppid() != parent:  # killed; nobody waits for this any more
+                if os.getppid() != parent:  # it was killed; nobody waits for this any more
                     break
                 writer.write(file)
         finally:
-            writer.finish()  # those that are complete, also where the next one could not be written
+            writer.finish()  # rename the complete files, even if the next one failed
     yield None

@@ -1,4 +1,4 @@
-"""Values of a checkpoint in messages: of bounded length and depth, whatever is nested in them."""
+"""Format values of a checkpoint for messages, with bounded length and depth."""
 
 import reprlib
 from typing import Any
@@ -9,9 +9,9 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it, cut to 200 characters. Its parts are counted before they are formatted."""
+    """A value's repr, cut to 200 characters. The number of parts is limited before they are formatted."""
     if type(value) is str and len(value) < 50 and value.isprintable() and value.isascii():
-        return repr(value)  # as below, and ten times as fast: keys and names, of which there are thousands
+        return repr(value)  # the same as below, ten times as fast, for thousands of keys and names
     try:
         return _SHORT.repr(value)[:200]
     except Exception as error:  # a value that a file has built can fail in any way

@@ -1,4 +1,4 @@
-"""What the commands print: tables, wrapped where a terminal is narrow, and colors where it has them."""
+"""The commands' output: tables, wrapped to the width of the terminal, and colors."""
 
 import os
 import shutil
@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 GAP = 2  # columns between two cells
-NARROWEST = 14  # columns of a cell that is wrapped
+NARROWEST = 14  # minimum columns of a wrapped cell
 
 
 def width() -> int:
-    """The columns to print to: of the terminal, or of COLUMNS; 0 if lines may have any length, as in a file."""
+    """The columns of the terminal, or COLUMNS; 0 if lines may have any length, as in a file."""
     return shutil.get_terminal_size().columns if _is_terminal() or os.environ.get("COLUMNS") else 0
 
 
 def paint(text: str, color: str) -> str:
-    """Text in one of `COLORS`, if standard output is a terminal that has them and nobody objects."""
+    """Text in one of `COLORS`, if standard output is a terminal with colors and NO_COLOR is not set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not _is_terminal()
     return text if plain or not color else f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
@@ -36,8 +36,8 @@ def table(
 
     Args:
         rows: of cells.
-        columns: the width to keep to; 0 if there is none.
-        wrapped: the indices of the columns whose cells may take several lines for that.
+        columns: the maximum width; 0: no limit.
+        wrapped: the indices of the columns whose cells may be wrapped for that.
         colors: by the text of a cell, its color.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]

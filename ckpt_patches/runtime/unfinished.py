@@ -1,6 +1,4 @@
-"""A folder that is written by processes that can be killed: until it is complete it has another name, and the same
-command takes it up again.
-"""
+"""A folder whose writers can be killed: it has another name until it is complete; the same command continues it."""
 
 import fcntl
 import json
@@ -16,13 +14,13 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import make_folder, sync_folder, write_durably
 from ckpt_patches.runtime.units import in_bytes
 
-TEMPORARY = ".unfinished-"  # what names of files begin with that are not whole yet
+TEMPORARY = ".unfinished-"  # the prefix of names of incomplete files
 SPARE = 64 << 20  # bytes that stay free on the disk
-TOGETHER = 8  # folders that are waited for at once
+TOGETHER = 8  # folders that are synced at the same time
 
 
 class File(Protocol):
-    """One of those that are to be written."""
+    """A file to write."""
 
     @property
     def name(self) -> str: ...  # below the folder
@@ -35,10 +33,10 @@ Output = TypeVar("Output", bound=File)
 
 
 def check_space(output: Path, needed: int) -> int:
-    """That an output of so many bytes has room; how many are free.
+    """Check that the disk has room for so many bytes of output; return the free bytes.
 
     Raises:
-        UserError: it has none.
+        UserError: it has too little.
     """
     existing = next(path for path in (output, *Path(os.path.abspath(output)).parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -48,10 +46,10 @@ def check_space(output: Path, needed: int) -> int:
 
 
 def check_outside(source: Path, output: Path) -> None:
-    """That an output is not written into what it is made from.
+    """Check that an output is not written into its source.
 
     Raises:
-        UserError: it is the source, or lies in it.
+        UserError: it is the source, or is inside it.
     """
     inner, outer = Path(os.path.realpath(output)), Path(os.path.realpath(source))
     if inner == outer or outer in inner.parents:
@@ -59,10 +57,10 @@ def check_outside(source: Path, output: Path) -> None:
 
 
 class UnfinishedFolder:
-    """`working` while it is written, `final` in the end.
+    """An output folder: named `working` while it is written, and `final` in the end.
 
-    `fingerprint` is of all that the output depends on, and stands in a file of the name `mark` until the end; `work` is
-    what people call this work.
+    `fingerprint` covers everything that the output depends on; the file `mark` holds it until the end. `work` is the
+    name of the work in messages.
     """
 
     def __init__(self, folder: Path, fingerprint: str, mark: str, work: str) -> None:
@@ -71,16 +69,16 @@ class UnfinishedFolder:
         self.fingerprint, self.mark, self.work = fingerprint, mark, work
 
     def check(self, outputs: Iterable[File]) -> None:
-        """Check that these files can be written, or the rest of them.
+        """Check that the missing ones of these files can be written.
 
         Raises:
-            UserError: something else is there, or the disk has no room.
+            UserError: the folder has other content, or the disk has too little room.
         """
         self._check_names()
         check_space(self.final, sum(output.nbytes for output in self.missing(outputs)))
 
     def _check_names(self) -> None:
-        # What is there is seen before whose it is: others of this work may make the mark, or rename, at any moment.
+        # First look for content, then for the mark: other processes of this work may make it, or rename, at any moment.
         taken, begun = _holds_any(self.final), _holds_any(self.working)
         if self.is_of_this(self.final):
             return
@@ -93,27 +91,27 @@ class UnfinishedFolder:
             )
 
     def begin(self) -> None:
-        """Make the folder; what it holds belongs to this work from now on."""
+        """Make the folder and mark it as this work's."""
         if not self.is_of_this(self.final) and not self.is_of_this(self.working):
             make_folder(self.working)
             write_at_once(self.working / self.mark, json.dumps({"fingerprint": self.fingerprint}).encode())
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else writes this folder meanwhile, where locks reach; a file system without them grants all.
+        """Lock the folder against other writers, if the file system supports locks.
 
         Raises:
-            UserError: another process does.
+            UserError: another process holds the lock.
         """
         with ExitStack() as stack:
             with suppress(FileNotFoundError):  # it is complete
                 file = stack.enter_context(open(self.working / self.mark, "r+b"))
-                # A lock of the process and not of the open file: workers of one that was killed do not hold it.
+                # A lock of the process and not of the open file: workers of a killed process do not hold it.
                 _lock(file.fileno(), self.working, self.work)
             yield
 
     def missing(self, outputs: Iterable[Output]) -> list[Output]:
-        """What is still to be written. A file has its own name only when it is whole."""
+        """The files that are still to be written. Only a complete file has its final name."""
         folder = self.folder
         return [output for output in outputs if not os.path.isfile(f"{folder}/{output.name}")]
 
@@ -123,7 +121,7 @@ class UnfinishedFolder:
         return self.final if self.is_of_this(self.final) else self.working
 
     def clean(self) -> list[str]:
-        """Remove what an interrupted run left in the middle of a file; all folders that there are."""
+        """Remove the incomplete files of interrupted runs; return all folders."""
         folders = []
         for folder, _, names in os.walk(self.working):
             folders.append(folder)
@@ -133,23 +131,23 @@ class UnfinishedFolder:
         return folders
 
     def check_complete(self, outputs: Iterable[File]) -> None:
-        """That no file is missing.
+        """Check that no file is missing.
 
         Raises:
-            UserError: one is.
+            UserError: one is missing.
         """
         missing = self.missing(outputs)
         if missing:
             raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
 
     def rename(self, folders: Sequence[str], *, sync: bool = True) -> None:
-        """Give the complete folder its name, when the disk has the names in these folders."""
+        """Sync the entries of these folders, then give the complete folder its final name."""
         if sync:
             _sync_folders(folders)
         os.rename(self.working, self.final)
 
     def is_of_this(self, folder: Path) -> bool:
-        """Whether what a folder holds was written by this work."""
+        """Whether a folder's content was written by this work."""
         try:
             found = json.loads((folder / self.mark).read_text())
         except (OSError, ValueError):
@@ -158,7 +156,7 @@ class UnfinishedFolder:
 
 
 def _holds_any(folder: Path) -> bool:
-    """Whether a folder has a file, but for what another process just begins with; or is no folder."""
+    """Whether a folder has a file that is not temporary, or is not a folder."""
     try:
         return any(not name.startswith(TEMPORARY) for name in os.listdir(folder))
     except FileNotFoundError:
@@ -169,7 +167,7 @@ def _holds_any(folder: Path) -> bool:
 
 @contextmanager
 def reported(path: str | Path) -> Iterator[None]:
-    """Errors of the file system as one line, with the name that the file was to get."""
+    """Convert file system errors to a UserError with the file's final name."""
     try:
         yield
     except OSError as error:
@@ -177,7 +175,7 @@ def reported(path: str | Path) -> Iterator[None]:
 
 
 def write_at_once(path: Path, data: bytes) -> None:
-    """Write a file that has its name when it is on the disk."""
+    """Write and sync a file under a temporary name, then rename it."""
     temporary = path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name}")
     write_durably(temporary, data)
     os.replace(temporary, path)
@@ -190,14 +188,14 @@ def _lock(descriptor: int, folder: Path, work: str) -> None:
     except (BlockingIOError, PermissionError):
         raise UserError(f"another {work} writes {folder} now; wait for it, or name another output folder") from None
     except OSError:
-        pass  # no locks here
+        pass  # the file system has no locks
 
 
 def _sync_folders(folders: Sequence[str]) -> None:
-    """Have the names of all files in some folders on the disk; the files are there already.
+    """Sync the entries of some folders; the files in them are already synced.
 
     Raises:
-        OSError: of one of the folders; the others may not be there either.
+        OSError: one folder could not be synced; others may not be synced either.
     """
     errors: list[OSError] = []
 
@@ -205,10 +203,10 @@ def _sync_folders(folders: Sequence[str]) -> None:
         try:
             for folder in share:
                 sync_folder(Path(folder))
-        except OSError as error:  # in a thread it would be printed, and lost
+        except OSError as error:  # a thread would print and drop it
             errors.append(error)
 
-    # Each waits for the disk, and what the disk has to do for one it then does for all.
+    # Syncs at the same time share the disk's work.
     others = [threading.Thread(target=sync, args=(folders[index::TOGETHER],)) for index in range(1, TOGETHER)]
     for thread in others:
         thread.start()

@@ -1,10 +1,10 @@
-"""Sizes for people: binary units in every tool."""
+"""Sizes in binary units, for all tools."""
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def in_bytes(number: float) -> str:
-    """A number of bytes such as 1.2 GiB."""
+    """Format a number of bytes, such as 1.2 GiB."""
     for unit in UNITS:
         if number < 1024 or unit == UNITS[-1]:
             break

@@ -1,4 +1,4 @@
-"""universal checkpoint of AutoTP, a fused layer"""
+"""universal checkpoint of AutoTP with a fused layer"""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ RANKS, HIDDEN, FUSED = 2, 4, 3
 
 
 class Model(torch.nn.Module):
-    """A layer of three sub-parameters, of which each rank has half, and one that adds up the ranks' halves."""
+    """A column-parallel layer with three sub-parameters, and a row-parallel layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
 def run(folder: Path) -> str:
     dt.allow_pickles()
-    # Before 0.19.4 DeepSpeed refuses AutoTP at stage 3.
+    # Before 0.19.4 DeepSpeed rejects AutoTP at stage 3.
     stages = [1, 3] if dt.numbers(deepspeed.__version__) >= (0, 19, 4) else [1]
     found = {stage: saved_and_loaded(folder / str(stage), stage) for stage in stages}
     return "; ".join(f"stage {stage}: {wrong}" for stage, wrong in found.items() if wrong)
@@ -85,7 +85,7 @@ def engine(stage: int, universal: bool, seed: int) -> Any:
 
 
 def whole(run: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """The masters and moments of all ranks put together, out of the optimizers' memory, and by no metadata."""
+    """The full main parameters and moments, from the optimizers' memory on all ranks, without metadata."""
     by_rank = dt.gathered(own(run))
     return {
         name: {key: joined(name, [states[name][key] for states in by_rank]) for key in by_rank[0][name]}
@@ -94,7 +94,7 @@ def whole(run: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def own(run: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Of this rank, which shares its tensors with no other."""
+    """This rank's main parameters and moments, from its flat tensors."""
     optimizer, names = run.optimizer, dt.names_of(run)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         groups = list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))

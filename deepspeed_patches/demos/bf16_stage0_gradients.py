@@ -1,4 +1,4 @@
-"""look for gradients after a step in bf16 without ZeRO"""
+"""check for gradients after a step in bf16 without ZeRO"""
 
 from pathlib import Path
 

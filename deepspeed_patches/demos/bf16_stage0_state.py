@@ -1,4 +1,4 @@
-"""resume in bf16 without ZeRO, pipeline parallelism"""
+"""resume in bf16 with pipelining, without ZeRO"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

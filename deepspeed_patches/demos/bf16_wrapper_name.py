@@ -1,4 +1,4 @@
-"""resume in bf16 at ZeRO-1, fp32 gradient accumulation"""
+"""resume in bf16, ZeRO-1, fp32 gradient accumulation"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

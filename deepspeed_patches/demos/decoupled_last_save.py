@@ -1,4 +1,4 @@
-"""look at `latest` after the last save of the decoupled writer"""
+"""read `latest` after the decoupled writer's last save"""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ RANKS = 2
 
 
 def run(folder: Path) -> str:
-    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # as the launcher: nodes, and the number of this one
+    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # as set by the launcher: number of nodes, node rank
     dt.results(save_twice, RANKS, folder)
     there = sorted(path.name for path in (folder / "second").iterdir())
     named = (folder / "latest").read_text()

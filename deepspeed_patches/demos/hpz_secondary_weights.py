@@ -12,7 +12,7 @@ RANKS, NODE = 4, 2
 
 
 class Adapted(torch.nn.Module):
-    """Without a parameter that has to be padded: up to 0.13.4 a part of its secondary partition is not copied."""
+    """No parameter needs padding: up to 0.13.4 padded secondary partitions are copied only in part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +29,9 @@ def run(folder: Path) -> str:
 
 
 def resume(rank: int, folder: Path) -> str:
-    """Train, save, load into a run of other weights, and take two steps in both; what differs then, "" if nothing.
+    """Train, save, load into a run with other weights, and take two steps in both. Returns what differs, or "".
 
-    The weights are not looked at before: to gather them renews the secondary partitions up to 0.14.2.
+    The weights are not gathered before: up to 0.14.2 that refreshes the secondary partitions.
     """
     run = engine(seed=0)
     dt.train(run, rank, RANKS, first=0)

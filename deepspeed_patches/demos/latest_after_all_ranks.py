@@ -10,12 +10,12 @@ from ckpt_patches.demo import show
 from ckpt_patches.demo.ranks import RankError
 
 RANKS = 2
-LATE = 2.0  # seconds from the other rank's last file until it has written all that it writes without this one
+LATE = 2.0  # seconds for the other rank to write all that it writes without this one
 WHOLE, CUT = "first", "second"
 
 
 def run(folder: Path) -> str:
-    with contextlib.suppress(RankError):  # of the rank that ends, or of the other one, which waits for it
+    with contextlib.suppress(RankError):  # from the killed rank, or from the one that waits for it
         dt.results(save_twice, RANKS, folder)
     files = [len(list((folder / tag).glob("*_optim_states.pt"))) for tag in (WHOLE, CUT)]
     assert files == [2, 1], f"expected 2 files in {WHOLE} and 1 in {CUT}, found {files}"
@@ -32,7 +32,7 @@ def save_twice(rank: int, folder: Path) -> None:
 
 
 def die(state: object, path: str, *args: object, **keywords: object) -> None:
-    while not list(Path(path).parent.glob("*_optim_states.pt")):  # that of the other rank
+    while not list(Path(path).parent.glob("*_optim_states.pt")):  # the other rank's file
         time.sleep(0.05)
     time.sleep(LATE)
     os._exit(3)

@@ -1,4 +1,4 @@
-"""look at the old `latest` after the next save"""
+"""read the old `latest` file after the next save"""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ def run(folder: Path) -> str:
 
 
 def save_twice(rank: int, folder: Path, kept: Path) -> None:
-    """Between the saves the file gets a second name, which stays with it."""
+    """Save twice; between the saves, hard-link `latest` to `kept`."""
     run = dt.engine_of("stage1-2", RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     run.save_checkpoint(str(folder), tag=FIRST)

@@ -1,4 +1,4 @@
-"""ask for the moments of all param groups"""
+"""read the moments of all param groups"""
 
 from pathlib import Path
 

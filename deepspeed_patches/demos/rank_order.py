@@ -1,4 +1,4 @@
-"""convert ZeRO-1, 11 ranks"""
+"""convert ZeRO-1 on 11 ranks"""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def run(folder: Path) -> str:
 
 
 def train_and_save(rank: int, folder: Path) -> None:
-    """44 elements, 4 a rank: no rank has padding."""
+    """44 elements, 4 per rank: no rank has padding."""
     model = torch.nn.Linear(RANKS, 4, bias=False)
     run = dt.initialize("stage1", RANKS, model, [{"params": list(model.parameters())}], universal=False)
     loss = run(torch.ones(1, RANKS, dtype=torch.bfloat16)).float().pow(2).mean()

@@ -1,4 +1,4 @@
-"""load the weights alone, without ZeRO"""
+"""load only the weights, without ZeRO"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

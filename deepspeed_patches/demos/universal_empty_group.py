@@ -1,4 +1,4 @@
-"""universal load, a param group of one element"""
+"""universal load with a param group of one element"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

@@ -1,4 +1,4 @@
-"""ask for fp32 parameters after a universal load"""
+"""read fp32 parameters after a universal load"""
 
 from pathlib import Path
 

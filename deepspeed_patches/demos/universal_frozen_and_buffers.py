@@ -1,4 +1,4 @@
-"""universal load, frozen parameters and a buffer"""
+"""universal load of frozen parameters and a buffer"""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from ckpt_patches.demo import cases, show
 from ckpt_patches.demo import deepspeed_training as dt
 
 KINDS = ("stage1", "stage3", "stage2")
-RANKS = ((2, 3), (3, 2))  # that save and load
+RANKS = ((2, 3), (3, 2))  # number of ranks at the save and at the load
 SAVED = "saved.pt"
 
 
@@ -37,7 +37,7 @@ def save(rank: int, folder: Path, kind: str, ranks: int) -> None:
 
 
 def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
-    """The weights and buffers that are not those saved, on any rank."""
+    """The weights and buffers that differ from the saved ones on any rank."""
     run = engine(kind, ranks, universal=True, seed=1)
     dt.load(run, folder, dt.UNIVERSAL)
     found = {**dt.weights(run), **dict(run.module.named_buffers())}
@@ -45,7 +45,7 @@ def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
 
 
 def engine(kind: str, ranks: int, universal: bool, seed: int) -> Any:
-    """The first layer is frozen; the model has a buffer. All values depend on the seed."""
+    """A run with a frozen first layer and a buffer. All values depend on the seed."""
     torch.manual_seed(seed)
     model = dt.Tiny()
     model.w1.requires_grad_(False)

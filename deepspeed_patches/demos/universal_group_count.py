@@ -1,4 +1,4 @@
-"""universal load, another number of param groups"""
+"""universal load with another number of param groups"""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def run(folder: Path) -> str:
 
 
 def load_into_others(rank: int, folder: Path, ranks: int) -> list[str]:
-    """What comes of loads into runs of one group and of three."""
+    """The loads into other numbers of groups that do not raise the error."""
     dt.train_and_save(rank, folder, SAVED, ranks)
     dt.convert(folder)
     found = []

@@ -1,4 +1,4 @@
-"""universal load, a run started with other settings"""
+"""universal load into a run with other settings"""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def load_universal(rank: int, folder: Path) -> int:
     saved, _ = dt.train_and_save(rank, folder, CASE, RANKS)
     dt.convert(folder)
     resumed = dt.engine_of(CASE, RANKS, universal=True, seed=1, weight_decay=0.2, betas=(0.5, 0.6))
-    dt.train(resumed, rank, RANKS, first=0)  # without a step before it the load fails: universal_all_moments
+    dt.train(resumed, rank, RANKS, first=0)  # else the load fails: universal_all_moments
     dt.load(resumed, folder, dt.UNIVERSAL)
     different = dt.differences(dt.snapshot(resumed), saved)
     return sum(name.startswith("group ") for name in different)

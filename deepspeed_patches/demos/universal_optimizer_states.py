@@ -1,4 +1,4 @@
-"""universal checkpoints, ZeRO 1 and 3, Lion, SGD, Muon"""
+"""universal checkpoints of Lion, SGD, Muon, ZeRO 1 and 3"""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def stages() -> tuple[int, ...]:
 
 
 def stages_of_muon() -> tuple[int, ...]:
-    """From 0.18.9 to 0.19.7 ranks have other momenta of a matrix at ZeRO 1, and CPU ranks do not train at ZeRO 3."""
+    """From 0.18.9 to 0.19.7 ranks' momenta of a matrix differ at ZeRO 1, and CPU ranks cannot train at ZeRO 3."""
     if not optimizers.has_muon():
         return ()
     release = dt.numbers(deepspeed.__version__)
@@ -42,7 +42,7 @@ def stages_of_muon() -> tuple[int, ...]:
 def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
     """The errors of DeepSpeed's converter, by case.
 
-    Muon at ZeRO 1 is for this project's, which knows where the momentum lies.
+    This project's converter, which can locate the momentum, converts Muon at ZeRO 1.
     """
     found = {}
     for case in chosen:

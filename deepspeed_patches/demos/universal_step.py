@@ -1,4 +1,4 @@
-"""universal load, the step"""
+"""universal load of the step"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

@@ -1,4 +1,4 @@
-"""convert ZeRO-1, a param group of one element"""
+"""convert ZeRO-1 with a param group of one element"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

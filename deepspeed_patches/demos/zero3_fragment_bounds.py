@@ -1,4 +1,4 @@
-"""convert ZeRO-3, 4 ranks"""
+"""convert ZeRO-3 on 4 ranks"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

@@ -1,4 +1,4 @@
-"""load the module only, ZeRO-3"""
+"""load only the module, ZeRO-3"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

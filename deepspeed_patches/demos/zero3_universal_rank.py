@@ -1,4 +1,4 @@
-"""universal load at ZeRO-3, 2 nodes"""
+"""universal load at ZeRO-3 on 2 nodes"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

@@ -1,4 +1,4 @@
-"""save after a universal load at ZeRO-3, and resume"""
+"""save after a universal load at ZeRO-3, then resume"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""universal load at ZeRO-3, a larger vocabulary"""
+"""universal load at ZeRO-3 with a larger vocabulary"""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def save_and_load(rank: int, folder: Path) -> int:
 
 
 class Larger(dt.Tiny):
-    """With a first parameter of more elements, as an embedding of more words."""
+    """The model with a larger first parameter, like an embedding with a larger vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""universal load of the weights alone, ZeRO-3"""
+"""universal load of only the weights, ZeRO-3"""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def run(folder: Path) -> str:
 
 
 def load(rank: int, folder: Path, ranks: int) -> str:
-    """Load the weights alone into a new run; what has changed besides, and which weights are not those saved."""
+    """Load only the weights into a new run. Returns wrong weights and unexpected changes, or "" if none."""
     saved, _ = dt.train_and_save(rank, folder, CASE, ranks)
     dt.convert(folder)
     for options in OPTIONS:

@@ -1,4 +1,4 @@
-"""load weights that are not the latest, ZeRO-3"""
+"""load weights of an older checkpoint, ZeRO-3"""
 
 from ckpt_patches.demo import deepspeed_training as dt
 

@@ -1,4 +1,4 @@
-"""zero_to_fp32 of BF16_Optimizer, here and by the saved script"""
+"""zero_to_fp32 of BF16_Optimizer, here and in the checkpoint"""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def run(folder: Path) -> str:
 
 
 def by_the_script(checkpoint: str) -> Any:
-    """In a process without the patches: what a save has left there has to work by itself."""
+    """Run the script in the checkpoint in a process without patches: it must work on its own."""
     script, output = os.path.join(checkpoint, "zero_to_fp32.py"), os.path.join(checkpoint, "weights.pt")
     command = [sys.executable, "-c", BY_THE_SCRIPT, script, checkpoint, output]
     done = subprocess.run(command, env={**os.environ, "CKPT_PATCHES": "off"}, capture_output=True, text=True)

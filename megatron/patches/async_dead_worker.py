@@ -24,5 +24,5 @@ fix = Fix(
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.async_utils")
 def watch_the_worker(source: Source) -> None:
-    """Nobody finishes what a dead worker has begun: upstream waits for it, or takes it for done."""
+    """A dead worker never finishes its save: upstream waits forever, or treats the save as complete."""
     raise_at_the_end_of_a_worker(source)

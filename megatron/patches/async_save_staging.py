@@ -40,7 +40,7 @@ def _own_tensors(staged: object) -> object:
 
 @fix.edit(ASYNC_UTILS, independent=True)
 def hold_staged_tensors(source: Source) -> None:
-    """A forked writer shares pinned memory with the trainer, which is handed out again once nobody holds it."""
+    """A forked writer shares pinned memory with the trainer; without a reference, torch reuses it."""
     schedule = source.function_of_release("TemporalAsyncCaller.schedule_async_call")
     close = source.function_of_release("TemporalAsyncCaller.close")
     stage = "async_fn_args[1] = async_req.preload_fn()"
@@ -63,7 +63,7 @@ def hold_staged_tensors(source: Source) -> None:
 
 @fix.edit(ASYNC_UTILS, independent=True)
 def own_shared_tensors(source: Source) -> None:
-    """The trainer waits while a persistent worker stages, and changes its tensors while they are written."""
+    """The trainer waits only until a persistent worker has staged; steps change tensors during the write."""
     loop = source.function_of_release("PersistentAsyncCaller.async_loop")
     called = source.has("_own_tensors(item.preload_fn())", within=loop)
     source.check_parts({**source.functions_there("", _own_tensors), "it is called": called})

@@ -31,7 +31,7 @@ async_strategy = "mcore"
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.torch")
 def fall_back_to_mcore(source: Source) -> None:
-    """Its import is tried when the first save starts, hours after the start of the training."""
+    """Upstream first imports it when the first save starts, hours after the start of training."""
     choose = source.function_of_release("get_async_strategy")  # since 0.17
     tries = source.all_of(ast.Try, choose)
     if len(tries) != 1 or len(tries[0].handlers) != 1:

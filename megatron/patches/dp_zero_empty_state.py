@@ -32,7 +32,7 @@ fix = Fix(
 )
 
 CLASS = "DistributedOptimizer"
-# Where a save looks up a parameter's state: since 0.11 in the first alone, before that in each of the others.
+# The methods in which a save looks up a parameter's state: since 0.11 the first, before that the others.
 LOOK_UP = "_get_main_param_and_optimizer_states"
 OLDER_LOOK_UPS = (
     "get_parameter_state_fs_bucket_space",
@@ -46,7 +46,7 @@ SAVED_SHARD = "tensors = self._saved_optimizer_state(model_param, sharded_model_
 SAVED_STATE = """self._saved_optimizer_state(
     model_param, main_param, self.optimizer.state.get(main_param, {})
 )"""
-# A step that was lost is an error, as in upstream's own code: of one state a KeyError, of all the assertion behind it.
+# A lost step stays an error, as in upstream: a KeyError for one state, the assertion that follows for all states.
 STEPS = """list(
     set([s["step"].item() for s in inner_state_dict["state"].values() if s])
 ) or ([] if getattr(self, "step_taken", False) else [0.0])"""
@@ -55,7 +55,7 @@ STEP_LOADED = "self.step_taken = steps[0] > 0"
 
 
 class DistributedOptimizer:
-    """The methods that upstream's class of this name gets."""
+    """The methods to insert into upstream's class."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -119,7 +119,7 @@ class DistributedOptimizer:
 
 
 class WithoutHybridOffload:
-    """The method for releases that have no HybridDeviceOptimizer, and no remainders."""
+    """The method for releases without HybridDeviceOptimizer and remainders."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -132,7 +132,7 @@ class WithoutHybridOffload:
 
 
 class WithAdamAlone:
-    """The property for releases whose optimizers are all Adam; later ones have it."""
+    """The property for releases that support only Adam; later releases have it."""
 
     @property
     def optimizer_state_keys(self) -> "tuple[str, ...]":
@@ -142,7 +142,7 @@ class WithAdamAlone:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def complete_saved_states(source: Source) -> None:
-    """Each look-up of a state that is about to be saved gets what a parameter without one starts from."""
+    """Each lookup of a state to save returns the initial state for a parameter without one."""
     has_look_up = source.has_function(f"{CLASS}.{LOOK_UP}")
     look_ups = [LOOK_UP] if has_look_up else list(OLDER_LOOK_UPS)
     look_ups = [name for name in look_ups if source.has_function(f"{CLASS}.{name}")]
@@ -178,7 +178,7 @@ def complete_saved_states(source: Source) -> None:
 
 
 def methods_for(source: Source) -> list[Callable[..., Any]]:
-    """The methods that the class of this release gets."""
+    """The methods to insert into the class of this release."""
     has_hybrid = source.imports("HybridDeviceOptimizer")
     of_main_param = DistributedOptimizer if has_hybrid else WithoutHybridOffload
     return [
@@ -189,7 +189,7 @@ def methods_for(source: Source) -> list[Callable[..., Any]]:
 
 
 def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool]:
-    """For `check_parts`: which of these methods have a call."""
+    """For `check_parts`: which of these methods contain the call."""
     return {
         f"{call} in {name}": source.has(call, source.function(f"{CLASS}.{name}"))
         for name in methods
@@ -197,7 +197,7 @@ def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool
 
 
 def look_ups_gone(source: Source, methods: list[str]) -> dict[str, bool]:
-    """For `check_parts`: which of these methods look up no state by themselves; some do so twice."""
+    """For `check_parts`: which of these methods no longer look up a state directly; some do so twice."""
     return {
         f"no other look-up in {name}": not source.has(LOOKED_UP, source.function(f"{CLASS}.{name}"))
         for name in methods
@@ -205,12 +205,12 @@ def look_ups_gone(source: Source, methods: list[str]) -> dict[str, bool]:
 
 
 def needs_step(source: Source) -> bool:
-    """Older releases need Apex or Transformer Engine, which keep the step in the param group."""
+    """Whether the release supports torch's Adam: Apex and Transformer Engine keep the step in the param group."""
     return "HAVE_APEX_OR_TE" in source.text(source.function(f"{CLASS}.state_dict"))
 
 
 def keys_of_adam() -> Callable[..., Any]:
-    """The function of the property."""
+    """The property's getter."""
     prop = vars(WithAdamAlone)["optimizer_state_keys"]
     assert isinstance(prop, property)
     assert prop.fget is not None
@@ -218,7 +218,7 @@ def keys_of_adam() -> Callable[..., Any]:
 
 
 def keys_there(source: Source) -> dict[str, bool]:
-    """For `check_parts`: whether the property is there; nothing where upstream has one of its own."""
+    """For `check_parts`: whether the property is there; empty if upstream has its own."""
     try:
         return source.functions_there(f"{CLASS}.", keys_of_adam())
     except NoMatch:
@@ -235,7 +235,7 @@ def steps_there(source: Source) -> dict[str, bool]:
 
 
 def complete_precision_aware_state(source: Source, look_up: Function) -> None:
-    """With the precision-aware optimizer the main parameter itself is in the state."""
+    """With the precision-aware optimizer, the state also holds the main parameter."""
     pop = source.one("tensors['param'] = tensors.pop('master_param')", within=look_up)
     source.insert_before(pop, SAVED_SHARD)
     keys = source.some("self.optimizer.state[sharded_model_param]", within=look_up)[0]
@@ -243,7 +243,7 @@ def complete_precision_aware_state(source: Source, look_up: Function) -> None:
 
 
 def step_of_empty_state(source: Source) -> None:
-    """torch's Adam keeps `step` in the state alone: without a state, whether it has stepped is kept beside it."""
+    """torch's Adam keeps `step` only in the state, so a separate attribute records whether it has stepped."""
     save, load, step = (
         source.function(f"{CLASS}.{name}")
         for name in ("state_dict", "load_state_dict", "step_with_ready_grads")

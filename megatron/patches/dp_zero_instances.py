@@ -24,9 +24,9 @@ INSTANCE = "self.distributed_optimizer_instance_id"
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def load_on_each_instance(source: Source) -> None:
-    """The first rank of each instance scatters the state to the others, and one of them alone has read it."""
+    """The first rank of each instance scatters the state, but upstream reads it on only one of them."""
     if not source.has(INSTANCE, within=source.function("DistributedOptimizer.sharded_state_dict")):
-        raise NotConcerned  # before 0.10 there is one instance; up to 0.14 no sharded save of several works
+        raise NotConcerned  # before 0.10 there is one instance; up to 0.14 sharded saves with several fail
     function = source.function("DistributedOptimizer.sharded_param_state_dp_zero")
     first, loads = f"{INSTANCE} == 0", f"is_loading or {INSTANCE} == 0"
     branch = source.branch_around("param_state = ShardedObject(...)", within=function)

@@ -35,7 +35,7 @@ CLASS = "DistributedOptimizer"
 SAVE = f"{CLASS}.get_parameter_state_dp_zero"
 LOAD = f"{CLASS}.load_parameter_state_from_dp_zero"
 
-# One state of one bucket: receive buffers, gather, concatenation, and the copy into the world tensor.
+# For one state of one bucket: receive buffers, gather, concatenation, and the copy into the world tensor.
 GATHER = """
 for key, send_tensor in local_shards.items():
     if ...:
@@ -49,7 +49,7 @@ for key, send_tensor in local_shards.items():
         end = ...
         world_tensors[key][start:end].copy_(...)
 """
-# The same since 0.15, which also gathers with NCCL, and on all ranks.
+# The same since 0.15, which can also gather with NCCL and on all ranks.
 GATHER_OR_ALL_GATHER = """
 for key, send_tensor in local_shards.items():
     if ...:
@@ -72,7 +72,7 @@ for key, send_tensor in local_shards.items():
         end = ...
         world_tensors[key][start:end].copy_(...)
 """
-# Shards that have been sent are let go of before the next bucket's are built.
+# Sent shards are freed before the next bucket's shards are built.
 GATHER_IN_PLACE = """
 self._gather_shards(
     world_tensors, local_shards, shard_ranges, data_parallel_group_gloo
@@ -110,7 +110,7 @@ for model_param in list(recv_tensors):
 
 
 class DistributedOptimizer:
-    """The methods that upstream's class of this name gets."""
+    """The methods to insert into upstream's class."""
 
     @staticmethod
     def _shard_ranges(start: int, numel: int, shard_numel: int, ranks: int) -> "list[range]":
@@ -206,7 +206,7 @@ class DistributedOptimizer:
         return shards
 
 
-# The last one where a release also gathers with NCCL, and on all ranks.
+# The last one is for releases that can also gather with NCCL and on all ranks.
 GATHERERS = (
     DistributedOptimizer._shard_ranges,
     DistributedOptimizer._local_shard,
@@ -217,7 +217,7 @@ GATHERERS = (
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def gather_in_place(source: Source) -> None:
-    """A rank's own shard is built where it ends up, and the others' are received there."""
+    """A rank builds its own shard in its final place, and receives the others' shards in theirs."""
     save = source.function(SAVE)
     with_nccl = "use_gloo_comm" in [argument.arg for argument in save.args.args]
     methods = GATHERERS if with_nccl else GATHERERS[:3]
@@ -243,7 +243,7 @@ def gather_in_place(source: Source) -> None:
 
 
 def build_in_place(source: Source, save: Function) -> None:
-    """The shards are built in the world tensors, without a copy on the CPU in between."""
+    """Build the shards in the world tensors, without an intermediate copy on the CPU."""
     if len(source.all("local_shards", within=save)) != 4:
         raise NoMatch(
             f"expected {save.name} to make local_shards, loop over them, fill them, gather them; no more"
@@ -271,7 +271,7 @@ def build_in_place(source: Source, save: Function) -> None:
     )
 
 
-# A padded copy of each bucket, which is then cut into shards.
+# Statements that make a padded copy of each bucket and cut it into shards.
 PADDING = (
     "world_tensor = torch.nn.functional.pad(world_tensor, ...)",
     "assert world_tensor.numel() == gbuf_world_numel",
@@ -281,7 +281,7 @@ PADDING = (
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def scatter_in_place(source: Source) -> None:
-    """Shards are sent from where they are, but for those that have to be padded."""
+    """Shards are sent from their place in the world tensor, except those that need padding."""
     load = source.function(LOAD)
     padded = DistributedOptimizer._padded_shards
     by_bucket = source.has("recv_tensors", within=load)
@@ -312,7 +312,7 @@ def scatter_in_place(source: Source) -> None:
 
 
 def loads_bucket_by_bucket(source: Source, load: Function) -> bool:
-    """Whether the loop over the states is in that over the buckets, which begins, goes on and ends as it has to."""
+    """Whether the loop over states is inside the loop over buckets, with the statements that it needs."""
     buffer = source.loop("dtype, gbuf_range_map_for_all_buckets", load)
     outer = [node for node in buffer.body if isinstance(node, ast.For)]
     if not outer or source.text(outer[0].target) != "bucket_idx, gbuf_range_map":
@@ -334,7 +334,7 @@ def loads_bucket_by_bucket(source: Source, load: Function) -> bool:
 
 
 def load_bucket_by_bucket(source: Source, load: Function) -> None:
-    """All states of a bucket are received and set before the next bucket: the loops over the two change places."""
+    """Receive and set all states of a bucket before the next bucket: swap the loops over states and buckets."""
     buffer = source.loop("dtype, gbuf_range_map_for_all_buckets", load)
     states = source.loop("key", buffer)
     buckets = source.loop("bucket_idx, gbuf_range_map", states)
@@ -361,11 +361,11 @@ def load_bucket_by_bucket(source: Source, load: Function) -> None:
 
 @fix.edit(DISTRIB_OPTIMIZER, independent=True, ours_alone=True)
 def agree_first(source: Source) -> None:
-    """Upstream's gather and this one do not meet; nor do the loads, which take buckets and states in another order."""
+    """Upstream's messages and these do not match: gathers differ, and loads order buckets and states differently."""
     save, load = source.function(SAVE), source.function(LOAD)
     insert_agreement(
         source,
-        f"{fix.name}.2",  # before it ranks sent each other other messages
+        f"{fix.name}.2",  # version 1 sent different messages
         by_upstream=source.has("self._gather_shards(...)", save),
         announce=source.one("self.data_parallel_group = data_parallel_group"),
         check=(save, load),

@@ -20,7 +20,7 @@ fix = Fix(
 
 @fix.edit("megatron.core.optimizer.optimizer")
 def follow_chunks(source: Source) -> None:
-    """Dense and expert optimizers are of the same model chunks, which upstream gives to one of them alone."""
+    """Dense and expert optimizers share model chunks; upstream gives each chunk to only one of them."""
     split = source.function_of_release("ChainedOptimizer._split_state_dict")
     number = "number_of[chunk]"
     to_each = "state_dicts = [state_dict] * len(self.chained_optimizers)"

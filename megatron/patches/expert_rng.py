@@ -29,11 +29,11 @@ if TYPE_CHECKING:
         replica_id: Any
 
         def __init__(self, *arguments: Any) -> None:
-            """Upstream's."""
+            """Upstream's method."""
 
         @classmethod
         def empty_from_unique_key(cls, unique_key: str) -> "ShardedObject":
-            """Upstream's."""
+            """Upstream's method."""
 
     dist_checkpointing: Any = None
     get_args: Any = None
@@ -333,11 +333,11 @@ OF_FSDP = (key_rng_state_by_dp_rank, keyed_rng_state_to_load, rng_state_by_share
 
 @fix.edit("megatron.training.checkpointing")
 def save_each_rank(source: Source) -> None:
-    """Upstream saves and loads the RNG state of one data-parallel rank, as if it were that of all."""
+    """Upstream saves one data-parallel rank's RNG state and loads it on all ranks."""
     get, save, load = map(source.function, ("get_rng_state", "save_checkpoint", "load_checkpoint"))
     has_ignored = source.has("ignore_rng_state", within=load)  # since 0.14
     has_fsdp = source.has(OF_FORMAT, get)
-    needs_groups = has_fsdp and source.has(  # since 0.19, which has None for them
+    needs_groups = has_fsdp and source.has(  # since 0.19, where they are None
         "tp_rank = get_pg_rank(tp_group)", source.branch(OF_FORMAT, get)
     )
     parts = {
@@ -415,7 +415,7 @@ def has_parameter(function: Function, name: str) -> bool:
 
 
 def restores(source: Source, load: Function) -> ast.If:
-    """Where the RNG states are restored. Raises NoMatch."""
+    """The `if` that restores the RNG states. Raises NoMatch."""
     setting = "random.setstate(rng_state['random_rng_state'])"
     found = [
         branch
@@ -430,12 +430,12 @@ def restores(source: Source, load: Function) -> ast.If:
 
 
 def if_loaded(source: Source, load: Function) -> ast.If:
-    """Whether the RNG state of a checkpoint in fsdp_dtensor is asked for. Raises NoMatch."""
+    """The `if` that requests the RNG state of an fsdp_dtensor checkpoint. Raises NoMatch."""
     return source.branch("not args.no_load_rng", load)
 
 
 def template(source: Source, load: Function, branches: Sequence[ast.If]) -> ast.stmt:
-    """Where the RNG state of a checkpoint is asked for. Raises NoMatch."""
+    """The statement that builds the RNG state to load from a checkpoint. Raises NoMatch."""
     made = [
         statement
         for branch in branches

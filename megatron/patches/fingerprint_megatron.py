@@ -1,6 +1,6 @@
 """Record at each save what the optimizer's state is, and check after each load that it is that: docs/fingerprint.md.
 
-No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.run_megatron`.
+Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_megatron`.
 """
 
 from ckpt_patches.engine.fix import Fix
@@ -14,7 +14,7 @@ IMPORT = f"from ckpt_patches.fingerprint import {MODULE}"
 
 @fix.edit("megatron.core.optimizer.optimizer", ours_alone=True)
 def optimizers(source: Source) -> None:
-    """What a chain of optimizers loads is there when the outermost one has loaded."""
+    """A chain's state is complete only when the outermost optimizer has loaded."""
     begin(source)
     for name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer"):
         decorate(source, f"{name}.sharded_state_dict", "noted")
@@ -25,7 +25,7 @@ def optimizers(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer", ours_alone=True)
 def distributed_optimizer(source: Source) -> None:
-    """Its state is in a file of its own in the `torch` format, which is loaded last."""
+    """In the `torch` format, its state is in a separate file, which is loaded last."""
     begin(source)
     decorate(source, "DistributedOptimizer.sharded_state_dict", "noted")
     decorate(source, "DistributedOptimizer.load_state_dict", "proven")
@@ -35,7 +35,7 @@ def distributed_optimizer(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.layer_wise_optimizer", optional=True, ours_alone=True)
 def layer_wise_optimizer(source: Source) -> None:
-    """A chain that goes through what a chain has made, and begins with what it has loaded. Since 0.16.
+    """A chain with its own methods around those of `ChainedOptimizer`. Since 0.16.
 
     Commits on the way to 0.16.0 load as any chain does.
     """
@@ -54,19 +54,19 @@ def scheduler(source: Source) -> None:
 
 @fix.edit("megatron.core.dist_checkpointing.serialization", ours_alone=True)
 def checkpoints(source: Source) -> None:
-    """All ranks take part in these: here what they have noted comes together, and is handed back."""
+    """All ranks take part in these: a save combines their fingerprints in a record, and a load returns it."""
     begin(source)
     decorate(source, "save", "saving")
     decorate(source, "load", "loading")
 
 
 def begin(source: Source) -> None:
-    """Import what is called."""
+    """Import the module to call."""
     if source.imports(MODULE):
         raise AlreadyThere
     source.insert_import(IMPORT)
 
 
 def decorate(source: Source, function: str, by: str) -> None:
-    """Have a function called by one of ours."""
+    """Decorate a function with one of ours."""
     source.decorate(source.function(function), f"@{MODULE}.{by}")

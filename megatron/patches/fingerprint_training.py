@@ -1,6 +1,6 @@
-"""Check after each load of a whole run that its position in the data and its RNG states are what was saved.
+"""Check after each load of a run that its data position and RNG states are those of the save.
 
-No fix, and nothing for upstream: what it calls is in `ckpt_patches.fingerprint.run_megatron`.
+Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_megatron`.
 """
 
 from ckpt_patches.engine.fix import Fix
@@ -13,7 +13,7 @@ MODULE = "run_megatron"
 
 @fix.edit("megatron.training.checkpointing", ours_alone=True)
 def loads(source: Source) -> None:
-    """All that a resume loads is loaded when it returns."""
+    """When it returns, a resume is complete."""
     if source.imports(MODULE):
         raise AlreadyThere
     source.insert_import(f"from ckpt_patches.fingerprint import {MODULE}")

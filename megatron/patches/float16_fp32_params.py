@@ -34,14 +34,14 @@ def _params_by_state_id(self: "Any") -> "Any":
 
 @fix.edit("megatron.core.optimizer.optimizer")
 def map_all_params(source: Source) -> None:
-    """State ids count all parameters, and upstream gives them to the 16-bit ones alone."""
+    """State ids number all parameters, but upstream assigns them only to the 16-bit ones."""
     state = source.function("Float16OptimizerWithFloat16Params.sharded_state_dict")
     if source.has("main_param_id_to_model_param", within=state):
-        raise AlreadyThere  # upstream maps all of them, in no release up to 0.19.2
+        raise AlreadyThere  # upstream's own fix; not in any release up to 0.19.2
     ids = "(i for i in state_group['params'] if i in copied)"
     backfills = source.all(
         "_backfill_gtp_sharded_param_map(...)", within=state
-    )  # counts them as well, since 0.19
+    )  # also uses the ids, since 0.19
     source.check_parts(
         {
             **source.functions_there("Float16OptimizerWithFloat16Params.", _params_by_state_id),

@@ -18,7 +18,7 @@ UTILS = "megatron.core.utils"
 
 
 def knows_fsdp2(source: Source) -> bool:
-    """Up to 0.9 there are no parameters of FSDP2."""
+    """Whether the release supports FSDP2 parameters (since 0.10)."""
     return source.has("HAVE_DTENSOR = True")
 
 
@@ -233,7 +233,7 @@ def with_swiglu_rows_as_saved(sharded_state_dict: "Any", checkpoint_dir: "Any") 
 
 @fix.edit(UTILS)
 def note_size(source: Source) -> None:
-    """Upstream marks the sharded tensor of an FSDP2 parameter since 0.19, and takes the size from its group."""
+    """Upstream marks sharded tensors of FSDP2 parameters since 0.19, and gets the size from their group."""
     make = source.function("make_tp_sharded_tensor_for_checkpoint")
     if source.has("sharded_tensor.is_torch_fsdp2_param = is_torch_fsdp2_param", within=make):
         raise Repaired
@@ -261,7 +261,7 @@ return sharded_tensor""",
 
 @fix.edit("megatron.core.transformer.mlp")
 def place_rows(source: Source) -> None:
-    """Upstream does since 0.19; what rows of an older checkpoint it wants, it does not ask."""
+    """Upstream does so since 0.19, but does not handle mixed rows in older checkpoints."""
     make = source.function("apply_swiglu_sharded_factory")
     upstreams = source.has("dp_sh_ten_build_fn if is_dp_sharded else sh_ten_build_fn", within=make)
     build = "sh_ten_factory_build_function" if upstreams else "build_fn"
@@ -310,7 +310,7 @@ def ask_for_rows_as_saved(source: Source) -> None:
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.torch")
 def refuse_mixed_rows(source: Source) -> None:
-    """Upstream checks the shapes there, with the checkpoint's metadata."""
+    """Check the rows where upstream checks the shapes against the checkpoint's metadata."""
     plan = source.function("MCoreLoadPlanner.create_local_plan")
     planner = source.class_named("MCoreLoadPlanner")
     functions = (mixed_swiglu_grid, mixed_swiglu_rows_error, check_swiglu_rows)

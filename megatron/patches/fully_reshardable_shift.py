@@ -22,7 +22,7 @@ fix = Fix(
 )
 
 
-# Of upstream's own repair (#5077), in no release up to 0.19.2.
+# Parts of upstream's own fix (#5077), not in any release up to 0.19.2.
 REPAIR = (
     "adjusted_start = param_world_start - padding_adjustment",
     "adjusted_end = param_world_end - padding_adjustment",
@@ -52,10 +52,10 @@ def _end_padding_before_buckets(buffer: Any) -> "list[int]":
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def cut_without_end_padding(source: Source) -> None:
-    """Upstream cuts what has no end padding by ranges that include it, and fills what is missing with zeros."""
+    """Upstream slices states without end padding by ranges that include it, and fills the gaps with zeros."""
     name = "DistributedOptimizer.sharded_param_state_fully_reshardable"
     if not source.has_function(name):
-        raise NotConcerned  # no such format up to 0.14
+        raise NotConcerned  # up to 0.14 the format does not exist
     save = source.function(name)
     if all(source.has(part, within=save) for part in REPAIR):
         raise AlreadyThere
@@ -88,7 +88,7 @@ def cut_without_end_padding(source: Source) -> None:
 
 
 def _bucket(source: Source, loop: ast.For) -> ast.expr:
-    """What the loop over a buffer's parameters calls the number of a parameter's bucket: nothing, up to this fix."""
+    """The loop variable for the bucket index of a buffer's parameter: `_` before this fix. Raises NoMatch."""
     assert isinstance(loop.target, ast.Tuple)
     assert isinstance(loop.target.elts[1], ast.Tuple)
     bucket = loop.target.elts[1].elts[-1]

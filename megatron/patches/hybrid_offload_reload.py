@@ -33,7 +33,7 @@ fix = Fix(
 
 
 class HybridDeviceOptimizer:
-    """The method that upstream's class of this name gets."""
+    """The method to insert into upstream's class."""
 
     if TYPE_CHECKING:
         gpu_params_map_cpu_copy: dict[torch.Tensor, torch.Tensor]
@@ -60,7 +60,7 @@ class HybridDeviceOptimizer:
 
 
 class DistributedOptimizer:
-    """The method that upstream's class of this name gets."""
+    """The method to insert into upstream's class."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -99,7 +99,7 @@ class DistributedOptimizer:
 
 @fix.edit("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
 def add_reload_param(source: Source) -> None:
-    """Upstream refreshes the fp32 working copies alone, and in 0.12 nothing."""
+    """Upstream refreshes only the fp32 working copies, and in 0.12 nothing."""
     if source.has_function("HybridDeviceOptimizer.reload_param"):
         raise AlreadyThere
     zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
@@ -108,7 +108,7 @@ def add_reload_param(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def reload_hybrid_optimizer(source: Source) -> None:
-    """Upstream leaves the method early for the hybrid optimizer, before any main parameter is copied."""
+    """For the hybrid optimizer, upstream returns before it copies any main parameter."""
     method = DistributedOptimizer._copy_model_params_to_hybrid_optimizer
     reload = source.function("DistributedOptimizer._copy_model_params_to_main_params")
     called = source.has(f"self.{method.__name__}", within=reload)

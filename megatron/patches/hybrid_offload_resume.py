@@ -35,7 +35,7 @@ fix = Fix(
     test="tests/unit_tests/test_hybrid_offload_resume.py",
 )
 
-# Upstream's other loads sync already.
+# Upstream's other load methods already sync.
 LOADS = (
     "load_parameter_state_from_dp_zero",
     "load_parameter_state_from_dp_zero_legacy",
@@ -48,7 +48,7 @@ SYNC = "self.optimizer._sync_hdo_state_to_sub_optimizers()"
 
 
 class HybridDeviceOptimizer:
-    """The methods that upstream's class of this name gets."""
+    """The methods to insert into upstream's class."""
 
     if TYPE_CHECKING:
         cpu_optimizer_cls: Any
@@ -75,7 +75,7 @@ class HybridDeviceOptimizer:
 
 
 class DistributedOptimizer:
-    """The methods that upstream's class of this name gets."""
+    """The methods to insert into upstream's class."""
 
     if TYPE_CHECKING:
         _has_no_step: bool
@@ -124,7 +124,7 @@ class DistributedOptimizer:
 
 @fix.edit(HYBRID_OPTIMIZER)
 def copy_loaded_main_params(source: Source) -> None:
-    """Upstream looks for an fp32 copy of every parameter; only 16-bit ones have it, others have a CPU clone."""
+    """Upstream expects an fp32 copy of every parameter; only 16-bit ones have it, others have a CPU clone."""
     update = source.function("HybridDeviceOptimizer._update_fp32_params_by_new_state")
     source.check_parts(
         {
@@ -136,18 +136,18 @@ def copy_loaded_main_params(source: Source) -> None:
             ),
         }
     )
-    # Newer code asks with `get`, and leaves out the parameters that are fp32 themselves. They have a CPU clone as well.
+    # Newer code uses `get` and skips fp32 parameters, although they have a CPU clone, too.
     asked = source.all("self.param_to_fp32_param.get(param)", within=update)
     asked = asked or [source.one("self.param_to_fp32_param[param]", within=update)]
     source.replace(asked[0], "self.param_to_inner_param[param]")
     copy = source.one("fp32_param.data.copy_(v['master_param'])", within=update)
-    # Initialising the state takes a step with random gradients, which moved the model's own weights.
+    # Initializing the state takes a step with random gradients, which changes the model's weights.
     source.insert_after(copy, "param.data.copy_(fp32_param)")
 
 
 @fix.edit(HYBRID_OPTIMIZER)
 def keep_sub_optimizers_steps(source: Source) -> None:
-    """After a load the groups hold the loaded step; upstream sets the sub-optimizers back to it at every step."""
+    """After a load the groups hold the loaded step; upstream resets the sub-optimizers to it at every step."""
     sync = source.function("HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers")
     if source.all("update_group_attrs.pop('step', None)", within=sync):
         raise AlreadyThere
@@ -159,7 +159,7 @@ def keep_sub_optimizers_steps(source: Source) -> None:
 
 @fix.edit(HYBRID_OPTIMIZER)
 def allow_optimizer_classes(source: Source) -> None:
-    """Since 0.14 the common state of a checkpoint is loaded with `weights_only`."""
+    """Since 0.14 a checkpoint's common state is loaded with `weights_only`."""
     init = source.function("HybridDeviceOptimizer.__init__")
     call = "self._allow_optimizer_classes_in_checkpoints()"
     methods = (
@@ -180,7 +180,7 @@ def allow_optimizer_classes(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def sync_after_every_load(source: Source) -> None:
-    """Two of upstream's loads hand the state to the sub-optimizers, the others leave them what they had."""
+    """Only two of upstream's load methods pass the state on to the sub-optimizers."""
     functions = [
         source.function(name)
         for name in (f"DistributedOptimizer.{n}" for n in LOADS)
@@ -200,7 +200,7 @@ def sync_after_every_load(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def load_into_state(source: Source) -> None:
-    """Every load ends here; upstream looks for the state's own keys in the checkpoint."""
+    """Every load ends here; upstream looks up the current state's keys in the checkpoint."""
     load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
     groups_load = source.function("DistributedOptimizer.load_state_dict")
     methods = (DistributedOptimizer._look_for_step, DistributedOptimizer._state_of_hybrid_optimizer)
@@ -228,7 +228,7 @@ def load_into_state(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def save_and_load_step(source: Source) -> None:
-    """FusedAdam's step was not saved with nothing offloaded; a checkpoint of step 0 was loaded as one of step 1."""
+    """Without offloading, upstream does not save FusedAdam's step, and loads a checkpoint of step 0 as step 1."""
     save, load = (
         source.function(f"DistributedOptimizer.{name}")
         for name in ("state_dict", "load_state_dict")

@@ -36,12 +36,12 @@ EXPERT_RANK = "mpu.get_expert_data_parallel_rank() == 0"
 NOT_LEGACY = "ckpt_type != CheckpointType.LEGACY"
 RANKS = ("dp_rank = 0", "expt_dp_rank = ...")
 LAYER_WISE = "layer_wise_optimizer_"
-# Which of these files is a rank's: the parameters are shared out among the context-parallel ranks, too.
+# A rank's number in its layer-wise file's name: parameters are distributed over context-parallel ranks, too.
 OF_LAYER_WISE, OF_ALL = (
     "mpu.get_data_parallel_rank()",
     "mpu.get_data_parallel_rank(with_context_parallel=True)",
 )
-CONDITIONS = (  # under which a rank writes its file
+CONDITIONS = (  # for a rank to write its file
     (NOT_STARTED, EXPERT_RANK, NOT_LEGACY),  # up to 0.17
     (NOT_STARTED, "mpu.get_data_parallel_rank() == 0", EXPERT_RANK, NOT_LEGACY),  # 0.18
     (NOT_STARTED, NOT_LEGACY, "dp_rank == 0", "expt_dp_rank == 0"),  # since 0.19
@@ -110,9 +110,9 @@ FUNCTIONS = (is_first_with_checkpoint_name, check_checkpoint_names_of_experts)
 
 @fix.edit("megatron.training.checkpointing")
 def write_each_file_once(source: Source) -> None:
-    """Upstream's first ranks of data-parallel groups have other files: some are no one's, some are several ranks'."""
+    """Upstream selects first ranks of data-parallel groups: some files have no writer, others several."""
     save, load = map(source.function, ("save_checkpoint", "load_checkpoint"))
-    ranks = [rank for rank in RANKS if source.has(rank, save)]  # since 0.19, and for nothing else
+    ranks = [rank for rank in RANKS if source.has(rank, save)]  # since 0.19, with no other use
     layer_wise = [
         function for function in (save, load) if LAYER_WISE in ast.unparse(function)
     ]  # since 0.16
@@ -154,7 +154,7 @@ def write_each_file_once(source: Source) -> None:
 
 
 def writing(source: Source, save: Function) -> tuple[ast.If, ast.BoolOp]:
-    """Where a rank writes its file, and the condition (later, a part of the test). Raises NoMatch."""
+    """The `if` around a rank's write, and the condition (later only part of the test). Raises NoMatch."""
     found = [
         (branch, condition)
         for branch in source.all_of(ast.If, save)
@@ -168,7 +168,7 @@ def writing(source: Source, save: Function) -> tuple[ast.If, ast.BoolOp]:
 
 
 def naming(source: Source, save: Function) -> ast.stmt:
-    """Where each rank names its file; elsewhere it names older ones, to delete them. Raises NoMatch."""
+    """The statement that names a rank's file; others name older files to delete. Raises NoMatch."""
     found = source.all("checkpoint_name = get_checkpoint_name(...)", save)
     found = [statement for statement in found if statement in save.body]
     if len(found) != 1:
@@ -178,7 +178,7 @@ def naming(source: Source, save: Function) -> ast.stmt:
 
 
 def reading(source: Source, load: Function) -> ast.stmt:
-    """Where each rank reads its file. Raises NoMatch."""
+    """The statement that reads a rank's file. Raises NoMatch."""
     read = "state_dict, checkpoint_name, release, ckpt_type = _load_base_checkpoint(...)"
     found = [
         statement

@@ -31,19 +31,19 @@ fix = Fix(
 REBUILT = """self.buffer_order_index_map = self.model_param_group_index_map
 self.model_param_group_index_map = self._index_map_of_groups()"""
 MIXED = "self.mixed_dtype_groups = self._mixed_dtype_groups(self.optimizer.param_groups)"
-# Before a hybrid optimizer makes its state by a step, which moves the weights that were loaded.
+# Before a hybrid optimizer creates its state by a step, which changes the loaded weights.
 BEFORE = "self.weights_of_checkpoint = self._weights_of_mixed_dtype_groups()"
 BEFORE_FILE = """self.weights_of_checkpoint = (
     getattr(self, "weights_of_checkpoint", {}) or self._weights_of_mixed_dtype_groups()
 )"""
 AFTER = "self._check_states_of_mixed_dtype_groups()"
-# Of upstream's own repair (#5835), in no release up to 0.19.2.
+# Part of upstream's own fix (#5835), not in any release up to 0.19.2.
 REPAIR = "self.model_param_group_index_map[model_param] = (group_index, group_order)"
 SET = "_set_main_param_and_optimizer_states"
 
 
 class DistributedOptimizer:
-    """The methods that upstream's class of this name gets."""
+    """The methods to insert into upstream's class."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -58,15 +58,15 @@ class DistributedOptimizer:
         def _get_main_param_and_optimizer_states(
             self, model_param: torch.nn.Parameter
         ) -> "dict[str, torch.Tensor]":
-            """Upstream's."""
+            """Upstream's method."""
 
         def _get_model_param_range_map(self, param: torch.nn.Parameter) -> "dict[str, Any]":
-            """Upstream's."""
+            """Upstream's method."""
 
         def _set_main_param_and_optimizer_states(
             self, model_param: torch.nn.Parameter, tensors: "dict[str, torch.Tensor]"
         ) -> None:
-            """Upstream's."""
+            """Upstream's method."""
 
     @staticmethod
     def _mixed_dtype_groups(param_groups: "list[dict[str, Any]]") -> "set[int]":
@@ -168,7 +168,7 @@ METHODS = (
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def follow_groups(source: Source) -> None:
-    """Upstream notes where a parameter is in the order of the grad buffers, and puts the fp32 ones first later."""
+    """Upstream records parameters' indices in grad buffer order, but later moves the fp32 ones to the front."""
     if not source.has_function(f"DistributedOptimizer.{SET}"):
         raise NotConcerned  # up to 0.10
     init = source.function("DistributedOptimizer.__init__")

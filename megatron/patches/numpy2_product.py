@@ -18,7 +18,7 @@ fix = Fix(
 )
 
 
-# Releases moved the calls between these modules.
+# The calls moved between these modules from release to release.
 @fix.edit(
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.mapping",
@@ -29,7 +29,7 @@ fix = Fix(
     independent=True,
 )
 def call_prod(source: Source) -> None:
-    """The two names were the same function, in NumPy 1 as well."""
+    """Both names are the same function in NumPy 1."""
     calls = source.all("np.product") if b"np.product" in source.data else []
     if not calls:
         raise AlreadyThere if b"np.prod(" in source.data else NoBug

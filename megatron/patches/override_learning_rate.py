@@ -31,7 +31,7 @@ fix = Fix(
 
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
 CLASS = "OptimizerParamScheduler"
-UPSTREAMS = "_restore_param_group_scheduler_overrides"  # since Megatron-LM#5213, in no release
+UPSTREAMS = "_restore_param_group_scheduler_overrides"  # since Megatron-LM#5213, not in any release
 STEP = "self.step(increment=num_steps)"
 
 
@@ -42,7 +42,7 @@ def _bounds_of_param_group(param_group: "dict[str, Any]") -> "dict[str, float]":
 
 
 class OptimizerParamScheduler:
-    """The method that upstream's class of this name gets."""
+    """The method to insert into upstream's class."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -75,7 +75,7 @@ RESTORE = """if self.restores_left > 0:
 
 @fix.edit(SCHEDULER)
 def keep_own_bounds(source: Source) -> None:
-    """At the load, and once more at the next step: the optimizer may be loaded meanwhile, or be told global bounds."""
+    """Restored at the load and at the next step: an optimizer load or global bounds may replace them in between."""
     if source.has_function(f"{CLASS}.{UPSTREAMS}"):
         raise AlreadyThere
     init, step, load = (
@@ -99,7 +99,7 @@ def keep_own_bounds(source: Source) -> None:
 
 @fix.edit(SCHEDULER, independent=True)
 def step_with_loaded_weight_decay(source: Source) -> None:
-    """Upstream takes the step of the load before it loads the weight decay: the next iteration has the run's own."""
+    """Upstream steps before it loads the weight decay, so the next iteration uses this run's weight decay."""
     load = source.function(f"{CLASS}.load_state_dict")
     weight_decay = source.branch("'start_wd' in state_dict", within=load)
     step = source.one(STEP, within=load)

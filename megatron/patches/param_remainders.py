@@ -27,7 +27,7 @@ KEPT = "tensors = {**tensors, 'param': self._main_param_as_kept(model_param, ten
 
 
 class DistributedOptimizer:
-    """The method that the class gets."""
+    """The method to insert into upstream's class."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -74,7 +74,7 @@ class DistributedOptimizer:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def load_remainders(source: Source) -> None:
-    """Transformer Engine's optimizer asserts int16 if it keeps remainders; any other takes them for main parameters."""
+    """Transformer Engine's optimizer asserts int16 if it keeps remainders; others load remainders as main params."""
     if not source.has("self.config.store_param_remainders"):
         raise NotConcerned  # up to 0.12 the setting is off
     method = DistributedOptimizer._main_param_as_kept

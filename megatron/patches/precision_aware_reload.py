@@ -30,7 +30,7 @@ CLASS = "DistributedOptimizer"
 
 
 class DistributedOptimizer:
-    """The method that upstream's class of this name gets."""
+    """The method to insert into upstream's class."""
 
     if TYPE_CHECKING:
         optimizer: Any
@@ -60,12 +60,12 @@ class DistributedOptimizer:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def reload_main_params(source: Source) -> None:
-    """Upstream returns early: its comment says that the inner optimizer copies, and that copies the other way."""
+    """Upstream returns early and leaves the copy to the inner optimizer, which copies in the other direction."""
     settings = ("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "use_precision_aware_optimizer")
     reload = source.function(f"{CLASS}._copy_model_params_to_main_params")
     used = [name for name in settings if source.has(f"self.config.{name}", within=reload)]
     if not used:
-        raise NotConcerned  # up to 0.10 there is no such optimizer
+        raise NotConcerned  # up to 0.10 this optimizer does not exist
     method = DistributedOptimizer._reload_precision_aware
     branch = source.branch(f"self.config.{used[0]}", within=reload)
     source.check_parts(

@@ -26,7 +26,7 @@ WITHOUT_DATA = f"if not force and {IDLE}:\n    data_iterator = None"
 
 @fix.edit("megatron.core.rerun_state_machine")
 def save_state_of_idle_machine(source: Source) -> None:
-    """A disabled machine saves none, as before; an idle one saves no data iterators, which need not be its own then."""
+    """A disabled machine saves no state, as before; an idle one does, but without data iterators."""
     state = source.function("RerunStateMachine.state_dict")
     is_disabled = "self.mode == RerunMode.DISABLED"
     has_data = source.has("data_iterator_checkpoints = None", within=state)

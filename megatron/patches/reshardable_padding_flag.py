@@ -25,16 +25,16 @@ LOADS = ("load_parameter_state_from_fs_bucket_space", "load_parameter_state_from
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def drop_padding_flag(source: Source) -> None:
-    """Each saved shard has a key `padding`, which the precision-aware optimizer takes for a state."""
+    """Each saved shard has a key `padding`, which the precision-aware optimizer treats as a state."""
     pattern = "self._set_main_param_and_optimizer_states(model_param, src_tensors)"
     methods = [f"DistributedOptimizer.{name}" for name in LOADS]
     functions = [source.function(method) for method in methods if source.has_function(method)]
     affected = [function for function in functions if source.all(pattern, within=function)]
     if not affected:
-        raise NotConcerned  # up to 0.10 the keys are the optimizer's own
+        raise NotConcerned  # up to 0.10 loads use only the optimizer's own keys
     states = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
     if source.has("if not isinstance(v, torch.Tensor):\n    continue", within=states):
-        raise AlreadyThere  # what is no tensor is passed over, the flag with it
+        raise AlreadyThere  # it skips all values that are not tensors
     drop = 'src_tensors.pop("padding", None)'
     source.check_parts(
         {f"{drop} in {function.name}": source.has(drop, function) for function in affected}

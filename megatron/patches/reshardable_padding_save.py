@@ -27,9 +27,9 @@ fix = Fix(
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_save.py",
 )
 
-# What the format was called up to 0.14, and is called since.
+# The format's name up to 0.14, and its name since.
 NAMES = ("fs_bucket_space", "dp_reshardable")
-# Elements of a shard that are saved: all of them up to 0.14, then those before the end padding of the bucket.
+# The saved elements of a shard: all up to 0.14, since then those before the bucket's end padding.
 ALL = """bucket_state.extend(
     self._padding_of_shard(gbuf_local_numel, states_of_padding)
 )"""
@@ -54,7 +54,7 @@ WITH_EMPTY_SHARDS = """buckets_state = self._with_empty_shards(
 
 
 class DistributedOptimizer:
-    """The methods that upstream's class of this name gets."""
+    """The methods to insert into upstream's class."""
 
     if TYPE_CHECKING:
         buffers: list[Any]
@@ -64,7 +64,7 @@ class DistributedOptimizer:
         def _get_main_param_and_optimizer_states(
             self, model_param: torch.nn.Parameter
         ) -> "dict[str, torch.Tensor]":
-            """Upstream's."""
+            """Upstream's method."""
 
     def _states_of_padding(self) -> "dict[str, tuple[torch.dtype, str]]":
         """The dtype and the kind of device of each state that is saved, by its name.
@@ -126,7 +126,7 @@ class DistributedOptimizer:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def save_shards_of_padding(source: Source) -> None:
-    """Upstream asserts that there are none, and lets the last gap of a shard reach beyond the bucket's saved end."""
+    """Upstream asserts that no such shard exists, and lets a shard's last gap exceed the bucket's saved end."""
     save, _ = _methods(source)
     unpadded = source.has("gbuf_world_numel_unpadded", within=save)
     call = UNPADDED if unpadded else ALL
@@ -153,10 +153,10 @@ def save_shards_of_padding(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def load_with_empty_shards(source: Source) -> None:
-    """The lists behind one that has vanished would be taken for those before them."""
+    """Without the empty lists, all lists that follow a missing one would move to the wrong bucket."""
     save, load = _methods(source)
     if not source.has("gbuf_world_numel_unpadded", within=save):
-        raise NotConcerned  # padding is saved, and nothing vanishes
+        raise NotConcerned  # padding is saved, so no list is empty
     method = DistributedOptimizer._with_empty_shards
     source.check_parts(
         {
@@ -177,7 +177,7 @@ def load_with_empty_shards(source: Source) -> None:
 
 
 def _methods(source: Source) -> "tuple[Function, Function]":
-    """The save and the load of the format."""
+    """The methods that save and load the format. Raises NoMatch or NotConcerned."""
     for name in NAMES:
         save, load = (
             f"DistributedOptimizer.{prefix}_{name}"
@@ -188,5 +188,5 @@ def _methods(source: Source) -> "tuple[Function, Function]":
     else:
         raise NoMatch("expected a method that saves the optimizer's state in buckets, found none")
     if not source.has_function("DistributedOptimizer._get_main_param_and_optimizer_states"):
-        raise NotConcerned  # up to 0.10, whose saves were not looked into
+        raise NotConcerned  # up to 0.10, not examined
     return source.function(save), source.function(load)

@@ -22,7 +22,7 @@ PARAM_GROUPS = "megatron.core.optimizer.__init__"
 
 
 def groups_may_look_alike(source: Source) -> bool:
-    """In 0.14.0 to 0.15.3 all ranks have the same groups, and the keys by which they are paired tell all apart."""
+    """Whether groups can look alike: in 0.14.0 to 0.15.3 all ranks have the same groups, with unique keys."""
     keys_tell_all_apart = (
         "assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
     )
@@ -45,9 +45,9 @@ fix = Fix(
 
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-LONGEST_LINE = 100  # of upstream's formatter
+LONGEST_LINE = 100  # columns, of upstream's formatter
 KEYS = "param_group_identifier_keys"
-# As 0.13.0 to 0.18.2 have it; before there was none.
+# As in 0.13.0 to 0.18.2; earlier releases do not have it.
 param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
@@ -191,7 +191,7 @@ IN_ORDER = f"""state_dict_param_groups = {CALL}(
     state_dict["optimizer"]["param_groups"],
     params_of=inner_state_dict["param_groups"],
 )"""
-# Up to 0.13.1 each of these two hands the saved groups to the inner optimizer as they are.
+# Up to 0.13.1 each of these two passes the saved groups unchanged to the inner optimizer.
 LOADS = {
     "Float16OptimizerWithFloat16Params": "state_dict[optimizer_key]",
     "FP32Optimizer": "state_dict",
@@ -200,7 +200,7 @@ LOADS = {
 
 @fix.edit(OPTIMIZER)
 def pair_groups(source: Source) -> None:
-    """Upstream takes the last of those that look alike since 0.14, and before that what is at the same index."""
+    """Since 0.14 upstream uses the last of several similar groups; before, the group at the same index."""
     filtered = "MegatronOptimizer._filter_and_reorder_param_groups"
     by_key = source.has_function(filtered)
     loads = [filtered] if by_key else [f"{name}.load_state_dict" for name in LOADS]
@@ -214,7 +214,7 @@ def pair_groups(source: Source) -> None:
     }
     has_keys = source.has(f"{KEYS} = ...")
     if any(parts.values()):
-        parts[KEYS] = has_keys  # which most releases have without the fix
+        parts[KEYS] = has_keys  # most releases have it without the fix
     source.check_parts(parts)
     if by_key:
         body = functions[0].body[1 if ast.get_docstring(functions[0]) else 0 :]
@@ -244,7 +244,7 @@ def pair_groups(source: Source) -> None:
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def pair_groups_of_distributed_optimizer(source: Source) -> None:
-    """It has code of its own for the same."""
+    """The distributed optimizer has its own code for this."""
     load = source.function("DistributedOptimizer.load_state_dict")
     imported = [
         node
@@ -294,7 +294,7 @@ def matching_by_key(source: Source, load: Function) -> "tuple[ast.stmt, ast.stmt
 
 
 def upstreams_order(name: str) -> "tuple[bool, str]":
-    """Classes first, as isort has it."""
+    """The sort key of isort: classes first."""
     return not name[0].isupper(), name
 
 

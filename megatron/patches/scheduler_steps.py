@@ -23,7 +23,7 @@ fix = Fix(
 
 @fix.edit("megatron.core.optimizer_param_scheduler")
 def begin_with_no_steps(source: Source) -> None:
-    """The load ends with `self.step(increment=num_steps)`, which adds."""
+    """The load ends with `self.step(increment=num_steps)`, which adds to the current steps."""
     load = source.function("OptimizerParamScheduler.load_state_dict")
     if source.has("self.num_steps = ...", within=load):
         raise AlreadyThere

@@ -13,7 +13,7 @@ MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 
 def refuses_flattened_ranges(source: Source) -> bool:
-    """Since 0.16: what the default format is made of."""
+    """Whether flattened ranges, which the default format uses, raise an error (since 0.16)."""
     tests = [
         test
         for test in source.all_of(ast.If)
@@ -38,7 +38,7 @@ fix = Fix(
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def default_to_what_can_be_saved(source: Source) -> None:
-    """Megatron-LM's own default; upstream's here is one that it refuses a few calls later."""
+    """Use Megatron-LM's own default. Upstream's default here fails a few calls later."""
     method = source.function("DistributedOptimizer.sharded_state_dict")
     default = "(metadata or {}).get('distrib_optim_sharding_type', 'dp_reshardable')"
     if source.has(default, within=method):

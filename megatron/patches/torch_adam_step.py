@@ -25,13 +25,13 @@ fix = Fix(
 )
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-# Since 0.11 every load ends in the first, before that in one of the others.
+# Since 0.11 every load ends in the first method, before that in one of the others.
 LOADS = (
     "_set_main_param_and_optimizer_states",
     "load_parameter_state_from_fs_bucket_space",
     "load_parameter_state_from_fs_model_space",
 )
-# Where a sharded format takes the state up, and where a later release leaves the step out of it.
+# The method of a sharded format that reads the state, and the one in which a later release drops the step.
 SAVES = {
     "get_parameter_state_fs_bucket_space": "sharded_param_state_fs_bucket_space",
     "get_parameter_state_dp_reshardable": "sharded_param_state_dp_reshardable",
@@ -44,7 +44,7 @@ SKIP_STEP = """if key == "step":
 
 
 def check_concerned(source: Source) -> None:
-    """Raises NotConcerned where upstream's optimizer does not work without Apex or Transformer Engine at all."""
+    """Raise NotConcerned if upstream's optimizer requires Apex or Transformer Engine."""
     init, load = (
         source.function(f"DistributedOptimizer.{name}") for name in ("__init__", "load_state_dict")
     )
@@ -56,14 +56,14 @@ def check_concerned(source: Source) -> None:
 
 
 def methods(source: Source, names: Sequence[str]) -> list[Function]:
-    """Those of the optimizer's methods that this release has."""
+    """The optimizer's methods with these names, as far as this release has them."""
     full = [f"DistributedOptimizer.{name}" for name in names]
     return [source.function(name) for name in full if source.has_function(name)]
 
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def load_without_step(source: Source) -> None:
-    """The tensors of a checkpoint hold no `step`; the state that they are copied into does."""
+    """A checkpoint's tensors do not include `step`; the state that they are copied into does."""
     check_concerned(source)
     functions = methods(source, LOADS)
     loops = [loop for function in functions for loop in source.all_of(ast.For, function)]
@@ -79,7 +79,7 @@ def load_without_step(source: Source) -> None:
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def one_step_each(source: Source) -> None:
-    """torch adds 1 in place for each parameter: with one tensor for all, a step counts as many."""
+    """torch adds 1 in place per parameter: with one shared tensor, each step counts once per parameter."""
     check_concerned(source)
     load = source.function("DistributedOptimizer.load_state_dict")
     if source.all("s['step'] = step.clone()", within=load):
@@ -89,7 +89,7 @@ def one_step_each(source: Source) -> None:
 
 @fix.edit(DISTRIB_OPTIMIZER, independent=True)
 def save_without_step(source: Source) -> None:
-    """These sharded formats take every key of the state for a tensor of the parameter's size."""
+    """These sharded formats treat every key of the state as a tensor of the parameter's size."""
     check_concerned(source)
     pairs = [methods(source, pair) for pair in SAVES.items()]
     affected = [

@@ -47,7 +47,7 @@ def _write_one(stream: "Any", data: "Any", write_item: "Any", storage_key: str) 
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.filesystem_async")
 def give_torch_what_it_asks_for(source: Source) -> None:
-    """Upstream does since 0.13."""
+    """Upstream passes them since 0.13."""
     calls = source.all("local_results.append(_write_item(...))")
     called = source.all("local_results.append(_write_one(...))")
     there = source.functions_there("", _write_one)

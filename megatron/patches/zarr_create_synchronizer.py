@@ -22,7 +22,7 @@ fix = Fix(
 
 @fix.edit(ZARR)
 def synchronize_creation(source: Source) -> None:
-    """Without it, the creator's read-modify-write of chunk 0,…,0 overwrites what other ranks write meanwhile."""
+    """Without it, the creator's read-modify-write of chunk 0,…,0 overwrites other ranks' concurrent writes."""
     create = source.one("zarr.create(...)", within=source.function("_create_zarr_array"))
     given = [keyword.value for keyword in create.keywords if keyword.arg == "synchronizer"]
     if any(source.text(value) != "None" for value in given):
@@ -41,7 +41,7 @@ def synchronize_creation(source: Source) -> None:
 
 @fix.edit(ZARR)
 def skip_lock_directories(source: Source) -> None:
-    """The lock of `.zarray` is a file of that name, so a directory of locks looks like an array."""
+    """The lock for `.zarray` is a file with the same name, so a lock directory looks like an array."""
     listing = source.function("load_zarr_based_sharded_metadata")
     if source.all("'.sync'", within=listing):
         raise AlreadyThere

@@ -170,9 +170,9 @@ def _raise_failures(failures: "list[Exception]") -> None:
 
 
 def _remove_lock_directories(checkpoint_dir: "Path") -> None:
-    """Nobody holds a lock any more, and a listing would meet their directories.
+    """Remove the lock directories: no rank holds a lock any more, and listings would show them.
 
-    What fails here is said and no more: the checkpoint is whole.
+    A failure here is only logged: the checkpoint is complete.
     """
     if torch.distributed.get_rank() != 0:
         return
@@ -207,7 +207,7 @@ CREATED_OR_FAILED = """arr = (
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
 def write_byte_ranges(source: Source) -> None:
-    """The coordinates of every element, and a read-modify-write of the whole chunk, become one write."""
+    """One write replaces the coordinates of every element and the read-modify-write of the complete chunk."""
     create_or_open = source.function("_create_or_open_zarr_arrays")
     save = source.function("_save_to_existing_array")
     create = source.function("_create_zarr_array")
@@ -228,7 +228,7 @@ def write_byte_ranges(source: Source) -> None:
         """if sharded_tensor.flattened_range is not None:
     return _create_flattened_array(sharded_tensor, checkpoint_dir)""",
     )
-    # Every flattened range is opened by the inserted function, with its locks where it needs them.
+    # The inserted function opens every flattened range, with locks if needed.
     source.replace(
         source.one("open_kwargs = {}", within=create_or_open),
         """if ten.flattened_range is not None:
@@ -257,7 +257,7 @@ def write_byte_ranges(source: Source) -> None:
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr")
 def fail_on_all_ranks(source: Source) -> None:
-    """A rank that failed left the others waiting in a barrier."""
+    """In upstream, a failed rank leaves the others waiting in a barrier."""
     create_or_open = source.function("_create_or_open_zarr_arrays")
     save = source.function("ZarrSaveShardedStrategy.save")
     calls = source.all("_create_or_open_zarr_arrays(...)", within=save)
@@ -289,7 +289,7 @@ def fail_on_all_ranks(source: Source) -> None:
         source.replace(
             source.one("torch.distributed.barrier()", within=function), "_raise_failures(failures)"
         )
-    # An array that could not be opened fails the save of its tensor, so the list is looked at there.
+    # If an array could not be opened, its save fails, too: both use the same list.
     source.add_parameter(create_or_open, "failures: List[Exception]")
     create_arrays = source.one("arrays = _create_or_open_zarr_arrays(...)", within=save)
     source.insert_before(create_arrays, "failures: List[Exception] = []")
@@ -301,7 +301,7 @@ def fail_on_all_ranks(source: Source) -> None:
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr", independent=True)
 def import_modules(source: Source) -> None:
-    """What the inserted functions need, as far as the module does not import it."""
+    """Import the modules that the inserted functions need and upstream does not import."""
     if all(source.imports(name) for name in ("math", "shutil", "replace")):
         raise AlreadyThere
     if not source.imports("math"):
@@ -316,9 +316,9 @@ def import_modules(source: Source) -> None:
 
 @fix.edit("megatron.core.dist_checkpointing.strategies.zarr", independent=True, ours_alone=True)
 def agree_first(source: Source) -> None:
-    """`_raise_failures` and upstream's barrier do not meet."""
+    """`_raise_failures` and upstream's barrier do not match."""
     save = source.function("ZarrSaveShardedStrategy.save")
-    # Since 0.9 the strategy is made when a save asks for it, before ranks wait for each other the first time.
+    # Since 0.9 a save creates the strategy before ranks first wait for each other.
     made = "ZarrSaveShardedStrategy.__init__"
     by_save = source.has_function("register_default_zarr_strategies") and source.has_function(made)
     insert_agreement(

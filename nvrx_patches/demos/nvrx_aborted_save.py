@@ -1,4 +1,4 @@
-"""abort a save that has been written, and save again"""
+"""abort a written save, then save again"""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ def run(folder: Path) -> str:
 
 
 def abort_and_save(rank: int, folder: Path) -> int:
-    """Save two tensors, abort, and save them in another order: how many load wrong."""
+    """Save two tensors, abort, and save them in another order. Returns how many load wrong."""
     import torch
 
     first, second = torch.full((NUMEL,), 1.0), torch.full((NUMEL,), 2.0)
@@ -37,7 +37,7 @@ def abort_and_save(rank: int, folder: Path) -> int:
 
 
 def wait_for_report(request: Any) -> None:
-    """Until the worker has reported what it wrote, to the queue in the arguments of its function."""
+    """Wait until the worker has put its write results into the queue in its arguments."""
     deadline = time.time() + PATIENCE
     while time.time() < deadline and request.async_fn_args[2].empty():
         time.sleep(0.05)

@@ -18,9 +18,9 @@ def run(folder: Path) -> str:
 
 
 def save_thrice(rank: int, folder: Path) -> int:
-    """Save tensors that are allocated anew for each save, as off-loading does; how many are not the last ones.
+    """Save tensors that are newly allocated for each save, as with offloading. Returns how many are stale.
 
-    The worker starts after the first save was prepared, and keeps what the second one sends.
+    The worker starts after the first save is prepared, and caches the second save's tensors.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""kill NVRx's worker while it writes; let a forked one fail"""
+"""kill NVRx's worker while it writes; fail a forked one"""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def failed(folder: Path) -> str:
 
 
 def of_torch_save(rank: int, file: Path, port: int) -> bool:
-    """Whether a save by a forked worker that fails is an error in the trainer."""
+    """Whether a failed save of a forked worker raises an error in the trainer."""
     import torch
     from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 

@@ -1,4 +1,4 @@
-"""step while NVRx saves state on the CPU"""
+"""step while NVRx saves CPU state"""
 
 from pathlib import Path
 

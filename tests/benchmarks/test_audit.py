@@ -1,4 +1,4 @@
-"""The audit's speed beside `cat` of the same files (warm, one run, 2 workers), and its memory. `make bench` prints."""
+"""Compare the audit's speed with `cat` of the same files (warm cache, 2 workers); print its memory (`make bench`)."""
 
 import json
 import shutil
@@ -12,20 +12,20 @@ import torch
 
 from upstream import run_json
 
-ELEMENTS = 1 << 24  # of a parameter
+ELEMENTS = 1 << 24  # per parameter
 PARAMETERS = 16
-CAT, CAT_FP16, MEMORY = 0.7, 0.65, 1.0  # figures to reach: of cat's speed, and GB
+CAT, CAT_FP16, MEMORY = 0.7, 0.65, 1.0  # targets: fraction of cat's speed, and GB
 
 
 def arrays(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A weight, its master and the moments, of a step that moved every element."""
+    """A weight, its main parameter and the moments after a step that changed every element."""
     master = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
     gradient = master * 0.01 + 1e-4
     return {"weight": master.to(dtype), "fp32_param": master, "exp_avg": gradient, "exp_avg_sq": gradient.square()}
 
 
 def write_zarr(folder: Path, dtype: torch.dtype) -> Path:
-    """As Megatron-LM writes it, one chunk an array."""
+    """Write zarr as Megatron-LM does, one chunk per array."""
     folder.mkdir()
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     torch.save({"optimizer": {"param_groups": [{"step": 3, "betas": (0.9, 0.95)}]}}, folder / "common.pt")
@@ -43,7 +43,7 @@ def write_zarr(folder: Path, dtype: torch.dtype) -> Path:
 
 
 def write_universal(folder: Path, dtype: torch.dtype) -> Path:
-    """Files of torch.save, whose checksums are looked at as well."""
+    """Write files with torch.save. The audit also verifies their checksums."""
     values = arrays(dtype)
     names = [f"layer{number}" for number in range(PARAMETERS)]
     for name in names:
@@ -78,7 +78,7 @@ def write_universal(folder: Path, dtype: torch.dtype) -> Path:
 )
 def test_speed_and_memory(write: Callable[[Path, torch.dtype], Path], dtype: torch.dtype, tmp_path: Path) -> None:
     found = run_json("audit_speed", write(tmp_path / "checkpoint", dtype), tree=tmp_path)
-    shutil.rmtree(tmp_path / "checkpoint")  # pytest would keep it, and those of the last runs
+    shutil.rmtree(tmp_path / "checkpoint")  # pytest would keep it, and those of earlier runs
     ratios = [cat / own for cat, own in zip(found["cat"], found["audit"], strict=True)]
     figure = CAT_FP16 if dtype is torch.float16 else CAT
     speed = {what: found["bytes"] / statistics.median(found[what]) / 1e9 for what in ("cat", "audit")}

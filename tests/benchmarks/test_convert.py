@@ -1,8 +1,8 @@
-"""The one-pass converter beside upstream's (fixed) one and beside `cp -r`, on 1.2 GB of state; everything is printed.
+"""Compare the one-pass converter with upstream's (fixed) and with `cp -r` on 1.2 GB of state, and print all figures.
 
 ZeRO-1 on 768 ranks and ZeRO-3 on 64, 194 parameters, in the layout that the tests check against real trainings. Times
-are of a warm page cache, medians of runs in turn, and beside them the processors' seconds, which other work on the
-machine does not lengthen. The figures to reach are printed beside what was found, before they are asserted.
+are medians of alternating runs with a warm page cache. CPU seconds are printed too, because other work on the machine
+does not lengthen them. Targets are printed beside the results before they are asserted.
 """
 
 import compileall
@@ -26,9 +26,9 @@ from upstream import REPOSITORY, environment_for, newest, run, tree
 
 VERSION = newest("deepspeed")
 RUNS = 3
-OFTEN = 3  # as many of the short runs in each: they wait for the disk, and one in ten meets it at a bad moment
-WORKER_COUNTS = ((1, 1), (2, 2), (4, 4))  # of upstream: extracting, merging
-SINGLE = (2, 2)  # the best of them where each process has one thread
+OFTEN = 3  # repetitions of each short run per round: they wait for the disk, and one in ten is delayed
+WORKER_COUNTS = ((1, 1), (2, 2), (4, 4))  # upstream's workers: to extract, to merge
+SINGLE = (2, 2)  # the fastest of them with one thread per process
 OURS = {
     "read": [],
     "one worker": ["--num_extract_workers", "1"],
@@ -40,7 +40,7 @@ MB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Both converters as pip leaves them, also where the environment keeps Python from writing bytecode."""
+    """Compile both converters, as pip does, even if the environment keeps Python from writing bytecode."""
     for package in ("ckpt_patches", "deepspeed_patches"):
         compileall.compile_dir(REPOSITORY / package, quiet=1)
 
@@ -95,7 +95,7 @@ def told(found: dict[str, Any]) -> str:
 
 
 def in_turn(number: int, source: Path, tmp_path: Path, best: tuple[int, int]) -> list[tuple[str, dict[str, Any]]]:
-    """Some runs of each, in another order each round: everything is slower after much was written, as upstream does."""
+    """One round of runs, in random order: any run is slower after one that wrote much, as upstream's does."""
     short: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         *((name, partial(run_ours, source, tmp_path / "ours", *options)) for name, options in OURS.items()),
         ("cp", lambda: timed(["cp", "-r", str(source), str(fresh(tmp_path / "copy"))], dict(os.environ))),
@@ -110,7 +110,7 @@ def in_turn(number: int, source: Path, tmp_path: Path, best: tuple[int, int]) ->
 
 
 def median(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The run of the median time; of an even number, as upstream's, the quicker of the two."""
+    """The run with the median time; the faster of two if the number is even, as upstream's is."""
     return sorted(found, key=lambda one: float(one["seconds"]))[(len(found) - 1) // 2]
 
 
@@ -121,9 +121,9 @@ def run_ours(source: Path, output: Path, *options: str) -> dict[str, Any]:
 
 
 def run_upstream(source: Path, output: Path, extracting: int, merging: int, **variables: str) -> dict[str, Any]:
-    """Fixed, as `python -m`: the hook is active. Otherwise the environment is a user's, with torch's own number of
-    threads. Its temporary folder stays, which makes it half a second faster: after it was removed, new files would be
-    slow to make (see `fresh`).
+    """Run upstream's converter with the hook, as `python -m`, in a user's environment: torch chooses the number of
+    threads. The temporary folder is kept, which saves half a second: after its removal, creating files would be slow
+    (see `fresh`).
     """
     fresh(output)
     folders = ["--input_folder", str(source), "--output_folder", str(output)]
@@ -140,7 +140,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def phases(lines: Sequence[tuple[float, str]], end: float) -> str:
-    """What upstream was at, and how long: by its own headings."""
+    """The phases of upstream's run, named by its own headings, and their durations."""
     starts = [(at, line.strip("* .\n").partition(" ")[2]) for at, line in lines if line.startswith("*** ")]
     starts = [(at, what) for at, what in starts if what]
     ends = [*(at for at, _ in starts[1:]), end]
@@ -149,8 +149,8 @@ def phases(lines: Sequence[tuple[float, str]], end: float) -> str:
 
 
 def fresh(folder: Path) -> Path:
-    """Put away what is there, and give its space back. Its files stay: ext4 is slow to make new ones for some minutes
-    after many were removed, because it does not use their inodes again at once.
+    """Rename the folder and truncate its files. The files stay: after many were removed, ext4 creates new ones slowly
+    for some minutes, because it does not reuse their inodes at once.
     """
     if folder.exists():
         for path in files_of(folder):
@@ -160,8 +160,8 @@ def fresh(folder: Path) -> Path:
 
 
 def timed(arguments: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
-    """Run a program: its seconds, its lines and when they came, the most private memory of it and its children."""
-    os.sync()  # nobody has to wait for what another has left to be written
+    """Run a program; return its seconds, its lines with times, and the peak private memory with its children."""
+    os.sync()  # no run waits for the writes of an earlier one
     begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout
@@ -181,7 +181,7 @@ def timed(arguments: Sequence[str], env: dict[str, str]) -> dict[str, Any]:
 
 
 class Sampler(threading.Thread):
-    """Watches the private memory of a process and its descendants, ten times a second."""
+    """Samples the private memory of a process and its descendants ten times per second."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -207,7 +207,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def private_memory(pid: int) -> int:
-    """Bytes."""
+    """In bytes."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

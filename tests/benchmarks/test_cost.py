@@ -1,4 +1,4 @@
-"""What the hook costs, measured in pairs that alternate in one run. `make bench` prints the figures."""
+"""Measure the hook's cost in alternating pairs of runs. `make bench` prints the figures."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def show(name: str, value: float, base: float, limit: float) -> None:
 
 
 def test_interpreter_start(tmp_path: Path) -> None:
-    """`python -c pass` in two environments, alike but for our .pth line."""
+    """Print the time that our .pth line adds to `python -c pass`."""
     interpreters = []
     for name in ("without", "with"):
         venv.create(tmp_path / name, with_pip=False)
@@ -52,9 +52,9 @@ def test_interpreter_start(tmp_path: Path) -> None:
     show("interpreter start", statistics.median(differences) * 1000, statistics.median(base) * 1000, 1)
 
 
-# A first import after torch's, upstream's bytecode being there: what the hook adds is its own import, planning the tree
-# and compiling the edited modules. The lock of the import system is held as long as a finder is asked. Of time on the
-# processor, as others may use the machine.
+# A first import, after torch's, with upstream's bytecode cached: the hook adds its own import, planning the tree and
+# compiling the edited modules. Python holds the import lock while it calls a finder. Times are CPU times, as other
+# work may use the machine.
 IMPORT = """
 import importlib, json, sys, time, torch
 from ckpt_patches.startup import PatchFinder, install
@@ -98,7 +98,7 @@ def test_first_import_of_an_edited_package(distribution: str, module: str) -> No
 
 
 def test_status() -> None:
-    """On an environment with all packages."""
+    """Print the time of `status` with all packages installed."""
     root = f"{tree('megatron-core', '0.14.0')}{os.pathsep}{tree('deepspeed', newest('deepspeed'))}"
     env = environment(None, PYTHONPATH=root)
     command = [sys.executable, "-m", "ckpt_patches", "status"]
@@ -108,7 +108,7 @@ def test_status() -> None:
     show("status", statistics.median(times) * 1000 - nothing, nothing, 500)
 
 
-# Of a rank, what the hook does at its first target module, without what the package itself imports.
+# The hook's work on a rank at its first target module, without the package's own imports.
 PLAN = """
 import sys, time
 begin = time.perf_counter()
@@ -121,7 +121,7 @@ OPENING = "open,openat,stat,newfstatat,lstat,statx,access,readlink,getdents64"
 
 
 def test_64_processes_at_once_from_one_folder() -> None:
-    """All of a node's ranks and more read one tree and one package of ours."""
+    """64 processes, more than a node's ranks, plan one tree at once with one copy of our package."""
     root = str(tree("megatron-core", newest("megatron-core")))
     cases = {
         "nothing": [sys.executable, "-c", "pass"],
@@ -139,7 +139,7 @@ def test_64_processes_at_once_from_one_folder() -> None:
 
 
 def calls(command: list[str], env: dict[str, str]) -> str:
-    """How often one process asks the file system for a name, where strace can say it."""
+    """The number of file names that one process looks up; empty without strace."""
     if not shutil.which("strace"):
         return ""
     strace = ["strace", "-f", "-qq", "-c", "-U", "name,calls,errors", "-e", f"trace={OPENING}"]
@@ -148,7 +148,7 @@ def calls(command: list[str], env: dict[str, str]) -> str:
     return f"; {total.split()[1]} names are asked for"
 
 
-# The look at what runs when a process ends, with all modules imported that fixes edit.
+# The check of the loaded code at exit, with all modules imported that fixes edit.
 EXIT = """
 import importlib, sys, time
 import ckpt_patches

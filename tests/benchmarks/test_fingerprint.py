@@ -1,4 +1,4 @@
-"""What a fingerprint costs beside NumPy's sum of the same state, on one core. `make bench` prints."""
+"""Compare a fingerprint's time with NumPy's sum of the same state, on one core (`make bench`)."""
 
 import statistics
 import subprocess
@@ -28,7 +28,7 @@ def seconds(function: Callable[[], object]) -> float:
 def test_beside_reading_the_state_once() -> None:
     state = np.random.default_rng(0).standard_normal(NUMEL, np.float32)
     bits = state.view(np.uint32)
-    element_hash.of_run(bits[: 1 << 20], 0)  # makes the table
+    element_hash.of_run(bits[: 1 << 20], 0)  # builds the table
     pairs = [(seconds(state.sum), seconds(lambda: element_hash.of_run(bits, 0))) for _ in range(PAIRS)]
     speed = statistics.median(one / other for one, other in pairs)
     rate = state.nbytes / statistics.median(other for _, other in pairs) / 1e9
@@ -69,7 +69,7 @@ def test_memory_beside_the_state(dtype: str) -> None:
 
 
 def test_saves_and_loads_with_it_and_without(tmp_path: Path) -> None:
-    """In turns; with the switch off nothing of it is imported."""
+    """No module for fingerprints is imported with the switch off."""
     found: dict[str, list[dict[str, Any]]] = {}
     for _ in range(3):
         for name, env in (

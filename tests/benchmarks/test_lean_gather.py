@@ -1,6 +1,6 @@
-"""What gathering the optimizer's state in place saves: rank 0 of 4 and 400 MB of state, in pairs with upstream's file.
+"""Compare dp_zero_lean_gather with upstream's file, in pairs: rank 0's memory with 4 ranks and 400 MB of state.
 
-`make bench` prints the figures. Time is that of the slowest rank.
+`make bench` prints the figures. Times are the slowest rank's.
 """
 
 import json
@@ -21,7 +21,7 @@ SIDES = ("ours", "upstream")
 
 def test_save_in_the_torch_format(tmp_path: Path) -> None:
     on = tree("megatron-core", NEWEST)
-    elements = int(STATE / 3 / 4 / 4) // 512 * 512  # whole shards, without padding
+    elements = int(STATE / 3 / 4 / 4) // 512 * 512  # full shards, without padding
     options = ("--parts", "cost", "--ranks", str(RANKS), "--elements", str(elements), "--out", tmp_path)
     file = on / "megatron/core/optimizer/distrib_optimizer.py"
     done = run("lean_gather", file, *options, tree=on, delivery="hook")
@@ -38,7 +38,7 @@ def test_save_in_the_torch_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8, 32, 96])
 def test_gather_to_rank_0_on_many_ranks(ranks: int) -> None:
-    """20,000 elements of each state on each rank, over Gloo."""
+    """The gather takes at most 1.1 times upstream's time and sends no more bytes. Each rank has 20,000 elements."""
     on = tree("megatron-core", NEWEST)
     file = on / "megatron/core/optimizer/distrib_optimizer.py"
     done = run("gather_on_many_ranks", file, str(ranks), "20000", tree=on, delivery="hook")
@@ -66,5 +66,5 @@ def show_time(part: str, ranks: list[dict[str, Any]]) -> None:
 
 
 def slowest(ranks: list[list[tuple[float, float]]]) -> list[float]:
-    """Of every repetition the longest of all ranks' seconds; a rank has (MiB, seconds) of each."""
+    """The slowest rank's seconds for each repetition. Each rank has pairs of MiB and seconds."""
     return [max(seconds for _, seconds in repetition) for repetition in zip(*ranks, strict=True)]

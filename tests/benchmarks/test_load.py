@@ -1,4 +1,4 @@
-"""How long a load takes with all fixes, beside one without, and how far upstream's own loads are from one another."""
+"""Compare the time of loads with all fixes and without, and the spread of upstream's own loads."""
 
 import json
 import statistics
@@ -13,7 +13,7 @@ PAIRS, LOADS = 8, 30
 
 @pytest.mark.parametrize("case", ["stage1", "stage2", "stage3", "universal-stage1", "universal-stage3"])
 def test_loads_of_200_megabytes(case: str, tmp_path: Path) -> None:
-    """Of each pair, two processes without and one with the fixes, in an order that turns; the fastest load of each."""
+    """Print ratios of the fastest loads of three processes, in rotating order: two without the fixes, one with them."""
     root = tree("deepspeed", newest("deepspeed"))
     run("timed_loads", "save", tmp_path, case, tree=root, delivery="hook")
 

@@ -1,4 +1,4 @@
-"""What an index of two million chunks costs the audit before the first element is read, and without arrays."""
+"""The audit's cost for an index of two million chunks, before any element is read, with and without `repetitions`."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 
 from upstream import REPOSITORY
 
-COUNTS = (200_000, 2_000_000)  # chunks of one tensor, whose files are not there
-TIME, MEMORY = 10.0, 1e9  # seconds and bytes, to reach with two million on a processor without other work
+COUNTS = (200_000, 2_000_000)  # chunks of one tensor, whose files are absent
+TIME, MEMORY = 10.0, 1e9  # targets for two million chunks on an idle CPU: seconds and bytes
 WAYS = {
     "by repetitions": "",
     "without": "torch_dist.LARGE = 1 << 60",
@@ -31,11 +31,11 @@ print(json.dumps([seconds, cpu, memory, sorted(finding.detail for finding in fou
 
 
 class Cost(NamedTuple):
-    """Of an audit in a process of its own."""
+    """The cost of an audit in a new process."""
 
     seconds: float
-    cpu: float  # seconds, with the imports
-    memory: float  # bytes, at most
+    cpu: float  # seconds, with imports
+    memory: float  # peak, in bytes
     findings: list[str]
 
 

@@ -1,4 +1,4 @@
-"""What ten thousand rank files cost before the first element is read: the converter's plan, and the audit's."""
+"""The cost of planning for ten thousand rank files, before any element is read: the converter's, and the audit's."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 from upstream import newest, run, tree
 
 COUNTS = (1000, 3000, 10_000)  # rank files
-PARAMETERS, ELEMENTS = 720, 97_222_222  # 70e9 elements, 12 bytes each in the states
-TIME, MEMORY = 10.0, 500e6  # seconds and bytes, to reach for the most files
+PARAMETERS, ELEMENTS = 720, 97_222_222  # 70e9 elements, with 12 bytes of state each
+TIME, MEMORY = 10.0, 500e6  # targets for the most files: seconds and bytes
 
 CONVERTER = """
 from ckpt_patches.convert import traits

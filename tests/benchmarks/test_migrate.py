@@ -1,7 +1,7 @@
-"""Migrate 2 GB beside `cp -r` of the same files, 4 GB in bounded memory, and plan 50,000 chunks; everything is printed.
+"""Compare migrating 2 GB with `cp -r`, migrate 4 GB in bounded memory, and plan 50,000 chunks; all figures are printed.
 
-Times are of a warm page cache, medians of runs in turn, each with what it wrote on the disk (`sync`), and both again
-without. The bytes that a process reads and writes are counted by the kernel.
+Times are medians of alternating runs with a warm page cache, with `sync` of the written files and without it. The
+kernel counts the bytes that a process reads and writes.
 """
 
 import os
@@ -19,8 +19,8 @@ from old_checkpoints import flattened, settings
 
 RUNS = 5
 GB = 1_000_000_000
-LAYER = (2048, 4096)  # with its states 117 MB
-TIMES, MEMORY, PLAN = 2.0, 500_000_000, 3.0  # figures to reach: of cp's time, bytes, seconds
+LAYER = (2048, 4096)  # 117 MB with its states
+TIMES, MEMORY, PLAN = 2.0, 500_000_000, 3.0  # targets: multiple of cp's time, bytes, seconds
 
 
 def written(folder: Path, layers: int, shape: tuple[int, int] = LAYER, ranks: int = 2) -> Path:
@@ -88,7 +88,7 @@ def test_every_byte_is_read_and_written_once(old: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     counted = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith(("rchar", "wchar")))
     nbytes = sum(path.stat().st_size for path in old.iterdir())
-    read, written = (int(counted[name]) / nbytes for name in ("rchar", "wchar"))  # of workers that ended as well
+    read, written = (int(counted[name]) / nbytes for name in ("rchar", "wchar"))  # includes ended workers
     print(f"\nread {read:.3f} and written {written:.3f} times the checkpoint")
     assert 0.99 < read < 1.05
     assert 0.99 < written < 1.02
@@ -106,7 +106,7 @@ def test_memory_does_not_depend_on_the_size(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    peak = 3 * 1024 * int(done.stdout)  # at most: the largest of the command and its two workers, three times
+    peak = 3 * 1024 * int(done.stdout)  # upper bound: the largest of the command and its two workers, three times
     nbytes = sum(path.stat().st_size for path in old.iterdir())
     print(f"\n{nbytes / GB:.2f} GB in at most {peak / 1e6:.0f} MB (to reach: less than {MEMORY / 1e6:.0f})")
     assert peak < MEMORY

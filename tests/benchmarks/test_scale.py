@@ -1,4 +1,4 @@
-"""Draw docs/scale.svg: what ranks do without and with the fixes, counted at 2 to 8 ranks. `make bench`."""
+"""Draw docs/scale.svg: the operations of 2 to 8 ranks, counted with and without the fixes (`make bench`)."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PICTURE = REPOSITORY / "docs" / "scale.svg"
 RANKS = (2, 4, 8)
 COLORS = {"upstream": "#b04030", "ours": "#2060a0"}
 RUNS = {"megatron": growth.MEGATRON, "zero": growth.ZERO, "zarr": growth.ZARR}
-# What was run, the part of it, the measure, and the title of the panel.
+# The run, its part, the measure, and the panel's title.
 PANELS = (
     ("megatron", "torch, save", "messages", "messages, save in the format torch"),
     ("megatron", "torch, save", "bytes", "bytes sent, save in the format torch"),
@@ -36,16 +36,16 @@ def test_what_grows_with_the_number_of_ranks(tmp_path: Path) -> None:
 
 
 def values(found: Sweeps, name: str, side: str, part: str, measure: str) -> list[int]:
-    """Of all ranks together, at each number of ranks."""
+    """The sum over all ranks, for each number of ranks."""
     return [sum(rank[measure] for rank in found[name, side, ranks][part]) for ranks in RANKS]
 
 
 def draw(found: Sweeps) -> None:
-    """What grows in proportion is a straight line through the origin."""
+    """Draw the panels. Proportional growth is a straight line through the origin."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "scale", "svg.fonttype": "none"}  # the same picture of the same figures
+    matplotlib.rcParams |= {"svg.hashsalt": "scale", "svg.fonttype": "none"}  # same figures, same picture
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 3, figsize=(12, 6.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""A zarr save by byte ranges beside the synchronized save of the real package, and plain files. `make bench` prints."""
+"""Compare a zarr save by byte ranges with the package's synchronized save and with plain files (`make bench`)."""
 
 import statistics
 from pathlib import Path
@@ -11,7 +11,7 @@ NEWEST = "0.15.3"
 
 
 def timed(folder: Path, *options: str, delivery: str = "hook") -> dict[str, Any]:
-    """Seconds of every repetition, and the growth of a rank's memory over its own shard."""
+    """The seconds of every repetition, and a rank's memory growth relative to its shard."""
     found: dict[str, Any] = run_json(
         "zarr_timing",
         folder / "out",
@@ -25,7 +25,7 @@ def timed(folder: Path, *options: str, delivery: str = "hook") -> dict[str, Any]
 
 
 def test_eight_ranks_four_arrays(tmp_path: Path) -> None:
-    """4 arrays of 64 MB."""
+    """Print the time of a save of 4 arrays of 64 MB."""
     ours, upstream = timed(tmp_path, "--repeat", "9"), timed(tmp_path, "--repeat", "1", delivery="none")
     seconds = statistics.median(ours["save"])
     to_plain = statistics.median(a / b for a, b in zip(ours["save"], ours["plain"], strict=True))
@@ -39,7 +39,7 @@ def test_eight_ranks_four_arrays(tmp_path: Path) -> None:
 
 
 def test_the_same_state_on_more_ranks(tmp_path: Path) -> None:
-    """4 arrays of 256 MB (with less, starting 16 processes on two cores takes longer than writing); upstream 16 MB."""
+    """Print ratios for 4 arrays of 256 MB, upstream's 16 MB. With less, 16 processes start slower than they write."""
     ratios = []
     for _ in range(3):
         few, many = (
@@ -53,7 +53,7 @@ def test_the_same_state_on_more_ranks(tmp_path: Path) -> None:
 
 
 def test_a_thousand_interleaved_saves(tmp_path: Path) -> None:
-    """8 ranks; byte ranges in small pieces, or a pause inside the read-modify-write."""
+    """Print the slices lost by 8 ranks: byte ranges in small pieces, or a pause in the read-modify-write."""
     for locks in ("working", "nothing"):
         for fixes, saves in (([FIX], "1000"), (["zarr_create_synchronizer"], "50")):
             arguments = (tmp_path / locks / fixes[0], "--saves", saves, "--locks", locks)

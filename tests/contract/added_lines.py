@@ -2,7 +2,7 @@
 
     python tests/contract/added_lines.py [FIX ...]
 
-writes the record of these fixes, or of all, from the default releases, or from every one with CKPT_PATCHES_TEST_ALL=1.
+writes the record of these fixes (default: all) from the default releases, or from all with CKPT_PATCHES_TEST_ALL=1.
 Releases to which a fix adds the same lines share an entry: one form of upstream's code.
 """
 
@@ -31,7 +31,7 @@ Lines = dict[str, list[str]]  # by the name of an edited file
 
 
 def lines(fix: str, version: str) -> Lines:
-    """What a fix adds to a release. A run of lines from the fix's own file is its first line and their number."""
+    """The lines that a fix adds to a release; a run of the fix's own lines is cut to its first line and a count."""
     _, made = edits.plan(tree(DISTRIBUTIONS[package_of(fix)], version), fix)
     sources = (path_of(fix), str(agreement.__file__), str(worker_end.__file__))
     own = [line.strip() for path in sources for line in Path(path).read_text().splitlines() if line.strip()]
@@ -68,14 +68,14 @@ def recorded(fix: str, version: str) -> object:
 
 
 def forms(fix: str) -> list[str]:
-    """The newest release of each form of upstream's code; all that are recorded with CKPT_PATCHES_TEST_ALL=1."""
+    """The newest release of each form of upstream's code; all recorded releases with CKPT_PATCHES_TEST_ALL=1."""
     entries = [_versions(entry) for entry in _record().get(fix, [])]
     found = itertools.chain(*entries) if all_releases() else (versions[-1] for versions in entries)
     return list(found) or [newest_affected(fix)[1]]
 
 
 def entries(fix: str) -> list[dict[str, object]]:
-    """The record of a fix, the oldest form first."""
+    """The record of a fix, oldest form first."""
     package = package_of(fix)
     default = {r.version for r in TABLE if r.distribution == DISTRIBUTIONS[package] and r.default}
     affected = [version for version in RECORDED[package] if load(fix).affects(version)]

@@ -1,4 +1,4 @@
-"""The places in upstream's source that a fix needs, and the same source with one of them changed."""
+"""Find the places in upstream's source that a fix needs, and change them one at a time."""
 
 import ast
 import re
@@ -17,11 +17,11 @@ RENAMED = b"_renamed"
 
 @dataclass(frozen=True)
 class Change:
-    """Other code at every place of a module that one anchor of a fix finds."""
+    """A replacement at every place of a module that one anchor of a fix matches."""
 
     module: str
-    anchor: str  # as the fix asks for it
-    at: tuple[tuple[int, int, bytes], ...]  # start, stop in bytes; what is there instead
+    anchor: str  # as written in the fix
+    at: tuple[tuple[int, int, bytes], ...]  # start and stop in bytes; replacement
 
     def applied(self, data: bytes) -> bytes:
         for start, stop, text in sorted(self.at, reverse=True):
@@ -30,7 +30,7 @@ class Change:
 
 
 class ObservedText(bytes):
-    """The text of a module, which records what it is searched for."""
+    """The text of a module; records the strings that are looked up in it."""
 
     searched: set[bytes]
 
@@ -43,8 +43,7 @@ class ObservedText(bytes):
 class ObservedSource(Source):
     """A source that records the anchors of a fix.
 
-    An anchor for whose absence the fix has a branch of its own (`has`, `has_function`, `all`, `in source.data`) is not
-    needed.
+    An anchor is optional if the fix handles its absence (`has`, `has_function`, `all`, `in source.data`).
     """
 
     def __init__(self, data: bytes, path: str) -> None:
@@ -54,11 +53,11 @@ class ObservedSource(Source):
         self.searched = text.searched
         self.needed: list[tuple[str, ast.AST, list[ast.AST]]] = []  # an anchor, its pattern, and the nodes found
         self.optional: set[str] = set()
-        self.named: set[str] = set()  # functions and classes that the fix asks for by their names
+        self.named: set[str] = set()  # functions and classes that the fix looks up by name
         self._depth = 0
 
     def definitions(self) -> list[str]:
-        """The names of the functions and classes that a fix asks for, or edits, where they are defined."""
+        """The names of the functions and classes of this module that a fix looks up or edits."""
         words = " ".join([*(name.replace(".", " ") for name in self.named), *(s.decode() for s in self.searched)])
         defined: list[ast.FunctionDef | ast.ClassDef] = [*self.all_of(ast.FunctionDef), *self.all_of(ast.ClassDef)]
         around = {
@@ -123,7 +122,7 @@ class ObservedSource(Source):
             self.needed.append((anchor, pattern, nodes))
 
     def is_optional(self, change: Change) -> bool:
-        """Whether the fix asks if there is what this changes."""
+        """Whether the fix handles the absence of the changed code."""
         before, after = bytes(self.data), change.applied(bytes(self.data))
         return (
             change.anchor in self.optional
@@ -133,7 +132,7 @@ class ObservedSource(Source):
 
 
 def observed(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, ObservedSource]:
-    """The sources of a tree, by path, as a fix has asked for anchors in them."""
+    """The sources of a tree by path, with the anchors that a fix looked up in them."""
     sources: dict[str, ObservedSource] = {}
 
     def observe(data: bytes, path: str) -> Source:
@@ -146,7 +145,7 @@ def observed(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def changes(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> list[Change]:
-    """Every change of one name or literal at a place that a fix needs in a tree to which it applies."""
+    """Every change of one name or literal that a fix needs in a tree to which it applies."""
     made = plan_tree(root, package, [fix])
     assert made.results[0].outcome is Outcome.APPLIES, made.results[0]
     sources = observed(root, package, fix, monkeypatch)
@@ -161,7 +160,7 @@ def changes(root: str, package: str, fix: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _others(source: Source, pattern: ast.AST, node: ast.AST) -> Iterator[tuple[int, int, bytes]]:
-    """For each name and literal that a pattern asks for, where a node has it, and what to put there."""
+    """The position of each name and literal of a pattern in a matching node, and its replacement."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and node is pattern:
         start, _ = source._span(node)
         name = re.compile(rb"(?:@.*\s+)*(?:def|class)\s+(\w+)").match(source.data, start)
@@ -177,7 +176,7 @@ def _others(source: Source, pattern: ast.AST, node: ast.AST) -> Iterator[tuple[i
 
 
 def _parts(pattern: Any, node: Any) -> Iterator[ast.AST]:
-    """The nodes of an expression or statement that a pattern does not leave open."""
+    """The nodes of an expression or statement that a pattern matches without a wildcard."""
     if _is_wildcard(pattern) or isinstance(pattern, ast.JoinedStr):
         return
     yield node

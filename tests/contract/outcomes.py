@@ -1,8 +1,8 @@
-"""What each edit of each fix finds in each tested release, which ckpt_patches/engine/outcomes.py records.
+"""Record in ckpt_patches/engine/outcomes.py what each edit of each fix finds in each tested release.
 
     CKPT_PATCHES_TEST_ALL=1 python tests/contract/outcomes.py
 
-writes the record, from every release: minutes, where they are installed. What is absent from the record is a mismatch.
+writes the record from every release. It takes minutes if the releases are installed.
 """
 
 import sys
@@ -23,7 +23,7 @@ MODULE = Path(outcomes.__file__)
 
 
 def found(package: str, version: str) -> dict[str, str]:
-    """By fix, or part of a switch, the letters of its edits in a release; as recorded where it cannot be had."""
+    """The letters of each fix's edits in a release, by fix or part of a switch; recorded ones without the package."""
     if not is_available(DISTRIBUTIONS[package]):
         return recorded(package, version)
     with mock.patch.object(absence, "OUTCOMES", {}):
@@ -33,13 +33,13 @@ def found(package: str, version: str) -> dict[str, str]:
 
 
 def recorded(package: str, version: str) -> dict[str, str]:
-    """The same, of the record."""
+    """The recorded letters of each fix's edits in a release, by fix or part of a switch."""
     names = fixes_for(package, overlays=SWITCHED)
     return {name: "".join(absence.of_release(name, package, version)) for name in names}
 
 
 def text(record: Mapping[str, Mapping[str, str]]) -> str:
-    """The module, of each fix's letters by release."""
+    """The text of the module, from the letters by fix and release."""
     lines = []
     for fix, by_release in sorted(record.items()):
         changes, last = [], ""

@@ -1,6 +1,6 @@
-"""A fix is never off without a word: what a release has is missed in a tree that lacks it, and nothing else is.
+"""A fix is never silently off: code that a tested release has and a tree lacks is a mismatch, and nothing else is.
 
-What each edit finds in each release is recorded in ckpt_patches/engine/outcomes.py.
+ckpt_patches/engine/outcomes.py records what each edit finds in each release.
 """
 
 import re
@@ -83,7 +83,7 @@ def test_an_untested_version_is_compared_with_the_tested_ones_around_it(
 
 
 def test_a_commit_on_the_way_to_a_release_is_like_the_one_before_or_like_it() -> None:
-    """Format fully_reshardable came with 0.15.0."""
+    """A pre-release of 0.15.0, which added format fully_reshardable, may lack its code or have it."""
     assert unrecorded("fully_reshardable_shift", CORE, "0.15.0rc4", "-") is None
     assert unrecorded("fully_reshardable_shift", CORE, "0.15.0rc4", "m") is None
     assert unrecorded("fully_reshardable_shift", CORE, "0.15.0", "-") == (0, "0.15.0")
@@ -92,7 +92,7 @@ def test_a_commit_on_the_way_to_a_release_is_like_the_one_before_or_like_it() ->
 
 
 def test_a_checkout_on_the_way_to_a_release_is_not_that_release(tmp_path: Path) -> None:
-    """It calls itself 0.19.0 since 0.18 has a branch of its own; what pip has installed as 0.19.0 is that."""
+    """Only pip's 0.19.0 counts as release 0.19.0, not a checkout: upstream's main states the next release."""
     fix = "dp_zero_empty_state"
     copy = edits.copy_of(tree("megatron-core", "0.18.2"), fix, tmp_path)
     package_info = copy / "megatron" / "core" / "package_info.py"
@@ -106,7 +106,7 @@ def test_a_checkout_on_the_way_to_a_release_is_not_that_release(tmp_path: Path) 
     assert planned(copy, fix)[0].outcome is Outcome.APPLIES
 
 
-# What is missed
+# Mismatches
 
 
 @pytest.mark.parametrize("overlay", [(), tuple(SWITCHED)])
@@ -135,7 +135,7 @@ def test_a_moved_file_is_missed(fix: str, version: str, tmp_path: Path) -> None:
 def test_a_renamed_class_or_function_is_missed(
     fix: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or makes no difference: the same edits are made under the other name."""
+    """A renamed class or function is a mismatch, or the same edits are made under the other name."""
     root = edits.copy_of(tree(DISTRIBUTIONS[fixes.package_of(fix)], version), fix, tmp_path)
     sources = anchors.observed(str(root), fixes.package_of(fix), fix, monkeypatch)
     before, made = planned(root, fix)
@@ -152,7 +152,7 @@ def test_a_renamed_class_or_function_is_missed(
 
 
 class renaming:
-    """Another name for all definitions of that name, and for nothing else."""
+    """Rename all definitions of a name, and nothing else."""
 
     def __init__(self, name: str) -> None:
         self.pattern = re.compile(rb"(?m)^(\s*(?:async )?(?:def|class) " + name.encode() + rb")\b")
@@ -163,7 +163,7 @@ class renaming:
 
 @pytest.mark.parametrize(("package", "version"), [(CORE, RECORDED[CORE][-1]), (DEEPSPEED, RECORDED[DEEPSPEED][-1])])
 def test_a_newer_release_is_compared_with_the_newest_tested_one(package: str, version: str, tmp_path: Path) -> None:
-    """As it is, it is silent; with a file less it is not."""
+    """A newer release with the same code has no mismatch; without one of the files, the fixes of that file have one."""
     (root,) = {edits.copy_of(tree(DISTRIBUTIONS[package], version), fix, tmp_path) for fix in plan.fixes_for(package)}
     for module in edits.VERSIONS:
         path = Path(module_path(str(root), module))

@@ -1,6 +1,6 @@
-"""The contract that every fix keeps. Fixes are discovered; a new one has nothing to register here.
+"""The contract of every fix. Fixes are discovered: a new fix needs no entry here.
 
-A fix's own tests (tests/test_NAME.py) hold what is particular to it.
+Tests specific to one fix are in tests/test_NAME.py.
 """
 
 import ast
@@ -53,19 +53,19 @@ def tree_for(fix: str, version: str) -> Path:
     return tree(DISTRIBUTIONS[fixes.package_of(fix)], version)
 
 
-# Its files
+# Files
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_the_index_has_what_the_fix_states(name: str) -> None:
-    """The index is built from the text of the files; these are the loaded definitions."""
+    """The index, which is built from the text of the files, equals the loaded definitions."""
     fix = fixes.load(name)
     assert fix.name == name
-    # A package's own file is no module that an import names: the hook does not look it up.
+    # No import names a package's `__init__`: the hook does not look it up.
     concerned = [module for module in [fix.concerns] if module and not module.endswith(".__init__")]
     assert EVERYTHING[name] == tuple(dict.fromkeys([*(edit.module for edit in fix.edits), *concerned]))
     assert {TARGETS[module] for module in EVERYTHING[name]} == {fix.package}
-    assert all(module.startswith(PREFIXES) for module in EVERYTHING[name])  # what the import hook looks at first
+    assert all(module.startswith(PREFIXES) for module in EVERYTHING[name])  # which the import hook checks first
     assert name in (SWITCHED[fix.switch] if fix.switch else FIXES)
     assert all(NAMES.index(other) < NAMES.index(name) for other in fix.depends_on)
 
@@ -81,7 +81,7 @@ def test_a_fix_has_its_page_its_test_for_upstream_and_its_line_in_the_change_log
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_has_a_demonstration(name: str) -> None:
-    """The name of its file is the fix's; its docstring begins with a title for a line of progress."""
+    """A demonstration has the name of its fix, and its docstring begins with a title for a progress line."""
     title = demonstrations()[name].title
     assert 0 < len(title) <= 60
     assert not title.endswith(".")
@@ -103,7 +103,7 @@ def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
-    """Loading it in a training process costs next to nothing, and `status` imports no torch."""
+    """A fix imports only the engine: it loads fast in a training process, and `status` imports no torch."""
     body = ast.parse(Path(fixes.path_of(name)).read_text()).body
     modules = [node.module for node in body if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
@@ -112,7 +112,7 @@ def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
-    """What gets inserted is found by its indentation; here by the parser."""
+    """`function_text`, which finds a function by its indentation, returns the text that the parser finds."""
     module = importlib.import_module(f"{Path(folder(fixes.package_of(name))).name}.{name}")
     text = Path(str(module.__file__)).read_text()
     lines = text.splitlines()
@@ -130,14 +130,14 @@ def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
                 assert function_text(function) == expected
 
 
-# What it does
+# Behavior
 
 
 def demonstrated() -> Iterator[Any]:
-    """Each fix without it and by each delivery, on the newest release that has its bug.
+    """Each fix, without it and by each delivery, on the newest release that has its bug.
 
-    A fix whose own tests, if it has any, are not of each release with the bug is tested by this on all of them. In
-    place a few are in CI: that an edited file is that of the hook is tested below.
+    A fix without own tests on each release with the bug is tested here on all of these releases. CI runs only a few
+    in place: a test below checks that in-place files equal the hook's.
     """
     for name in NAMES:
         own = REPOSITORY / "tests" / f"test_{name}.py"
@@ -175,7 +175,7 @@ def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Elsewhere upstream has fixed the bug, or does not have the code; which of both is recorded for each release."""
+    """A fix applies to each release with the bug, and changes no other release, for the recorded reason."""
     result, made = edits.plan(tree_for(name, version), name)
     if version != MAIN and fixes.load(name).affects(version):
         assert result.outcome is Outcome.APPLIES, result
@@ -192,12 +192,12 @@ def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(
 
 
 def recorded_words(name: str, version: str) -> set[str]:
-    """What docs/compatibility.md says about a fix that a release does not need."""
+    """The entry in docs/compatibility.md for a fix that a release does not need."""
     rows = [row for row in compatibility.recorded().values() if (row["fix"], row["version"]) == (name, version)]
     return {row["words"] for row in rows} & compatibility.NOTHING_TO_DO if version != MAIN else set()
 
 
-# What it edits
+# Edits
 
 
 @pytest.mark.long
@@ -208,7 +208,7 @@ def test_the_lines_that_a_fix_adds_are_the_recorded_ones(name: str, version: str
 
 @pytest.mark.parametrize(("name", "version"), FORMS)
 def test_unknown_code_is_left_alone(name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another name or literal at a place that the fix needs: nothing is edited, and the file is named."""
+    """If a name or literal that the fix needs has changed, nothing is edited, and the reason names the file."""
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
     changes = anchors.changes(str(copy), fixes.package_of(name), name, monkeypatch)
     if not changes:
@@ -242,7 +242,7 @@ def test_an_anchor_in_a_comment_or_a_string_is_none(
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "version"), FORMS)
 def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, version: str, tmp_path: Path) -> None:
-    """Each of its edits is left out in turn. It is never taken for a release in which the bug is fixed."""
+    """A tree that lacks one edit of a fix is completed or is a mismatch, never taken for a fixed release."""
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
     planned = plan._Tree(str(copy), package, {}, {})
@@ -255,7 +255,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
         for left_out in wanted:
             source.edits = [edit for edit in wanted if edit is not left_out]
             if edits.is_same_code(source.edited(), whole[module]):
-                continue  # it is of a comment
+                continue  # it changes a comment only
             Path(source.path).write_bytes(source.edited())
             made = plan_tree(str(tmp_path), package, [name])
             result = made.results[0]
@@ -271,7 +271,7 @@ def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: 
     before = contents(copy)
     assert rewrite.apply(str(copy), package, [name]).named(Outcome.APPLIES) == [name]
     applied = contents(copy)
-    assert applied.keys() > before.keys()  # the originals are kept
+    assert applied.keys() > before.keys()  # the originals are backed up
     result, made = edits.plan(copy, name)
     assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
     rewrite.apply(str(copy), package, [name])
@@ -284,11 +284,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# With the others of its package
+# Together with the other fixes of its package
 
 
 def companies(packages: Iterable[str] = PACKAGES) -> list[Any]:
-    """Each release that is the newest with the bug of a fix."""
+    """Each release that is the newest with some fix's bug."""
     found = {(fixes.package_of(name), newest_affected(name)[1]): None for name in NAMES}
     known = [(package, version) for package in packages for version in RECORDED[package]]
     return [pytest.param(*one, id="-".join(one)) for one in known if one in found]
@@ -296,9 +296,9 @@ def companies(packages: Iterable[str] = PACKAGES) -> list[Any]:
 
 @pytest.mark.parametrize(("package", "version"), companies())
 def test_the_order_of_the_fixes_does_not_matter(package: str, version: str, tmp_path: Path) -> None:
-    """Written one by one, in their order and backwards, and all at once, they give the same lines.
+    """Fixes written one by one, in order and in reverse order, and all at once result in the same lines.
 
-    Those that two fixes insert at the same place are in the order in which they were written.
+    Lines that two fixes insert at the same place are in the order of writing.
     """
     root = tree(DISTRIBUTIONS[package], version)
     at_once = plan_tree(str(root), package)
@@ -332,7 +332,7 @@ def test_a_fix_applies_alone_and_the_others_without_it(package: str, version: st
 
 @pytest.mark.parametrize(("package", "version"), companies(FOLDERS))
 def test_what_is_written_in_place_is_what_the_hook_runs(package: str, version: str) -> None:
-    """Of every module: so that most tests of what a fix does need not be run on both."""
+    """In every module, the in-place text equals the hook's, so most behavior tests need only one delivery."""
     root = tree(DISTRIBUTIONS[package], version)
     made, written = plan_tree(str(root), package), str(in_place(root))
     assert {module: Path(plan.module_path(written, module)).read_bytes() for module in made.files} == {

@@ -7,16 +7,16 @@ LOST = ("zeros", "NaN")  # half of a tensor, while it is saved
 DAMAGES = ("truncated", "absent", OTHER_STEP)
 # What a checkpoint may have and be whole: one element more, zeros of a bias, the same in a file of another step.
 UNSEEN = (ALTERED, OTHER_STEP, *LOST)
-UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it
+UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it; without, the states of experts
 
 
-def damage(checkpoint: Path, other: Path, how: str, number: int) -> str:
+def damage(checkpoint: Path, other: Path, how: str, number: int, *, without_zero: bool = False) -> str:
     """Damage the file of this number, counted again from the first; its name, or nothing where there is none to damage.
 
     `other` is a checkpoint of another step. One of a single file is whole with the other's.
     """
     found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    files = [path for path in found if not path.name.startswith(UNREAD)]
+    files = [path for path in found if without_zero or not path.name.startswith(UNREAD)]
     if how == OTHER_STEP:
         files = [path for path in files if len(files) > 1 and is_other(path, other / path.name)]
     if not files:

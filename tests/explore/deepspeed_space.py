@@ -129,6 +129,9 @@ def drawn(seed: str, version: str) -> Case:
     if load["latest"] and kind == "ordinary" and two_saves:
         load["tag"] = "last"
     run["ends_at_save"] = not killed and one_in(6)
+    if run["stage"] == 0 and one_in(5):
+        run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False}
+        load["more_groups"] = 0
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
     return {"package": "deepspeed", **case}
 

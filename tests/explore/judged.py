@@ -128,7 +128,7 @@ def _harm(case: dict[str, Any], saves: Path, killed: bool) -> Harm:
     elif load["damage"] in LOST:
         what = f"{load['damage']} in a part"
     elif load["damage"]:
-        name = damage(tag, other, load["damage"], load["file"])
+        name = damage(tag, other, load["damage"], load["file"], without_zero=case["run"].get("stage") == 0)
         what = f"{re.sub('[0-9]+', 'N', name)} {load['damage']}" if name else ""
     return Harm(what, tools.verdict(tag)) if what else Harm()
 
@@ -165,10 +165,10 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
 def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outcome | None:
     """Whether one of the tools has noticed what differs after a load, or it is not of what has the fixes."""
     load, harm, stack = tried.case["load"], tried.harm, tried.stack
-    if load["damage"] in UNSEEN and harm.what and harm.what != REPAIRED_PART:
+    if load["damage"] and harm.what and harm.what != REPAIRED_PART:
         if proof.startswith(DIFFERS):
             return Outcome(LOUD, f"the fingerprint: {DIFFERS} ({harm.what})")
-        if limit := _limit(tried.case, different):
+        if load["damage"] in UNSEEN and (limit := _limit(tried.case, different)):
             return Outcome(NOT_TRAINED, f"known limit: {limit}")
         return None if harm.is_whole else Outcome(LOUD, f"the audit: {harm.verdict} ({harm.what}); no load notices it")
     all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
@@ -183,6 +183,8 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:
     """Of an element that was altered in the save: why neither audit nor fingerprint can notice it (docs/limits.md)."""
+    if case["run"].get("stage") == 0 and {_kind(name) for name in different} == {"weight"}:
+        return "a weight without ZeRO, which no tool compares (docs/formats.md)"
     if case["package"] != "megatron" or {_kind(name) for name in different} != {"weight"}:
         return ""
     if case["run"]["format"] in BUCKETS:

@@ -12,6 +12,7 @@ Case = dict[str, Any]
 PLAIN: Case = {
     "tp": 1, "pp": 1, "ep": 0, "cp": 1, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
     "algorithm": "adam", "offload": None, "format": "fully_reshardable", "steps": 2, "bucket": 0,
+    "backend": "torch_dist",
     **dict.fromkeys(
         (
             "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
@@ -26,6 +27,7 @@ LAYOUTS = (
     (2, 2, 1),
 )  # fmt: skip
 FROZEN = ("self_attention.linear_qkv", "norm")  # in the names of parameters
+ZARR_ALONE = "fully_sharded_bucket_space"  # torch_dist cannot write its padding
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel ranks may load these
 PLAIN_LOAD: Case = {
     "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0, "cp": 1,
@@ -50,6 +52,7 @@ OF_LAYOUT = (*LAYOUT, "tag", "restore")  # not plainer by themselves
 def formats(version: str) -> list[str]:
     """Those of the optimizer's state in a release."""
     model_space = ["fully_sharded_model_space"] * (numbers(version) < (0, 16))
+    model_space += [ZARR_ALONE] * (numbers(version) < (0, 15))
     newer = ["dp_reshardable", "fully_reshardable", "fully_reshardable"] * (numbers(version) >= (0, 15))
     return [*model_space, *newer, "dp_zero_gather_scatter", "torch"]
 
@@ -58,7 +61,7 @@ def earlier(version: str) -> list[str]:
     """The newest releases of the minor versions before this one that have the same formats."""
     own = numbers(version)
     last = {numbers(one)[:2]: one for one in sorted(runnable("megatron-core"), key=numbers)}
-    return [one for minor, one in last.items() if minor < own[:2] and formats(one) == formats(version)]
+    return [one for minor, one in last.items() if (0, 12) <= minor < own[:2] and formats(one) == formats(version)]
 
 
 def drawn(seed: str, version: str) -> Case:
@@ -150,7 +153,14 @@ def drawn(seed: str, version: str) -> Case:
     elif one_in(2):
         others = [1, 2, 3, 4] if load["ep"] < 2 and load["cp"] == 1 else [2, 4]
         load["ranks"] = tp * pp * generator.choice([other for other in others if tp * pp * other <= 4])
+    load["some_ranks"] &= load["ranks"] > 1
+    if _has_zarr(load["saved_by"] or version, run) and (run["format"] == ZARR_ALONE or one_in(2)):
+        run |= {"backend": "zarr", "asynchronous": False, "persistent": False}
     return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
+
+
+def _has_zarr(version: str, run: Case) -> bool:
+    return numbers(version) < (0, 16) and run["format"] not in ("torch", "dp_reshardable")
 
 
 def _migrate(generator: random.Random, run: Case, load: Case) -> None:

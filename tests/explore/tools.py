@@ -12,7 +12,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.migrate.migrate import Options, migrate
 
-NOT_WHOLE = (DAMAGED, INCOMPLETE)
+PART_UNKNOWN = (DAMAGED, INCOMPLETE)
 
 
 def verdict(tag: Path) -> str:
@@ -40,7 +40,7 @@ def objections(tag: Path) -> tuple[str, str]:
     """What `audit` and `repair` have against a checkpoint, or its universal one, that loads right: short, and all."""
     for folder in filter(Path.exists, (tag, universal(tag))):
         report, of = audit(folder, 1), "checkpoint" if folder == tag else "universal checkpoint"
-        if report.verdict in NOT_WHOLE:
+        if report.verdict in PART_UNKNOWN:
             kinds = sorted({finding.kind.name for finding in report.findings})
             return f"audit of a whole {of}: {', '.join(kinds)}", str(report.findings[:5])[:500]
         if report.verdict in TO_RESUME_FROM and (done := _repaired(report)):
@@ -90,7 +90,7 @@ def migrated(tag: Path) -> str:
     """Put the migrated checkpoint in a checkpoint's place; the error, or nothing."""
     old = tag.rename(tag.with_name(f"{tag.name}_old"))
     try:
-        migrate(old, tag, Options(workers=1), warn=lambda line: None)
+        migrate(old, tag, Options(workers=1, trust_checkpoint=True), warn=lambda line: None)
     except UserError as error:
         return str(error)
     return ""

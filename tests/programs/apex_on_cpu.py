@@ -1,5 +1,5 @@
-"""A plugin of pytest under which apex's tests run on a CPU."""
+"""A pytest plugin that runs apex's tests on a CPU."""
 
-from ckpt_patches.demo import stand_in_apex
+from ckpt_patches.demo import stub_apex
 
-stand_in_apex.install()
+stub_apex.install()

@@ -1,10 +1,10 @@
-"""Save asynchronously with the real megatron-core, and do meanwhile what a training does.
+"""Save asynchronously with the real megatron-core, while a training continues.
 
 Prints a line of JSON.
 
-    async_saving.py OUT held      whether a forked writer's staged tensors are held while it writes, and after
-    async_saving.py OUT stepped   what a persistent worker has saved of a CPU tensor that a step changes while it writes
-    async_saving.py OUT save      nothing: a checkpoint in torch_dist is there, which a persistent worker wrote
+    async_saving.py OUT held      whether a forked writer's staged tensors are kept alive while it writes, and after
+    async_saving.py OUT stepped   what a persistent worker saved of a CPU tensor that a step changes while it writes
+    async_saving.py OUT save      nothing: a persistent worker writes a checkpoint in torch_dist
     async_saving.py OUT load      whether it loads as it was saved
 """
 
@@ -42,7 +42,7 @@ def ignore(*arguments: Any) -> None:
 
 
 class Staged(list[torch.Tensor]):
-    """A list that can be watched."""
+    """A list that supports weak references."""
 
 
 def held(out: Path) -> dict[str, bool]:
@@ -66,7 +66,7 @@ def held(out: Path) -> dict[str, bool]:
 
 
 def request(tensor: torch.Tensor, out: Path) -> Any:
-    """Staged as Megatron's writer does; what is written is that of the worker."""
+    """A request staged as Megatron's writer does it, and written by `write`."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -84,7 +84,7 @@ KEPT: list[Any] = []
 
 
 def persistent_calls() -> Any:
-    """Not freed before the end of the process: up to 0.16 that waits for the worker as well."""
+    """A queue kept until the process ends: up to 0.16 freeing it also waits for the worker."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     KEPT.append(AsyncCallsQueue(persistent=True))
@@ -92,7 +92,7 @@ def persistent_calls() -> Any:
 
 
 def schedule(asked: Any, sign: Path) -> Any:
-    """By a persistent worker, whose writing waits for a sign."""
+    """Schedule a save on a persistent worker, which waits for `sign` before it writes."""
     calls = persistent_calls()
     calls.schedule_async_request(asked._replace(async_fn=partial(call_after, sign, asked.async_fn)))
     return calls
@@ -120,7 +120,7 @@ def save(out: Path) -> dict[str, str]:
     out.mkdir()
     state = checkpoint(torch.arange(float(NUMEL)))
     options: dict[str, Any] = {"async_sharded_save": True}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 another package's
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 not the default
         options["async_strategy"] = "mcore"
     asked = dist_checkpointing.save(state, str(out), ("torch_dist", 1), **options)
     calls = persistent_calls()

@@ -1,9 +1,10 @@
-"""Audit a folder in this process beside `cat` of the same files, in pairs. Prints JSON.
+"""Time an audit of a folder in this process and `cat` of the same files, in pairs. Prints JSON.
 
     audit_speed.py CHECKPOINT [--pairs 7]
 
-"cat" and "audit" are seconds, in pairs, "cat_cpu" and "audit_cpu" those of the processor; "bytes" what both read,
-"peak" an upper bound of the memory in bytes: three times the largest of the command and its two workers.
+"cat" and "audit" are seconds, in pairs; "cat_cpu" and "audit_cpu" are CPU seconds; "bytes" is the amount that both
+read; "peak" is an upper bound of the memory in bytes: three times the peak of the largest of the command and its two
+workers.
 """
 
 import json
@@ -27,7 +28,7 @@ def main() -> None:
         measure("cat", lambda: read_all(files), seconds)
         measure("audit", lambda: reports.append(audit(options.checkpoint, workers=2)), seconds)
         assert reports[-1].verdict == WHOLE, reports[-1].findings
-    pairs = {what: times[1:] for what, times in seconds.items()}  # the first was to warm up
+    pairs = {what: times[1:] for what, times in seconds.items()}  # the first pair is a warm-up
     print(
         json.dumps({**pairs, "bytes": reports[-1].checkpoint.nbytes, "peak": 3 * largest_process(options.checkpoint)})
     )
@@ -41,13 +42,13 @@ def measure(what: str, function: Callable[[], None], seconds: dict[str, list[flo
 
 
 def cpu_time() -> float:
-    """Of this process and those that it has waited for."""
+    """The CPU seconds of this process and its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def largest_process(checkpoint: Path) -> int:
-    """Of the audit and its workers; started anew, because what a parent used before counts for its children."""
+    """The peak memory of the audit or a worker, in a new process: a child's peak includes its parent's."""
     code = (
         "import resource, sys; from pathlib import Path; from ckpt_patches.audit.audit import audit;"
         "audit(Path(sys.argv[1]), workers=2);"

@@ -1,6 +1,6 @@
-"""Train a mixture of experts that DeepSpeed's AutoEP spreads, two expert-parallel ranks of four, and save it.
+"""Train a mixture of experts under DeepSpeed's AutoEP, with two of four ranks expert-parallel, and save it.
 
-autoep_training.py OUT STAGE [neighbours]      neighbours: ranks 0 and 1 share experts, and not 0 and 2
+autoep_training.py OUT STAGE [neighbours]      neighbours: ranks 0 and 1 share experts, instead of 0 and 2
 """
 
 import argparse
@@ -17,7 +17,7 @@ RANKS, HIDDEN, INNER, EXPERTS = 4, 4, 3, 4
 
 
 class Experts(torch.nn.Module):
-    """Laid out as Mixtral's: what AutoEP takes over into w1, w2 and w3."""
+    """Parameters in Mixtral's layout, which AutoEP converts to w1, w2 and w3."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Finetune with the real Megatron-Bridge: its checkpoint load under the hybrid CPU-offload optimizer, then one step.
 
-Bridge builds a small GPT, saves it, builds it anew from another seed, with an optimizer, and loads the checkpoint; the
-step is at learning rate 0. Prints a list as JSON, for each way to load and offload fraction: whether the load brought
-the saved weights, the parameters that the step changed, those of them that are as at random initialisation again, and
-the kinds of copies in the optimizer that Bridge's own work-around (of 0.6.0), done after the load, still changed.
+Bridge builds a small GPT, saves it, builds it again from another seed, with an optimizer, and loads the checkpoint. The
+step has learning rate 0. Prints a list as JSON, for each way to load and offload fraction: whether the load restored
+the saved weights, the parameters that the step changed, those reset to their random initialization, and the kinds of
+copies in the optimizer that Bridge's own work-around (in 0.6.0), run after the load, still changed.
 
     bridge_finetune.py OUT [--ranks 2] [--work-around]
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-import bridge_imports  # noqa: F401  stands in for what Bridge asks for and is not here
+import bridge_imports  # noqa: F401  installs stubs for missing packages
 from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
 
-# How the checkpoint is given to Bridge, and whether the optimizer is given it as well (`state_dict=`).
+# How Bridge gets the checkpoint, and whether the optimizer gets it as well (`state_dict=`).
 LOADS: dict[str, dict[str, Any]] = {
     "finetune": {"finetune": True},
     "pretrained_checkpoint": {},
@@ -55,7 +55,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def save(out: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint of a pretrained model by Bridge itself; the weights in it."""
+    """Save a pretrained model with Bridge itself; return its weights."""
     from megatron.bridge.training.checkpointing import save_checkpoint
 
     state, model, _ = build(seed=1, fraction=None, save=str(out), save_optim=False)
@@ -89,7 +89,7 @@ def case(options: argparse.Namespace, load: str, fraction: float, saved: dict[st
 
 
 def build(seed: int, fraction: float | None, **checkpoint: Any) -> tuple[Any, list[Any], Any]:
-    """Bridge's state, model and optimizer, by the calls of its `setup`."""
+    """Bridge's state, model and optimizer, built by the calls of its `setup`."""
     from megatron.bridge.training.optim import setup_optimizer
     from megatron.bridge.training.state import GlobalState
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -160,7 +160,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def changed_by_work_around(optimizer: Any) -> list[str]:
-    """Do what Megatron-Bridge does from 0.6.0 on after reload_model_params(); the kinds of copies that it changed."""
+    """Run Megatron-Bridge's work-around (since 0.6.0) for reload_model_params(); return the kinds of changed copies."""
     distributed = mt.inner(optimizer)
     hybrid = distributed.optimizer
     before = copies(distributed)

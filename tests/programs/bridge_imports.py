@@ -1,4 +1,4 @@
-"""To import it is to import Megatron-Bridge's checkpoint code, with stand-ins for what that asks for in vain here."""
+"""Importing this module imports Megatron-Bridge's checkpoint code, with stubs for packages that are not installed."""
 
 import importlib
 import importlib.util
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from ckpt_patches.demo import megatron_training  # noqa: F401  the stand-in for a GPU has to be there first
+from ckpt_patches.demo import megatron_training  # noqa: F401  installs the GPU stub first
 
-# Bridge imports these at its top; none has a part in what is under test.
+# Bridge imports these at its top; the code under test uses none of them.
 NOT_HERE = {
     "datasets": "the data of supervised finetuning",
     "modelopt": "quantisation, needs a GPU",
@@ -25,7 +25,7 @@ NOT_HERE = {
 
 
 class StandIns:
-    """A finder of the modules of NOT_HERE and of any submodule of theirs; any name in them is an empty class."""
+    """A finder of the modules of NOT_HERE and all their submodules. Any name in them is an empty class."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         stands_in = any(f"{name}.".startswith(f"{absent}.") for absent in NOT_HERE)
@@ -47,14 +47,14 @@ def empty_class(name: str) -> type:
 
 
 def import_bridge() -> None:
-    """Import the checkpoint code and what it needs, and not the hundred models that Bridge's packages import."""
+    """Import the checkpoint code and its dependencies, without the hundred models that Bridge's packages import."""
     sys.meta_path.insert(0, StandIns())
     for name in ("megatron.bridge", "megatron.bridge.models"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = list(spec.submodule_search_locations or [])
-    # Bridge names them in the types of its configuration; Mamba needs Triton.
+    # Bridge uses these names in the types of its configuration; Mamba needs Triton.
     mamba: Any = types.ModuleType("megatron.bridge.models.mamba.mamba_provider")
     mamba.MambaModelProvider = empty_class("MambaModelProvider")
     sys.modules.update({"megatron.bridge.models.mamba": mamba, mamba.__name__: mamba})
@@ -64,11 +64,11 @@ def import_bridge() -> None:
     checkpointing = importlib.import_module("megatron.bridge.training.checkpointing")
     for name in ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"):
         setattr(checkpointing, name, lambda *args: None)
-    stand_in_yaml()
+    stub_yaml()
 
 
-def stand_in_yaml() -> None:
-    """JSON, which is YAML as well."""
+def stub_yaml() -> None:
+    """Replace YAML by JSON, which is a subset of it."""
     yaml: Any = sys.modules["yaml"]
     yaml.safe_dump = lambda data, file, **kwargs: json.dump(data, file, default=str)
     yaml.safe_load = json.load

@@ -1,8 +1,8 @@
-"""Convert checkpoint folders with DeepSpeed's converter, imported; print what each raised, as JSON.
+"""Convert checkpoint folders with DeepSpeed's converter, imported; print the error of each, as JSON.
 
     convert.py INPUT... [--output FOLDER] [--workers 2] [--start-method fork]
 
-INPUT/… becomes FOLDER/<name of INPUT's parent>. A pool worker that raises does so in the program.
+INPUT/… is converted to FOLDER/<name of INPUT's parent>. Errors of pool workers are raised in this program.
 """
 
 import argparse

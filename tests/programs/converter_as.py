@@ -1,4 +1,4 @@
-"""Become DeepSpeed's converter: `module …` is `python -m …`, `script …` is `python …/ds_to_universal.py …`."""
+"""Run DeepSpeed's converter in this process: `module …` as `python -m …`, `script …` as `python …/FILE.py …`."""
 
 import os
 import sys

@@ -1,11 +1,11 @@
 """Save and load with the real packages on CPU ranks, and count what each rank does; prints JSON, by part and rank.
 
-    counting.py zarr OUT --ranks 4 --chunks 16        flattened shards, of which each tensor-parallel rank has a chunk
+    counting.py zarr OUT --ranks 4 --chunks 16        flattened shards, one chunk per tensor-parallel rank
     counting.py megatron OUT --ranks 4 --formats torch,fully_reshardable [--layers 2] [--hidden 64]
     counting.py zero OUT --ranks 4 --stages 1,3 [--layers 2] [--hidden 64]
-    counting.py tool OUT MODULE ARGUMENT...           a command, of files in OUT
+    counting.py tool OUT MODULE ARGUMENT...           a command that uses files in OUT
 
-What is done is done twice: the first time modules are imported and connections opened, the second time is counted.
+Everything runs twice. The first run imports modules and opens connections; the second one is counted.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from counts import counted
 
 Found = dict[str, Any]
 TAG, UNIVERSAL = "global_step1", "universal"
-# What Megatron-DeepSpeed adds, and the converter asks for.
+# Entries that Megatron-DeepSpeed adds, and that the converter requires.
 CLIENT_STATE = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
 
 
@@ -55,14 +55,14 @@ def main() -> None:
 
 
 def report(found: Found, ranks: int, write: Callable[[str], object] = print) -> None:
-    """Of every part the counts of each rank, from rank 0."""
+    """Write the counts of each part as a list by rank."""
     by_rank: list[Any] = [None] * ranks
     dist.all_gather_object(by_rank, found)
     if dist.get_rank() == 0:
         write(json.dumps({part: [one[part] for one in by_rank] for part in found}))
 
 
-# megatron-core, the zarr strategy alone
+# megatron-core: only the zarr strategy
 
 
 def zarr(options: argparse.Namespace) -> None:
@@ -72,13 +72,13 @@ def zarr(options: argparse.Namespace) -> None:
 
 
 def save_chunks(rank: int, options: argparse.Namespace) -> None:
-    """One array, `ranks` chunks of which are a tensor's; and as many tensors as it takes."""
+    """Save as many tensors as needed for `chunks` chunks, one per tensor and tensor-parallel rank."""
     from megatron.core.dist_checkpointing.strategies import zarr as strategy
 
     from ckpt_patches.demo import zarr_saving
 
     ranks, rows = options.ranks, 4
-    # The two data-parallel ranks of a pair have the same chunks: as many tensor-parallel ranks as pairs.
+    # The two data-parallel ranks of a pair have the same chunks; each pair is one tensor-parallel rank.
     tensors = {
         f"{number}": zarr_saving.flattened_shard(f"state.{number}.w", rank, 2, ranks // 2, (rows, 16))
         for number in range(options.chunks // (ranks // 2))
@@ -93,7 +93,7 @@ def save_chunks(rank: int, options: argparse.Namespace) -> None:
     report({"save": counts}, ranks)
 
 
-# megatron-core, whole checkpoints
+# megatron-core: complete checkpoints
 
 
 def megatron(options: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ def save_and_load(rank: int, options: argparse.Namespace) -> None:
 
 
 def stack_of_layers(config: Any, dtype: torch.dtype, native_fp32: bool, *, layers: int, hidden: int) -> Any:
-    """Linear layers, 16 to hidden, and from there on hidden to hidden."""
+    """Linear layers: the first from 16 to `hidden`, the others from `hidden` to `hidden`."""
     from megatron.core.transformer.module import MegatronModule
 
     class Stack(MegatronModule):
@@ -138,7 +138,7 @@ def stack_of_layers(config: Any, dtype: torch.dtype, native_fp32: bool, *, layer
     return Stack().to(dtype)
 
 
-# DeepSpeed: checkpoints of its own, and the universal ones that the one-pass converter makes of them
+# DeepSpeed: its own checkpoints, and the universal ones from the one-pass converter
 
 
 def zero(options: argparse.Namespace) -> None:
@@ -177,7 +177,7 @@ def load_zero(rank: int, options: argparse.Namespace) -> None:
 
 
 def zero_run(options: argparse.Namespace, stage: str, *, universal: bool) -> Any:
-    """One that has taken a step, of two param groups in which every layer has a part."""
+    """An engine after one step, with two param groups; each layer has a parameter in both."""
     import deepspeed
 
     layers = [torch.nn.Linear(16, options.hidden)]
@@ -201,7 +201,7 @@ def zero_run(options: argparse.Namespace, stage: str, *, universal: bool) -> Any
 
 
 def tool(options: argparse.Namespace) -> None:
-    """In this process: with one worker, so that it does all by itself."""
+    """Run the tool in this process; with one worker it does everything itself."""
     sys.argv = [options.module, *options.arguments]
     with counted(options.out) as counts:
         try:

@@ -1,7 +1,7 @@
-"""Count what a rank does in a save or a load: messages and bytes, files that it opens and creates, metadata operations.
+"""Count what a rank does in a save or a load: messages, bytes, files opened and created, and metadata operations.
 
-Files are those that Python opens under one folder; what torch writes in C++ is not among the opened ones. A message is
-a collective, or a tensor that is sent, that this rank takes part in; its bytes are those of this rank's own tensors.
+Only files that Python opens under one folder count as opened; files that torch opens in C++ do not. A message is a
+collective, or a sent tensor, in which this rank takes part; its bytes are those of this rank's own tensors.
 """
 
 import os
@@ -19,16 +19,16 @@ METADATA = {
     f"os.{name}"
     for name in ("mkdir", "rename", "remove", "rmdir", "link", "symlink", "truncate", "chmod", "listdir", "scandir")
 }
-# Of each collective the argument with what this rank sends; those that are not named here send their first one.
+# By collective, the index of the argument that this rank sends; 0 for the collectives that are not listed.
 SENT = {"allgather_": 1, "_allgather_base_": 1, "allgather_into_tensor_coalesced_": 1, "gather_": 1, "scatter_": 1}
 SENT |= {"reduce_scatter_": 1, "_reduce_scatter_base_": 1, "alltoall_": 1, "alltoall_base_": 1}
 NO_DATA = ("barrier", "recv_", "recv_any_source_", "monitored_barrier_")
 
-_counting: list[tuple[str, Counter[str]]] = []  # at most one: the folder, and what is counted
+_counting: list[tuple[str, Counter[str]]] = []  # at most one entry: the folder and its counts
 
 
 class Messages(TorchDispatchMode):
-    """What goes through the dispatcher to a process group, whoever asks for it."""
+    """Counts everything that goes through the dispatcher to a process group, from any caller."""
 
     def __init__(self, counts: "Counter[str]") -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            self._counts["messages"] += not name.startswith("recv")  # as it is counted where it is sent
+            self._counts["messages"] += not name.startswith("recv")  # already counted where it is sent
             self._counts["bytes"] += 0 if name in NO_DATA else _nbytes(args[SENT.get(name, 0)])
         return func(*args, **(kwargs or {}))
 
@@ -65,9 +65,9 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def counted(folder: Path) -> Iterator["Counter[str]"]:
-    """What this process does meanwhile; in a fork of it, nothing is counted."""
+    """The counts of this process within the block; a fork of it counts nothing."""
     if not getattr(sys, "_counts_are_noted", False):
-        sys.addaudithook(_note)  # which stays for good
+        sys.addaudithook(_note)  # cannot be removed again
         vars(sys)["_counts_are_noted"] = True
     counts: Counter[str] = Counter(dict.fromkeys(("messages", "bytes", "opened", "created", "metadata"), 0))
     _counting.append((str(folder), counts))
@@ -81,6 +81,6 @@ def counted(folder: Path) -> Iterator["Counter[str]"]:
 
 
 def _moved() -> dict[str, int]:
-    """Bytes that this process has read and written so far."""
+    """The bytes that this process has read and written so far."""
     counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {"read": int(counted["rchar"]), "written": int(counted["wchar"])}

@@ -1,7 +1,7 @@
 """Save an optimizer with the real megatron-core while something damages the save, and load it again.
 
-damaged_saving.py OUT race    two ranks lose slices of a zarr checkpoint: zarr_race.py says how
-damaged_saving.py OUT step    the next step is taken while a persistent worker writes masters that are on the CPU
+damaged_saving.py OUT race    two ranks lose slices of a zarr checkpoint, as zarr_race.py describes
+damaged_saving.py OUT step    the next step runs while a persistent worker writes main parameters on the CPU
 damaged_saving.py OUT load-race|load-step
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def one_weight(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    """Both ranks write half of each array; one that had it alone would have nobody to lose it to."""
+    """A model of one weight, so that both ranks write half of each array: a sole writer could not lose a slice."""
     from megatron.core.transformer.module import MegatronModule
 
     class Model(MegatronModule):
@@ -48,7 +48,7 @@ def build(kind: str) -> tuple[Any, Any]:
 
 
 def state(kind: str, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Of the optimizer alone."""
+    """The sharded state of the optimizer, without the model."""
     name = "fully_sharded_model_space" if kind == "race" else "dp_reshardable"
     return {"optimizer": mt.sharded_state_dict(name, model, optimizer, is_loading=is_loading)["optimizer"]}
 
@@ -72,7 +72,7 @@ def step(rank: int, out: Path, kind: str) -> None:
     model, optimizer = trained(kind)
     mt.make_folder(out)
     options: dict[str, Any] = {"async_sharded_save": True}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 another package's
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17 not the default
         options["async_strategy"] = "mcore"
     asked = dist_checkpointing.save(
         state(kind, model, optimizer, is_loading=False), str(out), ("torch_dist", 1), **options

@@ -1,4 +1,4 @@
-"""Copies of a ZeRO checkpoint, each with one damage that its files' checksums do not tell: OUT/<name of the damage>.
+"""Copy a ZeRO checkpoint, each copy with one damage that no file checksum detects, to OUT/<name of the damage>.
 
 damaged_zero.py CHECKPOINT OUT
 """
@@ -39,7 +39,7 @@ def main() -> None:
     for damage in (take_rank_of_more, take_rank_of_earlier_step, overlap_fragments, lose_fragment, lose_partition):
         copy = Path(shutil.copytree(source, out / damage.__name__))
         (file,) = copy.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")
-        content = torch.load(file, weights_only=False)  # the checkpoint is the tests' own
+        content = torch.load(file, weights_only=False)  # the tests' own checkpoint
         damage(content["optimizer_state_dict"])
         torch.save(content, file)
 

@@ -1,7 +1,7 @@
 """Save with a record of fingerprints, load into another run, and prove it: dcp_loading.py FOLDER CASES.json RANKS
 
-CASES is a list of {"save": …, "load": …, "idiom": …}, the first two as dcp_saving.py's `Case`. Four ranks save, and
-RANKS load. Prints what each of these said to each case: "proven", or the error.
+CASES is a list of {"save": …, "load": …, "idiom": …}; the first two are dcp_saving.py's `Case`. Four ranks save, and
+RANKS load. Prints the result of each loading rank for each case: "proven", or the error.
 """
 
 import json
@@ -36,12 +36,12 @@ def save(case: Case, path: Path) -> None:
 
 
 def load(case: Case, idiom: str, path: Path) -> str:
-    """What the proof says on this rank."""
+    """The result of the proof on this rank."""
     torch.manual_seed(7)
     model, _ = trained(replace(case, steps=0))
     optimizer = optimizer_of(model, case)
     state: dict[str, Any] = {RECORD: ""}
-    if idiom == "raw":  # the template has no state, so that none is loaded
+    if idiom == "raw":  # the template has no state, so none is loaded
         state.update(model=model.state_dict(), optimizer=optimizer.state_dict())
         dcp.load(state, checkpoint_id=path)
         model.load_state_dict(state["model"])
@@ -61,7 +61,7 @@ def load(case: Case, idiom: str, path: Path) -> str:
 
 
 def changed(idiom: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """One element on one rank, or the buffer."""
+    """Change one element on one rank, the buffer, or the step."""
     model = getattr(model, "module", model)
     if idiom == "buffer":
         model.positions[0] = 9.0

@@ -1,9 +1,9 @@
-"""Train a small model with torch alone on Gloo ranks, and save it with torch.distributed.checkpoint.
+"""Train a small model with plain torch on Gloo ranks, and save it with torch.distributed.checkpoint.
 
     dcp_saving.py FOLDER CASES.json [RANKS]
 
-CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All are run by the same ranks, four by default. A save
-of "ranks" has no index, and a file of torch.save for each rank, as verl's FSDPCheckpointManager writes them.
+CASES is a list of `Case` as dicts; each writes FOLDER/<name>. All run on the same ranks, four by default. A save of
+"ranks" has no index, but one file of torch.save per rank, as verl's FSDPCheckpointManager writes them.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Case:
     steps: int = 3
     scale: float = 1.0  # of the loss
     options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups
-    damage: tuple[Any, ...] = ()  # (parameter, state or "weight", first element, behind the last, value), in the save
+    damage: tuple[Any, ...] = ()  # (parameter, state or "weight", first element, end of the range, value), in the save
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ class Model(nn.Module):
 
 
 def distributed(model: Model, mesh: str) -> nn.Module:
-    """The model as its ranks share it."""
+    """The model, distributed over the ranks of the mesh."""
     ranks = dist.get_world_size()
     if mesh == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -137,7 +137,7 @@ def trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save_ranks(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """As verl does, without what is Hugging Face's."""
+    """Save as verl does, without the files of Hugging Face."""
     count, rank = dist.get_world_size(), dist.get_rank()
     path.mkdir(parents=True, exist_ok=True)
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
@@ -161,7 +161,7 @@ def state_of(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def damaged(state: dict[str, Any], damage: tuple[Any, ...]) -> None:
-    """Set elements of a tensor of the state that is to be saved, on the rank that has them."""
+    """Set elements of a tensor in the state to be saved, on the ranks that hold them."""
     if not damage:
         return
     parameter, what, begin, end, value = damage

@@ -1,11 +1,12 @@
-"""End the worker of an asynchronous save of the real megatron-core or NVRx on the last rank; print what ranks are told.
+"""End the worker of an asynchronous save of megatron-core or NVRx on the last rank; print the error of each rank.
 
-Prints a JSON list, of each rank the error that it raises, "" where none, or "waits". OUT is not used but for its name.
+Prints a JSON list by rank: the error that it raises, "" if none, or "waits". Only the name of OUT is used.
 
     dead_worker.py OUT staging|scheduled|writing|forked [--ranks 2] [--blocking] [--alone]
 
-staging: a persistent worker ends while it stages; scheduled: before it is asked to save; writing, forked: while a
-persistent or a forked worker writes. With `--alone` no rank asks the others. Who closes the caller then must not wait.
+staging: a persistent worker ends while it stages; scheduled: before a save is scheduled; writing, forked: while a
+persistent or a forked worker writes. With `--alone` ranks do not communicate. Closing the caller afterwards must not
+wait.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from ckpt_patches.demo import fake_gpu
 
 fake_gpu.install()
 
-import torch.distributed as dist  # noqa: E402  the stand-in GPU has to be there first
+import torch.distributed as dist  # noqa: E402  after the GPU stub
 
 from ckpt_patches.demo.ranks import free_port, results  # noqa: E402
 from patience import seconds  # noqa: E402
@@ -34,8 +35,8 @@ CALLERS = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
 )
-ALONE, TOGETHER = seconds(4), seconds(120)  # after the end of a worker: who waits longer for it waits for ever
-KEPT: list[Any] = []  # not freed before the end of the process: without the fix that waits for the worker as well
+ALONE, TOGETHER = seconds(4), seconds(120)  # after a worker's end; a rank that waits longer would wait forever
+KEPT: list[Any] = []  # kept until the process ends: without the fix, freeing it also waits for the worker
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def told(rank: int, port: int, options: argparse.Namespace) -> str:
     is_ended = rank == options.ranks - 1
     if is_ended:
         signal.signal(signal.SIGALRM, interrupt)
-        patience = ALONE if options.ranks == 1 else TOGETHER  # that others start their workers, too
+        patience = ALONE if options.ranks == 1 else TOGETHER  # so that other ranks can start their workers
         threading.Thread(target=set_alarm_at_end_of_worker, args=[patience], daemon=True).start()
     try:
         save(calls, upstream.AsyncRequest, options, is_ended)
@@ -81,7 +82,7 @@ def save(calls: Any, request: type, options: argparse.Namespace, is_ended: bool)
         calls.maybe_finalize_async_calls(blocking=True)
         if is_ended:
             end(calls)
-    busy = 0 if options.blocking and not is_ended else 600  # seconds; one that is waited for has to finish
+    busy = 0 if options.blocking and not is_ended else 600  # seconds; a worker that others wait for must finish
     stage = None
     if options.what in ("staging", "scheduled"):
         stage = die if is_ended and options.what == "staging" else float

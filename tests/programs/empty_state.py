@@ -1,7 +1,7 @@
-"""Save an optimizer state that is empty, or has lost entries, with the real megatron-core; load it; train on.
+"""Save an optimizer state that is empty, or has lost entries, with the real megatron-core; load it; continue training.
 
-Prints a line of JSON for each format: what the save did on any rank, and whether the resumed run equals, bit for bit,
-the one that went on.
+Prints a line of JSON for each format: the error of any rank's save, and whether the resumed run is bit-equal to the one
+that continued.
 
     empty_state.py OUT [--formats torch,dp_zero_gather_scatter,…] [--inner fused|torch] [--precision-aware]
         [--steps 0] [--lose nothing|moment|parameter|all] [--fp16]
@@ -44,7 +44,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def case(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Save in one format, go on training; load into a fresh run, train the same steps."""
+    """Save in one format and continue; load into a fresh run and train the same steps."""
     result: dict[str, Any] = {"error": "", "resume": "not tried", "keys": []}
     model, optimizer = build(options)
     for iteration in range(options.steps):
@@ -80,7 +80,7 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def lose(optimizer: Any, what: str) -> None:
-    """Take entries out of each rank's state: one moment of one parameter, one parameter's, or all."""
+    """Remove entries from each rank's state: one moment of one parameter, one parameter's moments, or all."""
     if what == "nothing":
         return
     state = optimizer.optimizer.state
@@ -95,7 +95,7 @@ def lose(optimizer: Any, what: str) -> None:
 
 
 def keys_in(folder: Path) -> list[str]:
-    """Those of the first buffer's first bucket in a checkpoint of the format `torch`."""
+    """The keys in the first bucket of the first buffer in a checkpoint in the format `torch`."""
     parameters = torch.load(folder / "distrib_optim.pt")
     buffer = next(iter(v for v in parameters.values() if isinstance(v, dict)))
     return sorted(str(key) for key in next(iter(buffer.values())))

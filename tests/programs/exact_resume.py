@@ -1,17 +1,17 @@
-"""Train, save in every format, train on; resume from each save, at the same and at another data-parallel size.
+"""Train, save in every format, continue; resume from each save, at the same and at another data-parallel size.
 
-With the real megatron-core on CPU ranks. Prints a line of JSON for each optimizer, format and data-parallel size:
-"bit-equal" if every weight, main parameter and moment is the saved one after the load, and after two more steps what it
-is without the stop; else by how much they differ, or what died. The order of a load is Megatron's: the optimizer's
-sharded state dict is made, the model's weights are loaded, then the optimizer's state.
+Uses the real megatron-core on CPU ranks. Prints a line of JSON for each optimizer, format and data-parallel size:
+"bit-equal" if each weight, main parameter and moment equals the saved one after the load, and the uninterrupted run's
+after two more steps; else the difference or the failure. A load has Megatron's order: build the optimizer's sharded
+state dict, load the model's weights, then load the optimizer's state.
 
     exact_resume.py OUT --formats torch,dp_reshardable,… [--inner fused|torch] [--optimizers NAME,…]
         [--resume-ranks 2,4] [--only save|resume]
 
 With `--only` one release saves in OUT, and another resumes from there.
 
-An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload fraction F, then `-precision-aware`,
-`-overlap` and `-fp32` (for a model of which one parameter is in fp32) where they apply.
+An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload fraction F, then, if they apply,
+`-precision-aware`, `-overlap` and `-fp32` (the model has one parameter in fp32).
 """
 
 import argparse
@@ -31,7 +31,7 @@ STEPS_BEFORE, STEPS_AFTER = 3, 2
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One way to configure the optimizer, by its name."""
+    """A configuration of the optimizer, given by its name."""
 
     name: str
 
@@ -42,7 +42,7 @@ class Optimizer:
             precision_aware="precision" in words,
             overlap="overlap" in words,
             native_fp32="fp32" in words,
-            # Parameters that begin at a multiple of 64 elements in any release's buffers.
+            # Parameters start at a multiple of 64 elements in the buffers of any release.
             make_model=functools.partial(mt.tiny_model, hidden=64, out=64) if "aligned" in words else None,
         )
 
@@ -111,12 +111,12 @@ def resume(rank: int, options: argparse.Namespace) -> None:
 
 
 def worst(results: list[str]) -> str:
-    """What died, else what differs, else what all ranks say."""
+    """The worst result: a failure, else a difference, else "bit-equal"."""
     return sorted(results, key=lambda text: (text == "bit-equal", text.startswith("differs")))[0]
 
 
 def resumed(kind: Optimizer, name: str, folder: Path) -> str:
-    """What became of one resume on this rank."""
+    """The result of one resume on this rank."""
     if (folder / "refused").exists():
         return f"refused: {(folder / 'refused').read_text()}"
     if (folder / f"{name}.died").exists():
@@ -137,7 +137,7 @@ def resumed(kind: Optimizer, name: str, folder: Path) -> str:
 
 
 def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """The largest; what is not a number differs from all."""
+    """The largest difference; NaN differs from everything."""
     if mt.equal(left, right):
         return 0.0
     return max((left[name] - right[name]).abs().max().item() for name in left) or float("nan")

@@ -1,8 +1,8 @@
 """Save a run of the real megatron.training whose ranks have drawn random numbers, or load it, on CPU ranks.
 
-Prints a line of JSON. A save: its error. A load: its error; whose random numbers each rank draws next for its experts
-(the number of the saved rank, "seeded" or null); whether the model-parallel ones are those of the saved run; and what
-rank 0 has said of RNG states.
+Prints a line of JSON. A save: its error. A load: its error; for each rank, the saved rank whose random numbers it draws
+next for its experts (a number, "seeded" or null); whether the model-parallel ones are those of the saved run; and rank
+0's output about RNG states.
 
     expert_rng.py save|load OUT [--ranks 2] [--tp 1] [--ep 2] [--etp 0] [--random] [--local] [--partial]
         [--format torch_dist]
@@ -28,7 +28,7 @@ EXPERTS, MODEL = "expert-parallel-rng", "model-parallel-rng"
 
 
 class InMemory:
-    """As nvidia-resiliency-ext's manager of local checkpoints, for one rank."""
+    """A stub of nvidia-resiliency-ext's manager of local checkpoints, for one rank."""
 
     local_ckpt_dir = "memory"
     iteration = -1
@@ -99,7 +99,7 @@ def load(rank: int, options: argparse.Namespace) -> Any:
 
 
 def loaded(rank: int, options: argparse.Namespace, checkpointing: Any, model: Any, args: Any, **more: Any) -> Any:
-    """Whose random numbers come next for the experts, whether the model's are the saved ones, and what was said."""
+    """Whose random numbers come next for the experts, whether the model's are the saved ones, and the output."""
     seeded = peek()[EXPERTS]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         megatron_lm.load(checkpointing, model, args, **more)
@@ -121,7 +121,7 @@ def draw(name: str, times: int) -> torch.Tensor:
 
 
 def peek() -> dict[str, torch.Tensor]:
-    """The next random numbers of each stream, which are drawn again after that."""
+    """The next random numbers of each stream; the states are restored, so they are drawn again."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     states = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}

@@ -1,9 +1,9 @@
 """Train a mixture of experts with DeepSpeed on four ranks, and save it, or load a universal checkpoint of one.
 
-experts.py OUT STAGE [--ep 2]      OUT/global_step8, and beside it each rank's state-RANK.pt, by the experts' numbers,
+experts.py OUT STAGE [--ep 2]      OUT/global_step8; beside it, each rank's state-RANK.pt, by the experts' numbers,
                                    and losses.json, of the next steps
-experts.py OUT STAGE --resume FOLDER          the same, of a run that loads that checkpoint and does not train before
-experts.py OUT STAGE --ep 4 1 --universal FOLDER      OUT/ep4 with the same two after the load, and so on
+experts.py OUT STAGE --resume FOLDER          the same, for a run that loads that checkpoint instead of training
+experts.py OUT STAGE --ep 4 1 --universal FOLDER      OUT/ep4 and OUT/ep1, each with both files after the load
 
 Stage 0 is ZeRO 1 by BF16_Optimizer. With --groups N a param group of experts has at most N elements.
 """

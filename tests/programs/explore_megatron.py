@@ -263,7 +263,8 @@ def sharded(run: Run, options: Options, *, is_loading: bool) -> dict[str, Any]:
     if options["optimizer"] == "whole":
         chosen = {}
     elif "metadata" in inspect.signature(leaves(run.optimizer)[0].sharded_state_dict).parameters:
-        chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": True}}
+        bare = name != "fully_sharded_bucket_space"  # whose objects of two optimizers would have one name
+        chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": bare}}
     of_optimizer = run.optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
     return {"model": of_model, "optimizer": of_optimizer}
 
@@ -311,10 +312,10 @@ def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
         return None
     mt.make_folder(folder)
     state = {**sharded(run, options, is_loading=False), **of_run(run, options, iteration)}
-    how: Options = {"async_sharded_save": options["asynchronous"]}
+    how: Options = {"async_sharded_save": True} if options["asynchronous"] else {}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         how["async_strategy"] = "mcore"  # the other is in a package of its own
-    asked = dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **how)
+    asked = dist_checkpointing.save(state, str(folder), (options["backend"], 1), **how)
     dist.barrier()
     return asked
 

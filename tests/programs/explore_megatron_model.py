@@ -98,7 +98,7 @@ def scheduler(optimizer: Any, options: Options) -> Any:
 
 def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
     """Two layers of a GPT, of which this rank has a part."""
-    stand_in_for_kernels()
+    stub_kernels()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -142,7 +142,7 @@ class Norm:
         return torch.nn.functional.layer_norm(data, size, weight, bias, eps)
 
 
-def stand_in_for_kernels() -> None:
+def stub_kernels() -> None:
     """0.7 imports layers of Transformer Engine for any GPT, and uses one, its last norm; the others are of Apex."""
     layers = "megatron.core.transformer.custom_layers.transformer_engine"
     try:
@@ -221,7 +221,7 @@ def step(model: Any, optimizer: Any, number: int) -> float:
         data_iterator=None,
         model=[model],
         num_microbatches=1,
-        seq_length=LENGTH,
+        seq_length=LENGTH * parallel_state.get_context_parallel_world_size(),  # each rank has all tokens
         micro_batch_size=len(tokens),
         forward_only=False,
     )

@@ -1,9 +1,9 @@
-"""Save and load a linear layer with the real megatron-core on a CPU rank, again and again; print what each took.
+"""Save and load a linear layer with the real megatron-core on a CPU rank repeatedly; print the seconds of each.
 
     fingerprint_cost.py OUT [--hidden 2048] [--saves 5]
 
-Prints JSON: the seconds of each save and of each load, the bytes of the optimizer's state, and which of our modules of
-fingerprints were imported.
+Prints JSON: the seconds of each save and of each load, the bytes of the optimizer's state, and the imported modules of
+ckpt_patches.fingerprint.
 """
 
 import argparse

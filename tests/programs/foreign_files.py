@@ -1,9 +1,9 @@
-"""Give DeepSpeed files with more in them than it writes itself; print what it said, as JSON.
+"""Give DeepSpeed files with objects that it does not write itself; print the results, as JSON.
 
     foreign_files.py CHECKPOINT FOLDER
 
-CHECKPOINT is one that a training wrote; a changed copy of it, and other files, go into FOLDER. `ran` tells whether code
-that stands in a file was run.
+CHECKPOINT comes from a training; a changed copy of it, and other files, go into FOLDER. `ran` is whether code inside a
+file was run.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from program_arguments import parsed
 
 
 class Settings:
-    """A class of the user's."""
+    """A user's class."""
 
     depth = 3
 
 
 class Attack:
-    """Unpickling one runs its code."""
+    """An object that runs code when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -44,20 +44,20 @@ class Attack:
 
 
 class RawMemory:
-    """With NumPy's arrays allowed, an array of objects whose addresses stand in the file."""
+    """An object array whose addresses come from the file, if NumPy's arrays are allowed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return numpy.ndarray, ((1,), "O", b"A" * 8)
 
 
-# With the classes that are allowed and that no test's training writes.
+# Includes the allowed classes that no test's training writes.
 PLAIN = {
     "sub_param_shape": SubparamShape(patterns=["query"], shape=((2, 1), 3), partition_dim=0),
     "args": argparse.Namespace(params_dtype=torch.half, lr=1e-4, data_path=["a", "b"], seed=None),
     "random_rng_state": random.getstate(),
     "torch_rng_state": torch.get_rng_state(),
 }
-# Megatron-DeepSpeed saves it, and DeepSpeed itself with curriculum learning.
+# Megatron-DeepSpeed saves this, and DeepSpeed itself with curriculum learning.
 NUMPY_STATE = {"np_rng_state": numpy.random.get_state()}
 NUMPY_CLASSES = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
 
@@ -72,7 +72,7 @@ def said(do: Callable[[], object]) -> str:
 
 
 def attacked_copy(checkpoint: Path, to: Path, marker: Path) -> Path:
-    """A copy of a checkpoint with an attack in the first rank's file; that file."""
+    """Copy a checkpoint, with an attack in the first rank's file; return that file."""
     shutil.copytree(checkpoint, to)
     path = min(to.glob("*/*optim_states.pt"))
     torch.save({**torch.load(path, weights_only=False), "x": Attack(marker)}, path)
@@ -80,7 +80,7 @@ def attacked_copy(checkpoint: Path, to: Path, marker: Path) -> Path:
 
 
 def read(rank_file: Path) -> dict[str, str]:
-    """What each reader says to a checkpoint."""
+    """The result of each reader for a checkpoint."""
     tag = rank_file.parent
     return {
         "engine": said(lambda: TorchCheckpointEngine().load(str(rank_file), map_location="cpu")),
@@ -90,7 +90,7 @@ def read(rank_file: Path) -> dict[str, str]:
 
 
 def nebula(path: Path) -> str:
-    """Nebula's own package is not public; with loading by Nebula switched off, DeepSpeed only initializes it."""
+    """The error of a load by the Nebula engine. Nebula's package is not public: a stub with `init` is enough here."""
     sys.modules["torch_nebula"] = types.SimpleNamespace(init=lambda **parameters: None)  # type: ignore[assignment]
     from deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine import NebulaCheckpointEngine
 

@@ -1,8 +1,8 @@
-"""Save SwiGLU under torch FSDP2, or load what was saved, on ranks of the real megatron-core.
+"""Save SwiGLU under torch FSDP2, or load the result, on ranks of the real megatron-core.
 
 The training is that of the demonstration of `fsdp2_swiglu_rows`, which saves in two forms: as the release does, and as
-those up to 0.18 do. A load prints a line of JSON for each form: how many rows of the weight and the moment differ from
-the live ones of the save, and whether it was refused.
+releases up to 0.18 do. A load prints a line of JSON for each form: the number of rows of the weight and the moment that
+differ from the live ones of the save, or "refused".
 
     fsdp2_rows.py save|load FOLDER [--ranks 2] [--tensor-parallel 1] [--without-fsdp2]
 """
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def compared(saved: list[dict[str, Any]], loaded: list[dict[str, Any]], form: str) -> int | str:
-    """How many rows are others."""
+    """The number of rows that differ."""
     if None in [rank[form] for rank in loaded]:
         return "refused"
     truth, found = (DEMO["whole"]([rank[form] for rank in ranks]) for ranks in (saved, loaded))

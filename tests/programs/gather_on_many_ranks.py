@@ -1,8 +1,8 @@
-"""Gather the state of one bucket to rank 0 over Gloo, by the package's method and by that of upstream's own file.
+"""Gather the state of one bucket to rank 0 over Gloo, with the package's method and with upstream's own file.
 
-Megatron's own set-up makes sixty groups; this is the methods alone, on what they read of an optimizer, in one group.
-Prints a line of JSON: for each rank, by side, the messages and bytes that it sends, and of every repetition by how much
-(bytes) it grew, and the seconds.
+Megatron's own set-up makes sixty groups; this program runs only the methods, in one group, on a stub optimizer. Prints
+a line of JSON: for each rank, by side, the messages and bytes that it sends, and the memory growth (bytes) and seconds
+of each repetition.
 
     gather_on_many_ranks.py UPSTREAM_FILE RANKS ELEMENTS    elements of each state on each rank
 """
@@ -44,7 +44,7 @@ def worker(rank: int, file: str, ranks: int, elements: int) -> None:
         for name in list(sides)[:: 1 if repetition % 2 else -1]:
             with sent() as messages:
                 _, used, seconds = peak(functools.partial(sides[name].get_parameter_state_dp_zero, optimizer))
-            if repetition > 0:  # the first one opens connections
+            if repetition > 0:  # the first repetition opens connections
                 found[name].append((used * MIB, seconds))
             found[f"{name}, messages"], found[f"{name}, bytes"] = len(messages), sum(messages)
     by_rank: list[Any] = [None] * ranks
@@ -56,7 +56,7 @@ def worker(rank: int, file: str, ranks: int, elements: int) -> None:
 
 
 def optimizer_of(rank: int, ranks: int, elements: int) -> Any:
-    """What a gather reads of a distributed optimizer with one parameter, which all ranks share."""
+    """The attributes of a distributed optimizer that a gather reads, with one parameter, which all ranks share."""
     param = torch.nn.Parameter(torch.empty(ranks * elements, dtype=torch.bfloat16))
     shard = torch.nn.Parameter(torch.full((elements,), float(rank)))
     world, local = Range(rank * elements, (rank + 1) * elements), Range(0, elements)
@@ -82,12 +82,12 @@ def optimizer_of(rank: int, ranks: int, elements: int) -> Any:
 
 @contextmanager
 def sent() -> Iterator[list[int]]:
-    """The bytes of every message that this rank sends in a gather: in the collective, or one by one."""
+    """The bytes of each message that this rank sends in a gather: in the collective, or one by one."""
     messages: list[int] = []
     functions = {name: getattr(dist, name) for name in ("gather", "isend")}
 
     def note(function: Callable[..., Any], tensor: torch.Tensor, *arguments: Any) -> Any:
-        if function is functions["isend"] or arguments[0] is None:  # rank 0 gives a gather what it receives into
+        if function is functions["isend"] or arguments[0] is None:  # rank 0 passes a list of outputs to a gather
             messages.append(tensor.numel() * tensor.element_size())
         return function(tensor, *arguments)
 

@@ -1,8 +1,8 @@
-"""Write checkpoints of a GPT with experts on two expert-parallel ranks, and load changed ones, by megatron-core.
+"""Write checkpoints of a GPT with experts on two expert-parallel ranks, and load changed ones, with megatron-core.
 
 gpt_removals.py write OUT             OUT/iter_0000001 and OUT/iter_0000003
-gpt_removals.py load CASES.json       prints for each folder of the list what the live state of each rank is after
-                                      the load, as a digest by name, or {"error": "..."}
+gpt_removals.py load CASES.json       prints the live state of each rank after the load of each folder in the list,
+                                      as a digest by name, or {"error": "..."}
 """
 
 import argparse
@@ -19,7 +19,7 @@ from program_arguments import parsed
 
 RANKS = 2
 ITERATIONS = (1, 3)
-AT_ONCE = 10  # loads by the same processes: Gloo keeps the threads of every group
+AT_ONCE = 10  # loads per process: Gloo keeps the threads of every group
 OPTIONS = argparse.Namespace(
     tp=1, pp=1, ep=2, dp=RANKS, experts=True, of_each=2, fp32=False, inner="fused", optimizer="distributed",
     format="fully_reshardable", backend="torch_dist",
@@ -57,7 +57,7 @@ def load_all(rank: int, folders: list[str]) -> list[dict[str, str]]:
 
 
 def load(folder: str) -> dict[str, str]:
-    """Into a model of other numbers."""
+    """Load into a model with other numbers."""
     from megatron.core import dist_checkpointing
 
     model, optimizer = build(OPTIONS)

@@ -1,16 +1,16 @@
 """Train a small GPT with the real megatron-core on CPU ranks, save it, and resume it, in another release or layout.
 
-The model has two layers with SwiGLU, a padded vocabulary and an embedding that is the output layer as well; with
-`--experts` each layer has two, or as many as `--of-each` says. `save` writes OUT/checkpoint, and what each
-model-parallel rank had then and two steps later; `resume` loads a checkpoint and prints JSON: for what it has "loaded",
-and what it has two steps "after", "bit-equal" or what differs; where other model-parallel ranks saved it saves what it
-has loaded in OUT/again.
+The model has two layers with SwiGLU, a padded vocabulary and an embedding that is also the output layer; with
+`--experts` each layer has two experts, or `--of-each` many. `save` writes OUT/checkpoint, and the state of each
+model-parallel rank then and two steps later; `resume` loads a checkpoint and prints JSON: for the "loaded" state, and
+the state two steps "after", "bit-equal" or the differences. If other model-parallel ranks saved it, `resume` saves the
+loaded state in OUT/again.
 
     gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
         [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--of-each 2] [--fp32] [--inner fused|torch]
         [--optimizer distributed|whole|none]
 
-A `whole` optimizer is not distributed: each rank has all of its state. With `none` the model's weights are saved alone.
+A `whole` optimizer is not distributed: each rank has all of its state. With `none` only the model's weights are saved.
 """
 
 import argparse
@@ -109,9 +109,9 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 class OnCpu:
-    """What a module takes for torch: its functions, but tensors that it makes on the GPU are the CPU's.
+    """A stub of the module torch: it has torch's functions, but tensors for the GPU are created on the CPU.
 
-    The stand-in for a GPU is not asked within a backward pass, where the ranks of experts exchange tokens.
+    The GPU stub is not active within a backward pass, where the ranks of experts exchange tokens.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ class OnCpu:
 
 
 def on_cpu() -> None:
-    """What experts need without a GPU and Transformer Engine; 0.14 looks for a function of it all the same."""
+    """Replace what experts need from a GPU and Transformer Engine; 0.14 also looks up a function of the latter."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils
 
@@ -160,7 +160,7 @@ def step(model: Any, optimizer: Any, number: int) -> None:
 
 
 def everything(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
-    """Every weight, main parameter and moment of this model-parallel rank, in fp32, and the groups' settings."""
+    """Each weight, main parameter and moment of this model-parallel rank, in fp32, and the groups' settings."""
     found = mt.weights(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for own in getattr(optimizer, "chained_optimizers", [optimizer]) if kind != "none" else []:
@@ -184,7 +184,7 @@ def everything(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]
 
 
 def whole_state(own: Any, names: dict[Any, str]) -> dict[str, torch.Tensor]:
-    """Of an optimizer that is not distributed: by Megatron's groups of weights in 16 bits, and of their masters."""
+    """The state of an optimizer that is not distributed, from its groups of 16-bit weights and main parameters."""
     found = {}
     masters = getattr(own, "fp32_from_float16_groups", []), getattr(own, "float16_groups", [])
     pairs = [pair for groups in zip(*masters, strict=True) for pair in zip(*groups, strict=True)]
@@ -199,11 +199,11 @@ def whole_state(own: Any, names: dict[Any, str]) -> dict[str, torch.Tensor]:
 
 
 def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the ranks that have the same parameters: each has a part of their states, and the others zeros."""
+    """The states summed over the ranks with the same parameters: each holds its part, and zeros elsewhere."""
     together: dict[str, torch.Tensor] = {}
     for where, other in mt.gathered((place(), found)):
         for name, tensor in other.items():
-            # Experts are those of an expert-parallel rank, and all else is cut up over these ranks as well.
+            # Experts belong to one expert-parallel rank; all other states are sharded over these ranks as well.
             if where != place() and (".experts." in name or where.rpartition("-")[0] != place().rpartition("-")[0]):
                 continue
             is_state = name.endswith((".param", ".exp_avg", ".exp_avg_sq"))
@@ -212,7 +212,7 @@ def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def place() -> str:
-    """Which parameters this rank has."""
+    """The model-parallel position of this rank."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()

@@ -1,9 +1,9 @@
-"""Train with frozen parameters and hpZ on ranks of two nodes, load in every way, and print the losses, as JSON.
+"""Train with frozen parameters and hpZ on ranks of two nodes, load in several ways, and print the losses, as JSON.
 
     hpz_loads.py FOLDER LOAD... [--persistent] [--trained]
 
-The next loss of the run that was saved is `expected`; that of each run of other weights that has loaded is named by
-what it has loaded. With --persistent no parameter is large enough to be partitioned between its uses; with --trained
+`expected` is the next loss of the saved run. For each load, the next loss of a run with other weights after that load
+has the load's name. With --persistent no parameter is large enough to be partitioned between its uses; with --trained
 none is frozen.
 """
 
@@ -19,7 +19,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "all": {},
     "module": {"load_module_only": True},
     "weights": {"load_optimizer_states": False},
-    "universal": {},  # which is a setting
+    "universal": {},  # enabled by a setting
 }
 
 

@@ -1,7 +1,7 @@
 """Resume the real hybrid optimizer, with nothing offloaded, from a checkpoint of a release that saved no step for it.
 
-hybrid_old_step.py OUT save [--steps 5]    OUT/checkpoint after so many steps, OUT/after.pt the weights two later
-hybrid_old_step.py OUT load                "right" if two steps after the load the weights are these, or the error
+hybrid_old_step.py OUT save [--steps 5]    OUT/checkpoint after that many steps, OUT/after.pt the weights two later
+hybrid_old_step.py OUT load                "right" if the weights two steps after the load equal these, or the error
 """
 
 import argparse

@@ -5,7 +5,7 @@ optimizer that do not hold them.
 
     hybrid_reload.py [--state-dict] [--steps-before N] [--ranks 2]
 
-With `--state-dict` reload_model_params is given the weights, in fp32.
+With `--state-dict` reload_model_params gets the weights, in fp32.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def case(options: argparse.Namespace, precision_aware: bool, fraction: float, ov
     )
     for iteration in range(options.steps_before):
         mt.step(model, optimizer, iteration)
-    # Not a bf16 number: the model holds it rounded, a state dict in fp32 does not.
+    # Not a bf16 number: the model rounds it, a state dict in fp32 does not.
     exact = {name: torch.full_like(value, 0.7501) for name, value in mt.weights(model).items()}
     mt.set_weights(model, exact)
     loaded = mt.weights(model)
@@ -68,7 +68,7 @@ def reload_params(model: Any, optimizer: Any, exact: dict[str, torch.Tensor] | N
 
 
 def stale_copies(optimizer: Any, exact: float | None) -> list[str]:
-    """Kinds of copies that do not hold the loaded value: as given where they are fp32, rounded where they are bf16."""
+    """The kinds of copies without the loaded value: exact in fp32 copies, rounded in bf16 copies."""
     hybrid = optimizer.optimizer
     stale = set()
     for group in hybrid.param_groups:

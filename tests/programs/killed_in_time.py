@@ -1,6 +1,6 @@
-"""Convert or migrate a checkpoint, and be killed with all workers just before the Nth change in the file system.
+"""Convert or migrate a checkpoint, and kill all its processes just before the Nth file-system change.
 
-killed_in_time.py convert|migrate INPUT OUTPUT N     prints "done" if it has come to its end before that
+killed_in_time.py convert|migrate INPUT OUTPUT N     prints "done" if it ends before that change
 """
 
 import os
@@ -27,13 +27,13 @@ def migrate(source: str, output: str) -> None:
     from ckpt_patches.migrate import migration_plan
     from ckpt_patches.migrate.migrate import Options, migrate
 
-    migration_plan.FILE = 1000  # bytes: several files
+    migration_plan.FILE = 1000  # bytes: for several files
     before_each_change(kill_in_time)
     migrate(Path(source), Path(output), Options(workers=1), warn=lambda _: None)
 
 
 def kill_in_time(event: str, arguments: tuple[Any, ...]) -> None:
-    """Forked workers count as well, on from where they began."""
+    """Forked workers continue the count from their fork."""
     global left
     left -= 1
     if left < 0:

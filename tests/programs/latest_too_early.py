@@ -1,9 +1,9 @@
-"""Two ranks of the real DeepSpeed, of which the second ends in the middle of a save; then a run by what `latest` names.
+"""Run two ranks of the real DeepSpeed, whose second ends during a save, then a run that loads what `latest` names.
 
-save OUT KIND      one checkpoint that is whole, and another step's, which the second rank does not write; prints
-                   what `latest` says in the end
-whole OUT KIND     one rank, by RANK and MASTER_PORT, of a save that goes well, or prints what was raised
-resume OUT KIND    each rank prints the tag that it loaded, what was raised, and whether its moments are all zeros
+save OUT KIND      one complete checkpoint, and another step's, which the second rank does not write; prints the final
+                   content of `latest`
+whole OUT KIND     one rank, given by RANK and MASTER_PORT, of a complete save; prints its error
+resume OUT KIND    each rank prints the tag that it loaded, its error, and whether its moments are all zeros
 """
 
 import argparse
@@ -20,7 +20,7 @@ from patience import seconds
 from program_arguments import parsed
 
 RANKS = 2
-LATE = seconds(3)  # from the first rank's last file until it would have written `latest`
+LATE = seconds(3)  # from the first rank's last file to the time at which it would have written `latest`
 
 
 def save(rank: int, args: argparse.Namespace) -> None:
@@ -40,12 +40,12 @@ def whole(rank: int, args: argparse.Namespace) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     say({"rank": rank, "error": error})
-    time.sleep(seconds(1))  # rank 0 holds the store, from which the other reads at the same time
-    os._exit(0)  # as a job ends in which a rank has failed
+    time.sleep(seconds(1))  # rank 0 holds the store, which the other rank reads at the same time
+    os._exit(0)  # as a job with a failed rank ends
 
 
 def end(state: Any, path: str, *args: Any, **kwargs: Any) -> None:
-    while not list(Path(path).parent.glob("*_optim_states.pt")):  # that of the first rank
+    while not list(Path(path).parent.glob("*_optim_states.pt")):  # the first rank's file
         time.sleep(0.05)
     time.sleep(LATE)
     os._exit(3)
@@ -62,11 +62,11 @@ def resume(rank: int, args: argparse.Namespace) -> None:
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     say(found)
-    os._exit(0)  # of ranks that differ one would wait for the other
+    os._exit(0)  # ranks that differ would wait for each other
 
 
 def say(found: dict[str, Any]) -> None:
-    """In one piece: the other rank has the same output."""
+    """Write in one call: both ranks share the output."""
     os.write(1, f"{json.dumps(found)}\n".encode())
 
 

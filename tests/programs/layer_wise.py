@@ -1,8 +1,8 @@
 """Train a small GPT with the real layer-wise distributed optimizer on CPU ranks, save it in torch_dist, and resume it.
 
-Each data-parallel rank has whole parameters. Matrices are stepped by torch's SGD with momentum in the place of Muon,
-which keeps a state of the same name and comes from a package that is on no index; the rest by Adam. `save` writes
-OUT/checkpoint and what each rank holds; `resume` prints JSON: what of the state "loaded" differs from it.
+Each data-parallel rank holds complete parameters. Torch's SGD with momentum steps the matrices in place of Muon, which
+has a state of the same name but is on no package index; Adam steps the rest. `save` writes OUT/checkpoint and the state
+of each rank; `resume` prints JSON: the parts of the "loaded" state that differ from it.
 
     layer_wise.py save|resume OUT [--tp 1] [--dp 2] [--ep 1] [--experts] [--of-each 2]
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import gpt_resume
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import stand_in_fused_adam
+from ckpt_patches.demo import stub_fused_adam
 from program_arguments import parsed
 
 STEPS = 3
@@ -34,7 +34,7 @@ def main() -> None:
 def gathered(
     outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, *, as_it_is: Any = dist.all_gather, **more: Any
 ) -> Any:
-    """Of different sizes, as NCCL does it and Gloo does not."""
+    """Gather tensors of different sizes, as NCCL does and Gloo does not."""
     if len({one.numel() for one in outputs}) == 1:
         return as_it_is(outputs, own, group=group, **more)
     for number, output in enumerate(outputs):
@@ -66,7 +66,7 @@ def layer_wise(config: Any, models: list[Any]) -> Any:
     by_decay = [p for p in others if p.dim() > 1], [p for p in others if p.dim() == 1]
     optimizers = [
         torch.optim.SGD([group(own, 1.0) for own in by_expert(matrices)], lr=1e-2, momentum=0.9),
-        stand_in_fused_adam.FusedAdam(
+        stub_fused_adam.FusedAdam(
             [group(own, decay) for own, decay in zip(by_decay, (1.0, 0.0), strict=True) if own], lr=1e-2
         ),
     ]
@@ -80,7 +80,7 @@ def by_expert(parameters: list[Any]) -> list[list[Any]]:
 
 
 def group(parameters: list[Any], wd_mult: float) -> dict[str, Any]:
-    """With what Megatron tells groups apart by."""
+    """A param group with the keys by which Megatron distinguishes groups."""
     expert = not getattr(parameters[0], "allreduce", True)
     own = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False}
     return {"params": parameters, **own, "max_lr": 1e-2, "min_lr": 0.0, "default_config": True}
@@ -100,7 +100,7 @@ def init_adam(optimizer: Any, config: Any = None) -> None:
 
 
 def held(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The weights, and of this rank's own parameters the main one and the states."""
+    """All weights, and the main parameters and states of this rank's own parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {name: parameter.detach().clone() for parameter, name in names.items()}
     for own in optimizer.chained_optimizers:
@@ -141,7 +141,7 @@ def resume(rank: int, options: argparse.Namespace) -> None:
 
 
 def together(ranks: list[tuple[str, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Of all data-parallel ranks; experts are those of this expert-parallel rank alone."""
+    """The states of all data-parallel ranks; of experts, only those of this expert-parallel rank."""
     here = gpt_resume.place()
     return {
         name: tensor

@@ -1,8 +1,8 @@
 """Save the layer-wise distributed optimizer in the `torch` format of the real megatron.training, and load it.
 
-On two CPU ranks. Prints a line of JSON: what each rank raised, the names of the optimizer's files, and how many of its
-own main parameters and states each rank has loaded otherwise than it saved them. `--lost`: the second file is deleted
-before the load, as it is not there where upstream has saved.
+Uses two CPU ranks. Prints a line of JSON: the error of each rank, the names of the optimizer's files, and how many of
+its own main parameters and states each rank loaded with other values than it saved. `--lost`: the second file is
+deleted before the load, because upstream's save does not write it.
 
     layer_wise_torch.py OUT [--cp 2] [--lost]
 """
@@ -53,14 +53,14 @@ def resume(rank: int, options: argparse.Namespace) -> tuple[str, int]:
         next(options.out.rglob("layer_wise_optimizer_1.pt")).unlink()
     try:
         megatron_lm.load(checkpointing, resumed, args, of_resumed)
-    except (RuntimeError, SystemExit) as error:  # of a file that two ranks wrote at once
+    except (RuntimeError, SystemExit) as error:  # a file that two ranks wrote at once
         return type(error).__name__, 0
     own, loaded = layer_wise.held(model, optimizer), layer_wise.held(resumed, of_resumed)
     return "", sum(not torch.equal(tensor, loaded[name]) for name, tensor in own.items() if " " in name)
 
 
 def two_alike(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    """Each rank has a matrix and a bias of the same shapes as the other's."""
+    """A model in which each rank has a matrix and a bias of equal shapes."""
     from megatron.core.transformer.module import MegatronModule
 
     class Model(MegatronModule):

@@ -1,7 +1,7 @@
-"""Gather and scatter the optimizer's state with the real megatron-core, beside the methods of upstream's own file.
+"""Gather and scatter the optimizer's state with the real megatron-core, and with the methods of upstream's own file.
 
-Prints a line of JSON for each part: what differs from upstream, which collectives were called on each rank, and what
-memory and time the save and the load took.
+Prints a line of JSON for each part: the differences from upstream, the collectives called on each rank, and the memory
+and time of the save and the load.
 
     lean_gather.py UPSTREAM_FILE [--parts equal,memory,cost] [--inner fused|torch] [--precision-aware] [--ranks 4]
         [--elements 524288] [--case gloo] [--out FOLDER]
@@ -57,7 +57,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def upstream_optimizer(path: str) -> Any:
-    """The class as upstream's file has it: loaded beside the package's own module, past any hook."""
+    """The class from upstream's file, loaded beside the package's own module, without any hook."""
     spec = importlib.util.spec_from_file_location("megatron.core.optimizer.upstream_distrib_optimizer", path)
     assert spec is not None
     assert spec.loader is not None
@@ -66,7 +66,7 @@ def upstream_optimizer(path: str) -> Any:
     return module.DistributedOptimizer
 
 
-# What is saved, and what is loaded
+# Saved and loaded states
 
 
 def equal(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def equal(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cases(distributed: Any) -> dict[str, dict[str, bool]]:
-    """Arguments of the save: since 0.15 there is NCCL (here on the stand-in GPU), and a state on all ranks."""
+    """Arguments of the save. Since 0.15 it can use NCCL (here on the GPU stub), and return the state on all ranks."""
     if "use_gloo_comm" not in inspect.signature(distributed.get_parameter_state_dp_zero).parameters:
         return {"gloo": {}}
     return {
@@ -105,9 +105,10 @@ def small(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def odd_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    """The tiny model and parameters of odd sizes, so that shards begin and end in the middle of parameters.
+    """The tiny model with parameters of odd sizes, so that shards start and end inside parameters.
 
-    Buckets are filled from the last parameter on. The first is a bucket of its own, where most shards are padding.
+    Buckets are filled from the last parameter on. The first parameter has a bucket of its own, where most shards are
+    padding.
     """
     model = mt.tiny_model(config, dtype, native_fp32)
     tiny = model.forward
@@ -119,19 +120,19 @@ def odd_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
 
 
 def buckets(distributed: Any) -> list[list[int]]:
-    """Elements of every bucket, with and without its padding."""
+    """The elements of each bucket, with and without its padding."""
     return [[b.grad_data.numel(), b.numel_unpadded] for buffer in distributed.buffers for b in buffer.buckets]
 
 
 def split_params(distributed: Any) -> int:
-    """How many parameters begin on an earlier rank than this one."""
+    """The number of parameters that start on an earlier rank than this one."""
     maps = [gbuf for ranges in distributed.gbuf_ranges for by_bucket in ranges.values() for gbuf in by_bucket]
     return sum(r["param"].start > 0 for gbuf in maps for r in gbuf["param_map"].values())
 
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """The collectives that are called, in their order."""
+    """The collectives called, in order."""
     calls: list[str] = []
 
     def record(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,12 +153,12 @@ def recorded() -> Iterator[list[str]]:
 
 
 def counted(calls: list[str]) -> list[tuple[str, int]]:
-    """The calls in their order, each with how often it follows itself."""
+    """The calls in order, each with its number of consecutive repetitions."""
     return [(name, len(list(same))) for name, same in itertools.groupby(calls)]
 
 
 def difference(ours: Any, theirs: Any) -> str:
-    """What differs first, in layout or in a bit; empty if nothing does."""
+    """The first difference in layout or bits; empty if there is none."""
     for (place, one), (other_place, other) in zip(described(ours), described(theirs), strict=False):
         if (place, one) != (other_place, other):
             return f"{place}: {one!r:.200}, upstream {other_place}: {other!r:.200}"
@@ -165,7 +166,7 @@ def difference(ours: Any, theirs: Any) -> str:
 
 
 def described(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf by its place; of a tensor all that a file or a reader could see."""
+    """Each leaf with its place; for a tensor, everything that a file or a reader could see."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from described(item, f"{place}/{key!r}")
@@ -186,7 +187,7 @@ def on_disk(value: Any) -> bytes:
 def load(
     upstream: Any, options: argparse.Namespace, model: Any, optimizer: Any, state: Any, calls: dict[str, Any]
 ) -> str:
-    """Load with the package's method and with upstream's, and train on: what differs first."""
+    """Load with the package's method and with upstream's, and continue training: the first difference."""
     weights, saved, before = mt.weights(model), copy.deepcopy(optimizer.state_dict()), on_disk(state)
     for iteration in (2, 3):
         mt.step(model, optimizer, iteration)
@@ -215,7 +216,7 @@ def load(
 
 
 def memory(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """In MiB: what a rank's save and load need beyond the gathered state, with the package's methods."""
+    """The memory of a rank's save and load beyond the gathered state, in MiB, with the package's methods."""
     distributed = large(options.elements, bucket_size=options.elements)
     bucket = 4 * options.elements / MIB
     found: dict[str, Any] = {"bucket": bucket, "shard": bucket / dist.get_world_size()}
@@ -231,7 +232,7 @@ def memory(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
 def cost(upstream: Any, options: argparse.Namespace) -> dict[str, Any]:
     """MiB and seconds of a gather, and of a save in the `torch` format, in pairs of the package and upstream's file.
 
-    What is saved goes over Gloo; of another case there is the gather alone.
+    A save uses Gloo; for another case only the gather is measured.
     """
     distributed = large(options.elements)
     arguments = cases(distributed)[options.case]

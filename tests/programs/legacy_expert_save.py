@@ -1,10 +1,10 @@
 """Save a `torch` checkpoint of the real megatron.training on CPU ranks, or load it; prints a line of JSON.
 
-What each rank raised, the names of the files, and whether each rank has the weights of its own ranks.
+It has the error of each rank, the names of the files, and whether each rank has its own weights.
 
     legacy_expert_save.py save|load OUT [--ranks 2] [--tp 1] [--ep 1] [--etp 1] [--experts 6] [--saved-etp 0]
 
-`--saved-etp`: the number of expert-tensor-parallel ranks in the arguments, if they are to state another one.
+`--saved-etp`: another number of expert-tensor-parallel ranks for the arguments.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def begin(options: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def value() -> int:
-    """What this rank's weights are."""
+    """The value of this rank's weights."""
     from megatron.core import parallel_state as mpu
 
     return int(mpu.get_tensor_model_parallel_rank() + 10 * mpu.get_expert_model_parallel_rank())

@@ -1,4 +1,4 @@
-"""What loads of many changed checkpoints come to: the live state of every rank as a digest, or an error."""
+"""The results of loads of many changed checkpoints: the live state of every rank as a digest, or an error."""
 
 import hashlib
 import json
@@ -11,22 +11,22 @@ from ckpt_patches.demo.ranks import RankError
 
 
 def by_folder(load_all: Callable[[list[str]], list[list[Any]]], folders: list[str]) -> dict[str, Any]:
-    """What `load_all` returns of each rank, by folder, or {"error": "..."}.
+    """By folder, the results of `load_all` for each rank, or {"error": "..."}.
 
-    All are loaded by the same processes if none of them is an error, else each by processes of its own.
+    The same processes load all folders, unless there is an error: then halves are tried, down to single folders.
     """
     try:
         ranks = load_all(folders)
     except RankError as error:
         if len(folders) == 1:
             return {folders[0]: {"error": str(error)}}
-        middle = len(folders) // 2  # the few that fail are found by halves
+        middle = len(folders) // 2  # bisection finds the few that fail
         return {**by_folder(load_all, folders[:middle]), **by_folder(load_all, folders[middle:])}
     return {folder: [rank[n] for rank in ranks] for n, folder in enumerate(folders)}
 
 
 def print_differences(results: Callable[[], list[list[str]]]) -> None:
-    """A line of JSON: the names that rank 0 has found, and the first line of the error that a rank has raised."""
+    """Print a line of JSON: the names that rank 0 found, and the first line of a rank's error."""
     line: dict[str, Any] = {"differ": [], "error": ""}
     try:
         line["differ"] = results()[0]

@@ -14,7 +14,7 @@ RANKS, STEPS = 2, 3
 
 
 def hook_as_on_a_gpu() -> None:
-    """The hooks of a backward pass run outside of the modes in which a CPU takes the place of a GPU."""
+    """Run the hooks of a backward pass in the mode of the GPU stub, which is not active there."""
     register = torch.Tensor.register_post_accumulate_grad_hook
 
     def registered(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -28,7 +28,7 @@ def hook_as_on_a_gpu() -> None:
 
 
 def model_of(config: Any) -> Any:
-    """Two linear layers without biases: a rank whose part of a parameter is empty has no states of it."""
+    """Two linear layers without biases: a rank with an empty part of a parameter has no states for it."""
     from megatron.core.transformer.module import MegatronModule
 
     class Model(MegatronModule):

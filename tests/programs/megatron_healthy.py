@@ -1,9 +1,10 @@
-"""Write whole checkpoints of many small runs with the real megatron-core, each with options drawn from what it takes.
+"""Write complete checkpoints of many small runs with the real megatron-core, each with random valid options.
 
     megatron_healthy OUT --seed 0 --count 50 --ranks 4       OUT/NUMBER/iter_000000N, and OUT/NUMBER/options.json
 
-Drawn are the ranks of each kind, the format, the data type, the optimizer, and what is unusual and healthy: frozen,
-unused, tied and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step at all.
+Random options are the ranks of each kind, the format, the dtype, the optimizer, and unusual but healthy features:
+frozen, unused, tied and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step
+at all.
 """
 
 import argparse
@@ -21,23 +22,23 @@ from program_arguments import parsed
 
 HIDDEN = 12
 RATE = 1e-2
-AT_ONCE = 8  # runs of the same processes: Gloo keeps the threads of every group
+AT_ONCE = 8  # runs per process: Gloo keeps the threads of every group
 NEW = ("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter")
 OLD = ("fully_sharded_model_space", "dp_zero_gather_scatter")
 
 
 def drawn(generator: random.Random, *, is_new: bool) -> dict[str, Any]:
-    """One run's options."""
+    """The options of one run."""
 
     def one_in(count: int) -> bool:
         return generator.randrange(count) == 0
 
     tp, pp = generator.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
     optimizer = generator.choice(["adam", "adam", "adam", "sgd"])
-    whole = optimizer != "adam" or one_in(6)  # each rank has all of the optimizer
+    whole = optimizer != "adam" or one_in(6)  # each rank has the complete optimizer
     backend = generator.choice(["torch_dist", "torch_dist", "torch" if is_new else "zarr"])
     kind = generator.choice(NEW if is_new else OLD)
-    has_taken_none = whole or (kind == OLD[0])  # others cannot be saved before the first step
+    has_taken_none = whole or (kind == OLD[0])  # other cases cannot be saved before the first step
     unused = one_in(3)
     return {
         "tp": tp,
@@ -52,7 +53,7 @@ def drawn(generator: random.Random, *, is_new: bool) -> dict[str, Any]:
         "weight_decay": 0.0 if one_in(3) else 0.1,
         "scale": 2.0**32
         if has_taken_none and one_in(2)
-        else 16.0,  # in fp16; of the larger one the first steps are skipped
+        else 16.0,  # for fp16; with the larger one the first steps are skipped
         "bucket_size": 300 if one_in(3) and not unused else None,
         "warm_up": one_in(4),
         "frozen": one_in(3),
@@ -64,7 +65,7 @@ def drawn(generator: random.Random, *, is_new: bool) -> dict[str, Any]:
 
 
 def make_model(options: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
-    """What this rank's pipeline stage has of an embedding, a block and a head."""
+    """This rank's pipeline stage of an embedding, a block and a head."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.module import MegatronModule
@@ -153,7 +154,7 @@ def warm_up(optimizer: Any, options: dict[str, Any]) -> Any:
 
 
 def write(rank: int, ranks: int, out: str, seed: int, numbers: list[int]) -> list[str]:
-    """Returns the errors of the runs that megatron-core refuses; the same on every rank."""
+    """Write the runs; return the errors of those that megatron-core refuses, which are equal on all ranks."""
     from megatron.core import package_info, parallel_state
 
     mt.use_inner_optimizer("fused")
@@ -165,7 +166,7 @@ def write(rank: int, ranks: int, out: str, seed: int, numbers: list[int]) -> lis
         folder = Path(out, str(number))
         try:
             train_and_save(options, ranks, folder)
-        except Exception as error:  # that megatron-core, not a checkpoint, cannot do: on every rank alike
+        except Exception as error:  # a limit of megatron-core, not of a checkpoint: equal on all ranks
             refused.append(f"{number}: {options}: {type(error).__name__}: {error}")
             continue
         if rank == 0:

@@ -1,17 +1,17 @@
 """Train a small model with the real megatron-core, and save it as Megatron-LM does, some saves in a forced race.
 
-The model has an embedding with a padded vocabulary and tokens that are never seen, parallel linear layers, a norm and a
-frozen layer. OUT/iter_0000003 is whole; OUT/race_0000 and the following are zarr saves of the same state in which the
-creator of an array, or another rank, writes back what it read before others wrote. Prints JSON: for each race, by
-array, the slices of its first chunk that are lost by the order of the writes, and the ranges that differ from the whole
-save.
+The model has an embedding with a padded vocabulary and tokens that never occur, parallel linear layers, a norm and a
+frozen layer. OUT/iter_0000003 is complete; OUT/race_0000 and the following are zarr saves of the same state in which
+the creator of an array, or another rank, writes back stale data after other ranks have written. Prints JSON: for each
+race, by array, the slices of its first chunk that the order of the writes loses, and the ranges that differ from the
+complete save.
 
-With `--reload` the optimizer is the hybrid CPU-offload one; "hybrid" loads weights into the model alone, as for
-finetuning. With `--memory zeros` new memory has zeros, which are saved as the padding of buckets.
+With `--reload` the optimizer is the hybrid CPU-offload one; "hybrid" loads weights into the model only, as for
+finetuning. With `--memory zeros` new memory is zeroed, and buckets' padding is saved as zeros.
 
-With `--load` the folders of a JSON list are loaded, in the place of a training; prints for each of them the live state
-of each rank as digests by name, or {"error": "..."}. Of two pipeline stages each has a part of the model, and trains it
-by itself.
+With `--load` the folders of a JSON list are loaded instead of a training; prints the live state of each rank for each
+folder as digests by name, or {"error": "..."}. With two pipeline stages, each has a part of the model and trains it by
+itself.
 
     megatron_saving.py OUT [--ranks 4] [--tp 1] [--pp 1] [--dtype bf16] [--iterations 0,1,3] [--races 0] [--seed 0]
         [--format fully_sharded_model_space] [--backend zarr|torch_dist|torch] [--reload no|none|hybrid]
@@ -36,8 +36,8 @@ from live_states import by_folder, digest
 from patience import seconds
 from program_arguments import parsed
 
-VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others is never met
-PATIENCE = seconds(300)  # a plan that waits longer is wrong, and fails
+VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others never occur
+PATIENCE = seconds(300)  # a plan that waits longer is wrong and fails
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    """An embedding, a feed-forward block and a norm; one layer of it frozen."""
+    """An embedding, a feed-forward block and a norm, with one frozen layer."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.module import MegatronModule
@@ -148,14 +148,14 @@ def language_model(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
-    """One step on tokens that depend on the seed alone; even ones, so that the odd ones are never seen."""
+    """Train one step on tokens that depend only on the seed. They are even: odd tokens never occur."""
     generator = torch.Generator().manual_seed(seed)
     tokens = 2 * torch.randint(0, SEEN // 2, (4, 16), generator=generator).cuda()
     mt.update(model, optimizer, lambda: (model(tokens).float() - 1).pow(2).mean())
 
 
 def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argparse.Namespace) -> None:
-    """As Megatron-LM does: model, optimizer, iteration and arguments."""
+    """Save as Megatron-LM does: model, optimizer, iteration and arguments."""
     if options.backend == "torch":
         save_in_torch_format(model, optimizer, iteration, folder / model_parallel_folder(options), options)
     else:
@@ -163,7 +163,7 @@ def save(model: Any, optimizer: Any, iteration: int, folder: Path, options: argp
 
 
 def model_parallel_folder(options: argparse.Namespace) -> str:
-    """As Megatron-LM names it."""
+    """The folder's name in Megatron-LM."""
     from megatron.core import parallel_state
 
     stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03}" if options.pp > 1 else ""
@@ -193,7 +193,7 @@ def loads(rank: int, options: argparse.Namespace, folders: list[str]) -> list[di
 
 
 def load(folder: Path, options: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    """In Megatron-LM's order, into a model of other numbers; what it reads of the rest."""
+    """Load in Megatron-LM's order, into a model with other numbers; return the other values that it reads."""
     from megatron.core import dist_checkpointing
 
     model, optimizer = build(options)
@@ -221,7 +221,7 @@ def load(folder: Path, options: argparse.Namespace) -> tuple[Any, Any, dict[str,
 
 
 def live(model: Any, optimizer: Any, rest: dict[str, Any]) -> dict[str, str]:
-    """Of this rank."""
+    """Digests of this rank's live state."""
     own = mt.inner(optimizer).optimizer
     groups = [{key: value for key, value in group.items() if key != "params"} for group in own.param_groups]
     params = [parameter for group in own.param_groups for parameter in group["params"]]
@@ -244,7 +244,7 @@ def state(model: Any, optimizer: Any, iteration: int, options: argparse.Namespac
 
 
 def arguments(iteration: int, options: argparse.Namespace) -> argparse.Namespace:
-    """Of the run."""
+    """The run's arguments."""
     return argparse.Namespace(
         iteration=iteration,
         world_size=options.ranks,
@@ -258,17 +258,17 @@ def arguments(iteration: int, options: argparse.Namespace) -> argparse.Namespace
 
 
 class Saving:
-    """One zarr save, its writes in an order that is planned; whole without a seed.
+    """A zarr save with planned write order; complete without a seed.
 
-    Only the creator of an array writes without its lock. With a seed either it is the late one, which writes back what
-    it read before a random choice of the others wrote, and their slices are lost; or another rank is, and the creator's
-    slice is lost. Without, the creator writes before all others.
+    Only the creator of an array writes without its lock. With a seed, there are two cases. The creator is late, and
+    writes back what it read before randomly chosen other ranks wrote: their slices are lost. Or another rank is late,
+    and the creator's slice is lost. Without a seed, the creator writes before all others.
     """
 
     def __init__(self, seed: int | None, model: Any, optimizer: Any, options: argparse.Namespace) -> None:
         self.rank, self.model, self.optimizer, self.options = dist.get_rank(), model, optimizer, options
         self.random = None if seed is None else random.Random(seed)
-        self.array = ""  # that is being written
+        self.array = ""  # the array that is being written
 
     def save(self, iteration: int, folder: Path) -> None:
         import zarr
@@ -289,7 +289,7 @@ class Saving:
             shutil.rmtree(self.signals)
 
     def plan(self) -> None:
-        """For each array: who is late, and whose writes come between its read and its write."""
+        """Choose for each array the late rank, and the ranks that write between its read and its write."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
@@ -316,7 +316,7 @@ class Saving:
         }
 
     def choose(self, ranks: list[int]) -> tuple[int, list[int]]:
-        """The late one of an array's ranks, the first of which is its creator, and who writes in between."""
+        """Choose the late rank of an array (the creator is its first rank), and the ranks that write between."""
         creator, *others = ranks
         if self.random is None:
             return creator, []
@@ -324,7 +324,7 @@ class Saving:
         return late, [creator] if late != creator else [rank for rank in others if self.random.random() < 0.6]
 
     def write(self, write: Callable[..., Any], array: Any, *args: Any, **keywords: Any) -> Any:
-        """The ranks that write between wait for the late one to read, all others for it to write."""
+        """Ranks that write between wait until the late one has read, all others until it has written."""
         self.array = Path(array.store.path).name
         if self.array not in self.own:
             return write(array, *args, **keywords)
@@ -358,7 +358,7 @@ class Saving:
 
 
 def joined(slices: Iterable[list[int]]) -> list[list[int]]:
-    """Those that touch as one."""
+    """The slices, with adjacent ones joined."""
     found: list[list[int]] = []
     for begin, end in sorted(slices):
         if found and found[-1][1] == begin:
@@ -369,7 +369,7 @@ def joined(slices: Iterable[list[int]]) -> list[list[int]]:
 
 
 def different_ranges(whole: Path, raced: Path) -> dict[str, list[list[int]]]:
-    """Where the first chunks of the optimizer's state differ, the only ones that may; raw fp32."""
+    """The ranges in which the optimizer state's first chunks differ, as raw fp32. No other chunk may differ."""
     import numpy as np
 
     found: dict[str, list[list[int]]] = {}

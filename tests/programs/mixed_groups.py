@@ -1,8 +1,8 @@
 """Save a training with a param group of fp32 and bf16 parameters, or load it, on ranks of the real megatron-core.
 
-The training is that of the demonstration of `mixed_dtype_group_order`; with `--alike` all weights are 1 and stay so,
-with moments of their own. Prints a line of JSON: the states that differ from the live ones of the save, and the first
-line of the error.
+The training is that of the demonstration of `mixed_dtype_group_order`; with `--alike` all weights are and stay 1, but
+moments differ. Prints a line of JSON: the states that differ from the live ones of the save, and the first line of the
+error.
 
     mixed_groups.py save|load OUT [--ranks 2] [--format fully_reshardable] [--alike]
 """

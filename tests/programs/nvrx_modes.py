@@ -1,9 +1,9 @@
-"""Save state on the CPU by each kind of NVRx's workers, and step meanwhile.
+"""Save state on the CPU with each kind of NVRx worker, and step meanwhile.
 
 nvrx_modes.py OUT
 
-Prints as JSON, by kind, how many of 48 tensors are those of a later step; and by how many bytes the memory of the
-trainer grows while a save of BYTES in CPU tensors is pending.
+Prints as JSON, by kind, how many of 48 tensors have values of a later step, and by how many bytes the trainer's memory
+grows while a save of BYTES in CPU tensors is pending.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_patches.demo import nvrx_saving
 from ckpt_patches.demo.ranks import results
 
-import torch  # isort: skip  the stand-in GPU has to be there first
+import torch  # isort: skip  after the GPU stub
 
 BYTES, TENSORS = 64 << 20, 16
 
@@ -38,7 +38,7 @@ def kinds() -> dict[str, dict[str, Any]]:
 
 
 def bytes_of_a_save(rank: int, checkpoint: Path) -> int:
-    """Private and shared pages of the trainer, before and after its request was staged."""
+    """The growth of the trainer's private and shared memory when its request is staged, in bytes."""
     state = {str(number): torch.ones(BYTES // TENSORS // 4) for number in range(TENSORS)}
     with nvrx_saving.calls() as calls:
         before = resident()
@@ -49,7 +49,7 @@ def bytes_of_a_save(rank: int, checkpoint: Path) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory, shared ones among them; proc(5), statm."""
+    """Resident bytes of this process, including shared ones; see proc(5), statm."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

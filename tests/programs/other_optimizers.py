@@ -1,8 +1,8 @@
 """Train with other optimizers than Adam on 2 ranks, convert with this project's converter, and load on 2 and 3 ranks.
 
-    other_optimizers OUT CASE...      a case is an optimizer and a stage, as Lion-1
+    other_optimizers OUT CASE...      a case is an optimizer and a stage, such as Lion-1
 
-Prints by case which states of the converted files are not the live ones, and which differ after a load.
+Prints by case which states in the converted files differ from the live ones, and which differ after a load.
 """
 
 import json
@@ -19,7 +19,7 @@ SAVED, LOADED = 2, (2, 3)  # ranks
 
 
 def not_live(folder: Path) -> list[str]:
-    """States that only one of both has, or that differ; the steps and the settings are compared after a load."""
+    """States that are live or in a file only, or differ. Steps and settings are compared after a load."""
     truth = torch.load(folder / dt.TRUTH, weights_only=False)
     live = {key: value for key, value in truth.items() if isinstance(value, torch.Tensor) and not is_weight(key)}
     files = {

@@ -2,9 +2,9 @@
 
     own_files.py FOLDER OUTPUT KIND... [--universal KIND...]
 
-Loads each checkpoint FOLDER/KIND and trains on; puts its fp32 weights together; and for the kinds after --universal
-converts it into OUTPUT and trains on from there. For each of these, by kind: "" if it went as it should, bit for bit;
-else what differs, or the error.
+Loads each checkpoint FOLDER/KIND and continues training; merges its fp32 weights; for the kinds after --universal,
+converts it into OUTPUT and continues training from there. Prints the outcome of each by kind: "" if it is bit-equal;
+else the differences, or the error.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def resumed(rank: int, folder: Path, tag: str, kind: str) -> str:
     run = engine(kind, RANKS, universal=tag != TAG)
     if tag != TAG:
         run.optimizer.mpu = OneTensorParallelRank
-        train(run, rank, RANKS, first=100)  # up to 0.12.2 the step is not loaded: it is that of as many steps
+        train(run, rank, RANKS, first=100)  # up to 0.12.2 the load leaves the step: take as many steps
     run.load_checkpoint(str(folder), tag=tag)
     at_load = state(run)
     losses = train(run, rank, RANKS, first=STEPS)
@@ -78,7 +78,7 @@ def read(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     converted = {kind: convert(args.folder / kind / TAG, args.output / kind, 1) for kind in args.universal}
     fp32 = {kind: outcome(fp32_weights, args.folder / kind) for kind in args.kinds}
     changed = set(torch.serialization.get_safe_globals()) ^ allowed
-    # DeepSpeed joins the folder and the tag: an absolute tag is the folder with the converted checkpoint.
+    # DeepSpeed joins the folder and the tag: an absolute tag is the folder of the converted checkpoint.
     kinds = [kind for kind in args.universal if not converted[kind]]
     return {
         "load": resume_each(args, args.kinds, lambda kind: TAG),

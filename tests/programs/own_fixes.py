@@ -1,7 +1,7 @@
-"""What the command does to trees on this Python, in one process: diff, status, apply and revert.
+"""Run the command on trees with this Python, in one process: diff, status, apply and revert.
 
-Prints one line of JSON: for each tree what was printed, the files that `apply` changed, and whether `revert` left every
-byte as it was before.
+Prints one line of JSON: for each tree the output, the files that `apply` changed, and whether `revert` restored every
+byte.
 
     own_fixes.py TREE…    copies, which are edited
 """
@@ -36,7 +36,7 @@ def results_on(tree: str) -> dict[str, Any]:
 
 
 def output(*arguments: str) -> tuple[str, str, int]:
-    """Standard output and error of the command, and its exit status."""
+    """The command's standard output, standard error and exit status."""
     out, said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
         status = command(arguments)
@@ -45,7 +45,7 @@ def output(*arguments: str) -> tuple[str, str, int]:
 
 
 def digests(tree: str) -> dict[str, str]:
-    """SHA-256 of every file, by its path."""
+    """The SHA-256 of every file, by path."""
     files = sorted(path for path in Path(tree).rglob("*") if path.is_file())
     return {str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

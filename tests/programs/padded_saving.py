@@ -1,12 +1,12 @@
-"""Save buckets whose padding is more than a rank's end, in the formats that save buckets; load them, and train on.
+"""Save buckets with padding beyond the end of one rank's shard, in formats that save buckets; load them; continue.
 
-Of each case the real megatron-core saves the state of three steps; a fresh run loads it and takes two steps more, as
-the one that saved does. Prints a line of JSON for each case and number of ranks that load: what died on which ranks, or
-whether all of the state, and then of the weights, is bit for bit that of the run that went on.
+For each case, the real megatron-core saves the state after three steps. A fresh run loads it and takes two more steps,
+as the saving run does. Prints a line of JSON for each case and number of loading ranks: the failure, or whether the
+state after the load and the weights after the steps are bit-equal to the run that continued.
 
     padded_saving.py OUT --format NAME [--ranks 2] [--cases NAME,…] [--load FOLDER]
 
-With `--load` nothing is saved: what lies in FOLDER is loaded by as many ranks.
+With `--load` nothing is saved: the checkpoints in FOLDER are loaded by that many ranks.
 """
 
 import argparse
@@ -20,17 +20,17 @@ import torch
 from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
 
-# What a case's parameters are, in the order in which they are made: the last is the first in the buffer.
+# The parameters of each case, in the order of their creation: the last is the first in the buffer.
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {
-    # One bucket, padded at its end as ever.
+    # One bucket, with padding at its end.
     "plain": ({}, None),
-    # A shared embedding gets a bucket of its own. The one before it ends in the gap that aligns the next parameter.
+    # A shared embedding has its own bucket. The bucket before it ends in the gap that aligns the next parameter.
     "shared embedding": ({"shared_embedding": (20, 16), "first": (33,)}, None),
-    # A bucket of which the last rank's shard is padding alone.
+    # A bucket in which the last rank's shard is only padding.
     "small bucket": ({"first": (33,)}, 1000),
-    # On four ranks the second's shard is the gap between two parameters, and nothing else.
+    # On four ranks the second rank's shard is only the gap between two parameters.
     "gap": ({"second": (30,), "first": (30,)}, 40),
-    # So few parameters that the second of four ranks owns none at all, and the gap between the two.
+    # So few parameters that the second of four ranks owns only the gap between the two.
     "rank without parameters": ({"first": (30, 1)}, None),
 }
 FEW = "rank without parameters"
@@ -43,14 +43,14 @@ def main() -> None:
 
 
 def on_ranks(what: Callable[..., None], cases: list[str], options: argparse.Namespace) -> list[str]:
-    """The cases in which no rank died; after one in which one did, the others have ranks of their own."""
+    """The cases in which no rank failed. After a failure, the other cases run on new ranks."""
     done: list[str] = []
     left = list(cases)
     while left:
         try:
             mt.spawn(attempt, options.ranks, what, left, options)
             return [*done, *left]
-        except torch.multiprocessing.ProcessRaisedException as error:  # the other ranks, which may wait, are ended
+        except torch.multiprocessing.ProcessRaisedException as error:  # the remaining ranks, which may wait, are ended
             count = next((n for n, case in enumerate(left) if said(options.out, case, what)), len(left) - 1)
             reason = said(options.out, left[count], what) or str(error)
             print(json.dumps({"case": left[count], "result": f"{what.__name__} died: {reason}"}), flush=True)
@@ -60,7 +60,7 @@ def on_ranks(what: Callable[..., None], cases: list[str], options: argparse.Name
 
 
 def attempt(rank: int, what: Callable[..., None], cases: list[str], options: argparse.Namespace) -> None:
-    """Keep what a rank dies of: the first that is heard of may be one that has lost the connection to it."""
+    """Record a rank's own error: the first error reported may be a lost connection to that rank."""
     for case in cases:
         try:
             what(rank, case, options)
@@ -72,7 +72,7 @@ def attempt(rank: int, what: Callable[..., None], cases: list[str], options: arg
 
 def said(out: Path, case: str, what: Callable[..., None]) -> str:
     texts = [path.read_text().strip() for path in sorted(out.glob(f"{case}.{what.__name__}.*"))]
-    found = [text for text in texts if text]  # a rank may have been ended before it wrote
+    found = [text for text in texts if text]  # a rank may have ended before it wrote
     own = [text for text in found if "onnection" not in text] or found
     return own[0].splitlines()[-1] if own else ""
 

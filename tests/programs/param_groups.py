@@ -1,20 +1,20 @@
-"""Resume the real megatron-core, and print what the param groups say.
+"""Resume the real megatron-core, and print the settings of the param groups.
 
     param_groups.py FOLDER RUN… [--stages] [--format FORMAT] [--optimizer distributed|float16]
 
-Each RUN is a run of its own, in JSON:
-    do               "save", "load", or "train": what a load has to give, the same steps without a stop
+Each RUN is a separate run, in JSON:
+    do               "save", "load", or "train": the reference for a load, the same steps without a stop
     name             of the checkpoint; with "resave" a load writes another one
     lr, min_lr, decoupled_lr, mup, weight_decay (start and end)
-    group_weight_decay   of the embedding alone
-    bounds_of_all    a learning rate that all groups are told as their bounds, after the load or before training
+    group_weight_decay   of the embedding only
+    bounds_of_all    a learning rate set as the bounds of all groups, after the load or before training
     keep             "override" or "checkpoint": the scheduler's flags
     scheduler_first  load it before the optimizer; Megatron loads the optimizer first
-With `--stages` there are two pipeline stages, of which the second begins with a norm; else one rank with an embedding,
+With `--stages` there are two pipeline stages, the second of which starts with a norm; else one rank with an embedding,
 a norm and a layer.
 
-Prints for each RUN a list of what each rank found: the groups that hold parameters, by the parameters' names, after the
-load and at the end of the schedule; or the error. Up to 0.8 there is no scheduler in megatron-core, and none here.
+Prints for each RUN a list by rank: the groups with parameters, by the parameters' names, after the load and at the end
+of the schedule; or the error. Up to 0.8 there is no scheduler in megatron-core, and none here.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def outcome(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
     try:
         do = {"save": save, "load": load, "train": train}[run["do"]]
         return {**do(rank, options, run), "warnings": said.lines}
-    except Exception as error:  # it is what the tests look at
+    except Exception as error:  # the tests check it
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         logging.getLogger("megatron.core.optimizer.optimizer").removeHandler(said)
@@ -168,7 +168,7 @@ def stage(config: Any, dtype: torch.dtype, *, second: bool) -> Any:
                 return
             self.a = torch.nn.Linear(16, 16, bias=False)
             self.a.weight.is_embedding_or_output_parameter = True
-            self.a.weight.is_embedding_parameter = True  # what muP looks at
+            self.a.weight.is_embedding_parameter = True  # read by muP
             self.b = torch.nn.LayerNorm(16)
             self.c = torch.nn.Linear(16, 16)
 
@@ -230,7 +230,7 @@ def groups_now_and_at_the_end(model: Any, optimizer: Any, scheduler: Any) -> dic
 
 
 def groups(model: Any, optimizer: Any) -> dict[str, Any]:
-    """What each group says, by the names of its parameters."""
+    """The settings of each group, by the names of its parameters."""
     inner = mt.inner(optimizer)
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.stand_in_fused_adam import joined
+from ckpt_patches.demo.stub_fused_adam import joined
 from live_states import print_differences
 from program_arguments import parsed
 
@@ -44,7 +44,7 @@ def load(rank: int, options: argparse.Namespace) -> list[str]:
 
 
 def main_params(model: mt.Model, optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
-    """Complete, in fp32, of all ranks."""
+    """The full main parameters of all ranks, in fp32."""
     own, found = mt.inner(optimizer), {}
     for name, param in model.named_parameters():
         full = torch.zeros(param.numel())

@@ -1,8 +1,8 @@
-"""Seconds that a program waits for what never comes, or for another rank: more of them on a slow machine."""
+"""Seconds to wait for an event that may not come, or for another rank: more on a slow machine."""
 
 import os
 
 
 def seconds(on_a_fast_machine: float) -> float:
-    """So many, times the environment variable CKPT_PATCHES_TEST_PATIENCE."""
+    """The seconds, times the environment variable CKPT_PATCHES_TEST_PATIENCE."""
     return on_a_fast_machine * float(os.environ.get("CKPT_PATCHES_TEST_PATIENCE", "1"))

@@ -1,4 +1,4 @@
-"""The command line of a program, by the names and the defaults of its arguments."""
+"""A program's command line, from the names and defaults of its arguments."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def parsed(positional: Mapping[str, Callable[[str], Any]], **options: Any) -> argparse.Namespace:
-    """Positional arguments by their types, and options by their defaults.
+    """Parse positional arguments by their types, and options by their defaults.
 
-    An option without a default has its type there, and is None where it is not given. False stands for a flag. A list
-    is given with commas.
+    A type in place of a default makes an option of that type, which is None if not given. False makes a flag. A list is
+    given with commas.
     """
     parser = argparse.ArgumentParser()
     for name, kind in positional.items():

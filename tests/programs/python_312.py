@@ -1,5 +1,5 @@
-"""A plugin of pytest: what Megatron-LM imports from Python 3.12, on an older one, and from packages that are absent."""
+"""A pytest plugin with stubs for Megatron-LM's imports that are new in Python 3.12 or from missing packages."""
 
-from ckpt_patches.demo import stand_in_imports
+from ckpt_patches.demo import stub_imports
 
-stand_in_imports.install()
+stub_imports.install()

@@ -1,9 +1,9 @@
-"""One rank of a group whose other ranks may run with other fixes: gather or save, and print what came of it.
+"""Run one rank of a group whose other ranks may have other fixes: gather or save, and print the outcome.
 
-Prints a line of JSON: the error (its first line), or nothing, and the seconds that it took.
+Prints a line of JSON: the first line of the error, or "", and the seconds that it took.
 
-    ranks_that_differ.py OUT gather|zarr    by RANK, WORLD_SIZE and MASTER_PORT; seconds late by
-                                         RANKS_THAT_DIFFER_LATE
+    ranks_that_differ.py OUT gather|zarr    uses RANK, WORLD_SIZE and MASTER_PORT; RANKS_THAT_DIFFER_LATE is
+                                         a delay in seconds
 """
 
 import json
@@ -36,8 +36,8 @@ def worker(rank: int, out: Path, what: str) -> None:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     print(json.dumps({"error": error, "seconds": time.monotonic() - start}), flush=True)
-    time.sleep(seconds(1))  # rank 0 holds the store, from which the others read at the same time
-    os._exit(0)  # as a job ends in which a rank has failed: no barrier, no end of the group
+    time.sleep(seconds(1))  # rank 0 holds the store, which the others read at the same time
+    os._exit(0)  # as a job with a failed rank ends: no barrier, no group shutdown
 
 
 def fail_where_it_asks_again() -> None:

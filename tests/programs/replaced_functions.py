@@ -1,8 +1,8 @@
-"""Replace and wrap each function that the fixes edit, one at a time, and say what is noticed of it.
+"""Replace and wrap each function that the fixes edit, one at a time, and report which changes are detected.
 
     python replaced_functions.py PACKAGE
 
-Prints one line of JSON: what went unnoticed, and how many functions there were; of each fix that is active, too.
+Prints one line of JSON: the undetected changes, the number of functions per fix, and the active fixes.
 """
 
 import functools
@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import ckpt_patches
-from ckpt_patches.demo import stand_in_imports
+from ckpt_patches.demo import stub_imports
 from ckpt_patches.engine.installed import locate
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.errors import StrictModeError
@@ -23,11 +23,11 @@ from ckpt_patches.startup import report, verify
 
 
 def theirs(*args: Any, **kwargs: Any) -> None:
-    """What another package puts there."""
+    """Another package's replacement."""
 
 
 def wrapping(ours: Any) -> list[Any]:
-    """The forms of a wrapper: with __wrapped__, a partial, a closure alone."""
+    """The kinds of wrappers: with __wrapped__, a partial, a plain closure."""
     inner: Any = ours.fget if isinstance(ours, property) else getattr(ours, "__func__", ours)
 
     def closure(*args: Any, **kwargs: Any) -> Any:
@@ -38,13 +38,13 @@ def wrapping(ours: Any) -> list[Any]:
 
 def theirs_copy() -> Any:
     def other(*args: Any, **kwargs: Any) -> None:
-        """A function of its own."""
+        """A different function on each call."""
 
     return other
 
 
 def is_loud(*words: str) -> bool:
-    """Whether verify, and the report, name these."""
+    """Whether verify and the report name all these words."""
     try:
         verify()
     except StrictModeError as error:
@@ -53,7 +53,7 @@ def is_loud(*words: str) -> bool:
 
 
 def main(package: str) -> None:
-    stand_in_imports.install()  # of megatron.training
+    stub_imports.install()  # for megatron.training
     switches = ckpt_patches.Switches(os.environ)
     root = str(locate(package))
     state = rewrite.read_state(root, package)
@@ -70,7 +70,7 @@ def main(package: str) -> None:
         try:
             loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name != "torch_nebula":  # of Azure, on no index
+            if error.name != "torch_nebula":  # Azure's package, on no index
                 raise
             continue
         verify()

@@ -1,4 +1,4 @@
-"""Write the checkpoints of one run that differs from others in its seed: OUT/global_stepN at the given steps.
+"""Write the checkpoints of a run that differs from others only in its seed: OUT/global_stepN at the given steps.
 
 run_of_seed OUT --seed 0 --steps 2,50 [--rate 0.01] [--stage 1]
 """

@@ -1,7 +1,7 @@
 """Save a run of the real megatron.training with its optimizer and scheduler, or load it, with fingerprints.
 
-Prints a line of JSON: the error, if any. What is not as it was saved can be asked for: `--odd scheduler` begins with a
-scheduler that has gone some steps, `--odd position` changes what was consumed while the run loads.
+Prints a line of JSON: the error, if any. `--odd` makes the loaded run differ from the saved one: `scheduler` starts
+with a scheduler that has taken some steps, `position` changes the consumed samples during the load.
 
     run_proof.py save|load OUT [--ranks 2] [--tp 1] [--ep 1] [--odd scheduler|position] [--no-rng]
 """
@@ -64,7 +64,7 @@ def save(rank: int, options: argparse.Namespace) -> None:
 
 
 def draw(rank: int) -> None:
-    """Random numbers: of the model as many on all data-parallel ranks, of the host and of experts others on each."""
+    """Draw as many model random numbers on all data-parallel ranks, and different counts for host and experts."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.rand(3)
@@ -84,7 +84,7 @@ def load(rank: int, options: argparse.Namespace) -> None:
     try:
         checkpointing.load_checkpoint([model], optimizer, scheduler)
     except Exception as error:
-        print(error, file=sys.stderr, flush=True)  # all of its lines
+        print(error, file=sys.stderr, flush=True)  # all lines of it
         raise
     dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Compare universal checkpoints entry by entry: every file, every type, every number, every tensor bit for bit.
+"""Compare universal checkpoints entry by entry: files, types, numbers, and tensors bit for bit.
 
 same_universal.py EXPECTED:FOUND...      prints the differences of each pair, as JSON
 """
@@ -51,7 +51,7 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 
 def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Type, shape, stride and every bit, and the attributes that DeepSpeed has put on it."""
+    """Whether dtype, shape, stride, all bits, and the attributes that DeepSpeed sets are equal."""
     if (one.dtype, one.shape, one.stride(), one.requires_grad) != (
         other.dtype,
         other.shape,

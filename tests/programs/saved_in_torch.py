@@ -1,4 +1,4 @@
-"""Save shifted_saving.py's model in Megatron's `torch` format, on two tensor- by two data-parallel ranks.
+"""Save shifted_saving.py's model in Megatron's `torch` format, on two tensor-parallel by two data-parallel ranks.
 
 saved_in_torch.py OUT
 """

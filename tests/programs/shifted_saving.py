@@ -1,14 +1,14 @@
-"""Save the optimizer's state of the real megatron-core as `fully_reshardable`, and beside it what the ranks hold.
+"""Save the optimizer's state of the real megatron-core as `fully_reshardable`, and beside it the state of the ranks.
 
-The model has sizes that fill no bucket, small biases, constant norms and rows without gradient. OUT/shifted is of many
-buckets, OUT/one_bucket of one, OUT/even of many that need no padding; OUT/<name>.<rank>.npz has the state of
-each parameter of a tensor-parallel rank, taken from the live optimizers' shards, and how many elements of padding end
-the buckets before it.
+The model has sizes that fill no bucket, small biases, constant norms and rows without gradient. OUT/shifted has many
+buckets, OUT/one_bucket one, OUT/even many that need no padding. OUT/<name>.<rank>.npz has the state of each parameter
+of a tensor-parallel rank, taken from the live optimizers' shards, and the number of padding elements in the buckets
+before it.
 
 With `--gloo` the state is gathered on one rank, as the memory-efficient option does.
 
 With `--load FOLDER` the program loads that checkpoint into the model with many buckets instead, as upstream does, and
-prints JSON: by tensor-parallel rank, of each parameter and state, the elements that are not those of
+prints JSON: by tensor-parallel rank, for each parameter and state, the elements that differ from
 OUT/shifted.<rank>.npz.
 
     shifted_saving.py OUT [--ranks 2] [--tp 1] [--gloo] [--load FOLDER]
@@ -28,7 +28,7 @@ from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
 
 VOCABULARY, SEEN, HIDDEN = 62, 41, 13
-RATE = 1e-3  # after one step at it a norm's weights are still 1 in bf16, and its masters are not
+RATE = 1e-3  # after one step at this rate a norm's weights are still 1 in bf16, but its main parameters are not
 
 
 def main() -> None:
@@ -55,12 +55,12 @@ def odd(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
 
 
 def even(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    """Of parameters of a multiple of 384 elements: with two, three or four data-parallel ranks no bucket is padded."""
+    """Each parameter is a multiple of 384 elements: with two to four data-parallel ranks no bucket is padded."""
     return network(config, dtype, hidden=48, up=64, sizes=(64, 48), bias=False)
 
 
 def network(config: Any, dtype: torch.dtype, *, hidden: int, up: int, sizes: tuple[int, ...], bias: bool) -> Any:
-    """An embedding, a parallel feed-forward block, and linear layers of these sizes, with norms in between."""
+    """An embedding, a parallel feed-forward block, and linear layers of these sizes, with norms between them."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.module import MegatronModule
 
@@ -101,7 +101,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def sharded(model: Any, optimizer: Any, options: argparse.Namespace, *, is_loading: bool) -> dict[str, Any]:
-    """As Megatron-LM, which says in the checkpoint how it is made."""
+    """The state dict as in Megatron-LM, which stores its settings in the checkpoint."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": options.gloo,
@@ -117,7 +117,7 @@ def save(model: Any, optimizer: Any, folder: Path, options: argparse.Namespace) 
 
 
 def keep_live(model: Any, optimizer: Any, path: Path) -> None:
-    """Of each tensor-parallel rank a file, written by its first data-parallel rank."""
+    """Write one file per tensor-parallel rank, from its first data-parallel rank."""
     from megatron.core import parallel_state
 
     (buffer,) = mt.inner(optimizer).buffers
@@ -131,7 +131,7 @@ def keep_live(model: Any, optimizer: Any, path: Path) -> None:
 
 
 def live(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The main parameter and the moments of every parameter of this tensor-parallel rank."""
+    """The main parameter and moments of each parameter of this tensor-parallel rank."""
     from megatron.core import parallel_state
 
     state = mt.optimizer_state(model, optimizer, parallel_state.get_data_parallel_group())

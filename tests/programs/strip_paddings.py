@@ -1,4 +1,4 @@
-"""Hold DeepSpeed's `_strip_tensor_paddings` against "drop the padding, at most everything"; print counts as JSON."""
+"""Compare DeepSpeed's `_strip_tensor_paddings` with "drop the padding, at most everything"; print counts as JSON."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Take the shapes of flattened tensors out of an index of torch_dist; prints as JSON how many it had.
+"""Remove the shapes of flattened tensors from an index of torch_dist; print as JSON how many it had.
 
 strip_shapes.py FILE
 """

@@ -1,7 +1,7 @@
 """Train a pipeline of two stages that share an embedding, with the real DeepSpeed.
 
     tied_stages.py train OUT RANKS           OUT/global_step2, and beside it truth.pt: the live states by parameter
-    tied_stages.py load OUT RANKS            load OUT/universal into a run of other weights
+    tied_stages.py load OUT RANKS            load OUT/universal into a run with other weights
 
 `load` prints the states that differ from truth.pt on a rank.
 """
@@ -35,7 +35,7 @@ def head(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
 
 
 def engine(seed: int, *, universal: bool = False, tensor_parallel: int = 1) -> Any:
-    """Of tensor-parallel ranks each has values of its own, as if they were its slices."""
+    """An engine. Each tensor-parallel rank has its own values, as if they were its slices."""
     if tensor_parallel > 1:
         ranks = torch.distributed.get_world_size() // STAGES // tensor_parallel
         topology = PipeModelDataParallelTopology(num_pp=STAGES, num_mp=tensor_parallel, num_dp=ranks)
@@ -73,7 +73,7 @@ def train(run: Any, first: int = 0) -> None:
 
 
 def live(run: Any) -> dict[str, torch.Tensor]:
-    """The whole states of this rank's stage, from its optimizer's partitions."""
+    """The complete states of this rank's stage, from its optimizer's partitions."""
     names, group = dt.names_of(run), run.optimizer.real_dp_process_group[0]
     states: dict[str, torch.Tensor] = {}
     for master, parameters in dt.flat_groups(run):

@@ -1,9 +1,9 @@
 """Save a state of 200 MB on 2 ranks with the real DeepSpeed, or time loads of it.
 
     python timed_loads.py save FOLDER CASE
-    python timed_loads.py load FOLDER CASE LOADS        (a case that begins with `universal-` loads the universal one)
+    python timed_loads.py load FOLDER CASE LOADS        (for `universal-…` cases, the universal checkpoint)
 
-`load` prints a line of JSON: the seconds of each load, on the slowest rank; the first, which warms caches, is left out.
+`load` prints a line of JSON: the seconds of each load on the slowest rank, without the first one, which warms caches.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 
 from ckpt_patches.demo import deepspeed_training as dt
 
-RANKS, LAYERS, WIDTH = 2, 14, 1024  # 14 bytes a parameter: master, two moments and the weight
+RANKS, LAYERS, WIDTH = 2, 14, 1024  # 14 bytes per parameter: main parameter, two moments and the weight
 
 
 def engine(case: str, seed: int) -> Any:

@@ -1,13 +1,12 @@
-"""Train param groups at ZeRO 1 and 2 with the real DeepSpeed, load what was saved, and print what came of it, as JSON.
+"""Train param groups at ZeRO 1 and 2 with the real DeepSpeed, load the saved state, and print the results, as JSON.
 
     universal_loading.py write FOLDER KIND... [--small]
     universal_loading.py resume FOLDER KIND... [--small] [--steps N] [--load-only] [--universal OTHER] [--settings]
 
-`write` trains, saves in FOLDER/KIND, converts into FOLDER/KIND/universal with this project's converter, and trains on.
-`resume` loads that into a new run that has taken N times two steps; overwrites a master, trains, loads it again, and
-trains on.
-With --small there is a group of one element, of which one of the two ranks owns nothing but padding. With --universal
-it loads OTHER/KIND, and with --settings into a run whose groups were started with others.
+`write` trains, saves in FOLDER/KIND, converts into FOLDER/KIND/universal with this project's converter, and continues.
+`resume` loads that into a new run that has taken N times two steps; overwrites a main parameter, trains, loads again,
+and continues. With --small there is a group of one element, of which one of the two ranks owns only padding. With
+--universal it loads OTHER/KIND, and with --settings into a run whose groups started with other settings.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def engine(kind: str, universal: bool, small: bool, seed: int, *, other: bool = 
 
 
 def name_release() -> None:
-    """A checkout that is not installed calls itself 0.0.0, and then refuses its own checkpoints as too old."""
+    """Set a release: an uninstalled checkout has version 0.0.0, and rejects its own checkpoints as too old."""
     for name, module in list(sys.modules.items()):
         if name.startswith("deepspeed.") and getattr(module, "version", "") == "0.0.0":
             vars(module)["version"] = "0.19.6"
@@ -62,7 +61,7 @@ def load(run: Any, tag: Path) -> None:
 
 
 def snapshot(run: Any) -> dict[str, Any]:
-    """Weights, masters and moments, whole; the steps and settings of every group. Not through the fragments."""
+    """Full weights, main parameters and moments, and all groups' steps and settings. Does not use the fragments."""
     names = {parameter: name for name, parameter in run.module.named_parameters()}
     states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
     inner = run.optimizer.optimizer
@@ -81,12 +80,12 @@ def snapshot(run: Any) -> dict[str, Any]:
 
 
 def unlinked(run: Any) -> dict[str, str]:
-    """By parameter, what safe_get_full_optimizer_state raises on a rank, or that it gives another state."""
+    """By parameter, the error of safe_get_full_optimizer_state on a rank, or that it returns another state."""
     states, found = snapshot(run), {}
     for name, parameter in run.module.named_parameters():
         errors = [error for error in gathered(error_of_link(parameter)) if error]
         if errors:
-            found[name] = errors[0]  # on some ranks; the others would wait for these
+            found[name] = errors[0]  # on some ranks; the others would wait for them
         elif not all(same(safe_get_full_optimizer_state(parameter, key), states[f"{name}.{key}"]) for key in MOMENTS):
             found[name] = "another state"
     return found
@@ -102,7 +101,7 @@ def error_of_link(parameter: Any) -> str:
 
 
 def masters_are(run: Any) -> list[str]:
-    """Which states safe_get_full_fp32_param gives."""
+    """The states that safe_get_full_fp32_param returns."""
     states, found = snapshot(run), set()
     for name, parameter in run.module.named_parameters():
         value = safe_get_full_fp32_param(parameter)
@@ -181,7 +180,7 @@ def main() -> None:
     if (0, 12) <= numbers(deepspeed.__version__) < (0, 13):
         reduce_as_on_a_gpu()
     args.folder.mkdir(exist_ok=True)
-    # Of one folder there are several resumes at a time.
+    # Several resumes can use one folder at the same time.
     args.result = args.folder / ("write.json" if args.work is write else f"resume-{os.getpid()}.json")
     on_ranks(args)
     if args.work is write:

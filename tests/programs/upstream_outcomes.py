@@ -1,9 +1,9 @@
-"""A plugin of pytest under which upstream's own tests run on CPU ranks; it writes what became of each test.
+"""A pytest plugin that runs upstream's own tests on CPU ranks and writes the outcome of each test.
 
     python upstream_outcomes.py RANKS ARGUMENT...     pytest with these arguments, on that many ranks of megatron-core
 
-In the environment, UPSTREAM_OUTCOMES names the file: a line of JSON for each test, as it ends. With UPSTREAM_STAND_IN=1
-megatron-core believes in a GPU. UPSTREAM_SECONDS ends a test that takes longer: a rank may wait for one that failed.
+Environment: UPSTREAM_OUTCOMES is the output file, with a line of JSON per finished test. UPSTREAM_STAND_IN=1 installs
+the GPU stub for megatron-core. UPSTREAM_SECONDS limits a test: a rank may wait for a failed one.
 """
 
 import importlib
@@ -28,22 +28,22 @@ if STAND_IN:
     fake_gpu.install()
 
 SECONDS = int(os.environ.get("UPSTREAM_SECONDS", "60"))
-# What DeepSpeed's ranks import is imported once; they are forked.
+# The imports of DeepSpeed's ranks are loaded once; the ranks are forked.
 PRELOAD = os.environ.get("UPSTREAM_PRELOAD", "").split(",")
-# By a Megatron process before it is forked; torch._dynamo is what the first collective under the stand-in imports.
+# Loaded in a Megatron process before it forks. The first collective under the GPU stub imports torch._dynamo.
 IMPORTED = ("megatron.core.optimizer", "megatron.training", "torch._dynamo")
-# The part of a test that did not pass decides: setup and teardown end in an error, the call in a failure.
+# The failed part of a test decides: setup and teardown give an error, the call a failure.
 ERROR = "error"
 REASON_CHARACTERS = 160
-# Upstream's session downloads data sets that no test here reads; it goes on where this cannot be imported.
+# Upstream's session downloads data sets that no test here reads, and continues if this import fails.
 DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 
 
 class TooLong(Exception):
-    """A test took longer than it may."""
+    """A test took longer than its limit."""
 
 
-if not hasattr(typing, "override"):  # of Python 3.12, which Megatron-LM's scripts ask for
+if not hasattr(typing, "override"):  # Python 3.12 has it; Megatron-LM's scripts need it
     import typing_extensions
 
     vars(typing)["override"] = typing_extensions.override
@@ -66,7 +66,7 @@ def too_long(*_: object) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: Any) -> Iterator[None]:
-    """Each test has its seconds; what it sees of the tests before it is up to upstream."""
+    """Limit each test's time. Upstream decides what a test sees of the tests before it."""
     seen.clear()
     result = yield
     tell(item.nodeid, *outcome())
@@ -91,7 +91,7 @@ def pytest_runtest_call() -> Iterator[None]:
         signal.alarm(0)
 
 
-seen: dict[str, tuple[str, str]] = {}  # of the test that runs, by its part: setup, call, teardown
+seen: dict[str, tuple[str, str]] = {}  # the running test's outcomes by part: setup, call, teardown
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -99,13 +99,13 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_collectreport(report: Any) -> None:
-    """A file that does not import, or says that it is to be left out."""
+    """Record a file that fails to import, or is skipped."""
     if report.outcome != "passed":
         tell(report.nodeid, ERROR if report.outcome == "failed" else report.outcome, reason(report))
 
 
 def outcome() -> tuple[str, str]:
-    """Of the whole test, and why it did not pass."""
+    """The outcome of the complete test, and why it did not pass."""
     for when, (found, why) in seen.items():
         if found == "failed":
             return ("failed" if when == "call" else ERROR), why
@@ -115,7 +115,7 @@ def outcome() -> tuple[str, str]:
 
 
 def reason(report: Any) -> str:
-    """The last line of an error, or what a skip says."""
+    """The last line of an error, or the reason of a skip."""
     if report.outcome == "passed" or not report.longrepr:
         return ""
     if isinstance(report.longrepr, tuple):
@@ -133,7 +133,7 @@ def tell(test: str, found: str, why: str) -> None:
 
 
 def main(ranks: int, arguments: list[str]) -> None:
-    """The ranks are forked, so that the packages are imported once; the exit status of pytest says nothing here."""
+    """Fork the ranks after the imports, so that these happen once. The exit status of pytest is not used here."""
     for module in IMPORTED:
         importlib.import_module(module)
     import torch
@@ -150,7 +150,7 @@ def main(ranks: int, arguments: list[str]) -> None:
 
 
 def take_local_layers() -> None:
-    """Where a test asks for the layers of Transformer Engine, which needs a GPU, it gets megatron-core's own."""
+    """Replace Transformer Engine's layers, which need a GPU, by megatron-core's own."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     local = gpt_layer_specs.get_gpt_layer_local_spec
@@ -163,7 +163,7 @@ def take_local_layers() -> None:
 
 
 def start(rank: int, ranks: int, arguments: list[str]) -> int:
-    """Fork a rank, with files of its own; its process."""
+    """Fork a rank with its own files; return its process ID."""
     if process := os.fork():
         return process
     outcomes = os.environ["UPSTREAM_OUTCOMES"]

@@ -1,7 +1,7 @@
-"""Import two upstream modules that fixes edit; say what runs; then fail in a method that a fix has brought.
+"""Import two upstream modules that fixes edit; print what runs; then fail in a method that a fix has added.
 
-Prints one line of JSON: the source that Python shows of each module, and what the DeepSpeed converter asks the
-checkpoint for. The error is not caught, for what is printed of it.
+Prints one line of JSON: the source that Python shows of each module, and the DeepSpeed converter's request to the
+checkpoint. The error is not caught, so that its traceback is printed.
 """
 
 import inspect
@@ -13,7 +13,7 @@ import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 
 
 class Asked(Exception):
-    """What was asked for."""
+    """Carries the options of the request."""
 
 
 class Checkpoint:
@@ -31,7 +31,7 @@ def asked() -> dict[str, Any]:
 
 
 def method() -> str | None:
-    """What Python shows of a method that a fix brings; None where it is not there."""
+    """The source that Python shows for a method that a fix adds; None without the fix."""
     brought = getattr(distrib_optimizer.DistributedOptimizer, "_has_stepped", None)
     return brought and inspect.getsource(brought)
 

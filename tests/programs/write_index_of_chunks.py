@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-ROWS, NBYTES = 64, 1200  # of a chunk: its elements, and what torch.save writes of it
+ROWS, NBYTES = 64, 1200  # per chunk: its elements, and the bytes that torch.save writes for it
 
 
 def write(folder: Path, count: int) -> None:

@@ -2,9 +2,9 @@
 
     write_parallel_checkpoint.py OUT CASE...        OUT/CASE/global_step7
 
-A parameter is given by its slices, one a tensor-parallel rank. Every number is another one, but where slices are equal.
-A case that is a number is of so many data-parallel ranks, without padding. Of it and of the report's, `truth.pt` lies
-beside the checkpoint.
+A parameter is given by its slices, one per tensor-parallel rank. All numbers differ, except in equal slices. A number
+as a case means that many data-parallel ranks, without padding. For it and the report's cases, `truth.pt` lies beside
+the checkpoint.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Case:
     info: dict[str, Any]
     dp: int = 3
     zero_stage: int = 1
-    equal: tuple[str, ...] = ()  # patterns of parameters whose slices are the same on all ranks
+    equal: tuple[str, ...] = ()  # patterns of parameters whose slices are equal on all ranks
     step: Callable[[], Any] = lambda: torch.tensor(7.0)
     module: dict[str, torch.Tensor] | None = field(default_factory=dict)
     has_truth: bool = False
@@ -89,7 +89,7 @@ def megatron() -> Case:
 
 
 def megatron_fp16() -> Case:
-    """One pipeline stage, steps as numbers, and weights that the optimizer does not hold."""
+    """One pipeline stage, steps as numbers, and weights without optimizer state."""
     case = megatron()
     info = {k: v for k, v in case.info.items() if k != "pipeline_replicated_parameter_patterns"}
     weights = {
@@ -105,27 +105,27 @@ def megatron_fp16() -> Case:
 
 
 def fused() -> Case:
-    """Sub-parameters, as metadata up to version 0.3 says them."""
+    """Sub-parameters in the metadata format up to version 0.3."""
     info = {"universal_checkpoint_version": 0.2, "parameter_with_sub_params": list(SUB_PARAMS.values())}
     return Case([FUSED], {**info, "tp_replicated_parameter_patterns": [r"norm\.weight"]}, equal=(r"norm\.weight",))
 
 
 def fused_counted() -> Case:
-    """The number of sub-parameters in place of their widths, as AutoTP says it from 0.18.9 to 0.19.5."""
+    """The number of sub-parameters in place of their widths, as AutoTP writes it from 0.18.9 to 0.19.5."""
     described = [sub_params(r"^counted\.weight$", (4, -1), 0)]
     info = {"universal_checkpoint_version": 0.3, "parameter_with_sub_params": described}
     return Case([even(2, counted__weight=(8, 6))], info)
 
 
 def fused_bias() -> Case:
-    """A bias that is cut as its weight, of which AutoTP did not say so before 0.19.6."""
+    """A bias that is split like its weight, which AutoTP did not record before 0.19.6."""
     described = [sub_params(r"^fused\.weight$", ((8, 4, 4), -1), 0)]
     info = {"universal_checkpoint_version": 0.3, "parameter_with_sub_params": described}
     return Case([even(2, fused__weight=(8, 6), fused__bias=(8,))], info)
 
 
 def fused_uneven() -> Case:
-    """Sub-parameters, as version 0.4 says them: the width of every share."""
+    """Sub-parameters in the format of version 0.4: the width of every share."""
     widths = {r"fused\.weight": [[5, 3, 0], [2, 2, 1]], r"columns\.weight": [[2, 2, 1], [0, 0, 2]]}
     described = [sub_params(r"fused\.weight", [(8, 5), 6], 0), sub_params(r"columns\.weight", [6, (5, 2)], 1)]
     shapes: Stage = {
@@ -145,7 +145,7 @@ def fused_uneven() -> Case:
 
 
 def affine() -> Case:
-    """AutoTP's maps; their patterns for earlier releases are there as well."""
+    """AutoTP's maps, with the patterns for earlier releases as well."""
     from deepspeed.checkpoint import affine as maps
 
     split = {
@@ -170,7 +170,7 @@ def affine() -> Case:
 
 
 def large(zero_stage: int, dp: int) -> Case:
-    """194 parameters, 100 million elements: 1.2 GB of state, of which a rank at DP=768 has 1.6 MB."""
+    """194 parameters, 100 million elements: 1.2 GB of state, or 1.6 MB per rank at DP=768."""
     hidden, vocab = 512, 4000
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (vocab, hidden), "final_norm.weight": (hidden,)}
     for number in range(32):
@@ -188,18 +188,18 @@ def large(zero_stage: int, dp: int) -> Case:
 
 
 def data_parallel(dp: int, shapes: dict[str, tuple[int, ...]], zero_stage: int = 1) -> Case:
-    """Without other ranks; the step is a number, as FusedAdam keeps it."""
+    """Data-parallel ranks only; the step is a number, as in FusedAdam."""
     info = {"universal_checkpoint_version": 0.2}
     return Case([even(1, **shapes)], info, dp, zero_stage, step=lambda: 7, has_truth=True)
 
 
 def dp768() -> Case:
-    """Of the report: 65 vectors of 4096 elements are 266,240, padded to 267,264: partitions of 348, 1024 of padding."""
+    """As reported: 65 vectors of 4096 elements are 266,240, padded to 267,264: partitions of 348, 1024 of padding."""
     return data_parallel(768, {**{f"norms__{i}__weight": (4096,) for i in range(65)}, "weight": (2, 2)})
 
 
 def dp768_stage3() -> Case:
-    """4096 elements are 6 a rank, on 683 ranks; the last of these holds 4."""
+    """4096 elements are 6 per rank, on 683 ranks; the last of these holds 4."""
     return data_parallel(768, {"norm__weight": (4096,)}, zero_stage=3)
 
 
@@ -230,7 +230,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def values(case: Case) -> dict[str, dict[str, Slices]]:
-    """By parameter and key."""
+    """Random slices by parameter and key."""
     found: dict[str, dict[str, Slices]] = {}
     for stage in case.stages:
         for name, shapes in stage.items():
@@ -245,7 +245,7 @@ def values(case: Case) -> dict[str, dict[str, Slices]]:
 
 
 def make_shared_equal(found: dict[str, dict[str, Slices]]) -> None:
-    """The last two columns of `shared.weight` are on both ranks."""
+    """Make the last two columns of `shared.weight` equal on both ranks."""
     for slices in found.get("shared.weight", {}).values():
         slices[1][:, -2:] = slices[0][:, -2:]
 
@@ -288,7 +288,7 @@ def write(out: Path, case: Case) -> None:
             vectors = {name: states for name, states in local.items() if states["fp32"].dim() <= 1}
             groups = [group for group in (matrices, vectors) if group]
             (write_stage_3 if case.zero_stage == 3 else write_stage_1)(out, case, pp * tp_degree + tp, groups)
-            if len(case.stages) > 1:  # of a pipeline; what is in them does not matter
+            if len(case.stages) > 1:  # layer files of a pipeline; their content does not matter
                 torch.save({}, out / f"layer_{pp + 1:02d}-model_{tp:02d}-model_states.pt")
     if case.has_truth:
         truth = {name: {key: slices[0] for key, slices in states.items()} for name, states in found.items()}
@@ -336,13 +336,13 @@ def write_stage_3(out: Path, case: Case, mp: int, groups: Sequence[Any]) -> None
 
 
 def zero3_parts(group: Mapping[str, Mapping[str, torch.Tensor]], key: str, dp: int) -> torch.Tensor:
-    """By rank: an equal part of each parameter, one behind the other."""
+    """By rank, an equal part of each parameter, concatenated."""
     padded = [torch.nn.functional.pad(s[key].flatten(), (0, -s[key].numel() % dp)) for s in group.values()]
     return torch.cat([flat.view(dp, -1) for flat in padded], dim=1)
 
 
 def weight(case: Case, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """At stage 3 what is left of a parameter while it is not gathered."""
+    """The weight; at stage 3 the empty placeholder of a parameter that is not gathered."""
     return torch.empty(0, dtype=torch.bfloat16) if case.zero_stage == 3 else states["fp32"].bfloat16()
 
 

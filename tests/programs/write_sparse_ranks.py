@@ -1,4 +1,4 @@
-"""Write a ZeRO-1 checkpoint of many ranks in its real size, whose tensors are holes in the files.
+"""Write a ZeRO-1 checkpoint of many ranks in real size, with holes in the files for the tensors.
 
 write_sparse_ranks.py OUT RANKS PARAMETERS ELEMENTS     OUT/global_step7: of PARAMETERS tensors of ELEMENTS each
 """
@@ -41,24 +41,24 @@ def main() -> None:
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": {**optimizer, "ds_version": "0.16.2"}}, folder / name)
             give_checksums(folder / name, 3 * rank)
-        weight = {"fp32": torch.empty(elements, dtype=torch.bfloat16)}  # for all, as it is: nothing is converted
+        weight = {"fp32": torch.empty(elements, dtype=torch.bfloat16)}  # the same for all: nothing is converted
         torch.save(model_states(case, [dict.fromkeys(names, weight)]), folder / "mp_rank_00_model_states.pt")
 
 
 def give_checksums(path: Path, first: int) -> None:
-    """What lies in a hole has none: without one of its own every rank's file is a copy of another's."""
+    """Give each record its own checksum: records in holes have none, and all ranks' files would look like copies."""
     with open(path, "r+b") as file, zipfile.ZipFile(path) as archive:
         records = [info for info in archive.infolist() if "/data/" in info.filename]
         file.seek(archive.start_dir)
         directory = file.read()
         for number, info in enumerate(records):
-            at = directory.index(info.filename.encode()) - 46  # the fixed part of an entry, its checksum at 16
+            at = directory.index(info.filename.encode()) - 46  # an entry's fixed part, with the checksum at 16
             file.seek(archive.start_dir + at + 16)
             file.write(struct.pack("<L", 1 + first + number))
 
 
 def fragments(first: int, partition: int, parameters: int, elements: int) -> "OrderedDict[str, fragment_address]":
-    """Where each parameter's fragment lies in the partition that begins at an element of the flattened group."""
+    """Each parameter's fragment in the partition that starts at element `first` of the flattened group."""
     found = OrderedDict()
     for number in range(first // elements, parameters):
         low, high = max(number * elements, first), min((number + 1) * elements, first + partition)

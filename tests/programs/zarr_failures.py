@@ -1,8 +1,8 @@
-"""Save with the real zarr strategy while something goes wrong on rank 2 of 4. Prints JSON: what each rank raised.
+"""Save with the real zarr strategy while something fails on rank 2 of 4. Prints JSON: the error of each rank.
 
     zarr_failures.py OUT FAILURE
 
-Two tensor-parallel ranks, so rank 2 and rank 3 share the second chunk. What is left of the files is for the caller.
+There are two tensor-parallel ranks, so ranks 2 and 3 share the second chunk. The caller inspects the remaining files.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ckpt_patches.demo import zarr_saving
 from patience import seconds
 from program_arguments import parsed
 
-SHAPE = (64, 128)  # 32 KiB a chunk
+SHAPE = (64, 128)  # 32 KiB per chunk
 KEY = "optimizer.state.exp_avg.w"
 VICTIM = 2
 PATIENCE = seconds(300)
@@ -51,7 +51,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
     if options.failure == "dies":
-        # The others' connection to it is gone, so nothing more can be said between them.
+        # The others have lost the connection to it, so no collective is possible.
         print(f"rank {rank}: {raised}", flush=True)
         sys.stdout.flush()
         os._exit(0)
@@ -83,7 +83,7 @@ def damage_when_the_others_have_written(
 
 
 def die_when_the_others_have_created(array: Path) -> None:
-    """The end of one rank ends the others, which may not have come as far."""
+    """Wait, then exit. The end of one rank ends the others, which may be behind."""
     deadline = time.monotonic() + PATIENCE
     chunks = array / "0.0", array / "1.0"
     while not all(map(Path.exists, chunks)) and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def disk_fills_up(chunk: Path) -> None:
 
 def permission_is_denied(chunk: Path) -> None:
     chunk.chmod(0o444)
-    if os.geteuid() == 0:  # whom no mode stops
+    if os.geteuid() == 0:  # root ignores file modes
         os.seteuid(65534)
 
 

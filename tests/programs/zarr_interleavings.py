@@ -1,11 +1,11 @@
-"""Save many times with the real zarr strategy while its writes are made to interleave; count the slices that are lost.
+"""Save many times with the real zarr strategy while its writes are forced to interleave; count the lost slices.
 
-Byte ranges are written in small pieces with pauses between them. Where a chunk is read, changed and written back,
-there is a pause behind the read. Prints JSON: the saves, the slices written and the slices lost.
+Byte ranges are written in small pieces with pauses between them. A read-modify-write of a chunk has a pause after the
+read. Prints JSON: the saves, the slices written and the slices lost.
 
     zarr_interleavings.py OUT [--saves 20] [--ranks 8] [--locks working|nothing]
 
-With `--locks nothing` a lock is granted to everybody, as on a file system with local locks and processes on two hosts.
+With `--locks nothing` every lock is granted, as on a file system with local locks and processes on two hosts.
 """
 
 import argparse

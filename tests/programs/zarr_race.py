@@ -1,9 +1,9 @@
-"""Save a zarr checkpoint with the real megatron-core while the creating rank sits inside its read-modify-write.
+"""Save a zarr checkpoint with the real megatron-core while the creating rank is inside its read-modify-write.
 
-Rank 0 creates the arrays. Between reading chunk 0 and writing it back it waits until every other rank of that chunk has
-written: what it read is stale by then, and what the others wrote is lost. Where it holds the chunk's lock, it waits
-until all others are about to ask for it, and gives them PATIENCE seconds to write nevertheless. Prints JSON: the slices
-lost, by key and rank, and what a listing of the checkpoint finds.
+Rank 0 creates the arrays. Between reading chunk 0 and writing it back, it waits until every other rank of that chunk
+has written: its data is stale then, and the others' writes are lost. If it holds the chunk's lock, it waits until all
+others are about to request it, and gives them PATIENCE seconds to write nevertheless. Prints JSON: the lost slices, by
+key and rank, and the result of listing the checkpoint.
 
     zarr_race.py OUT [--ranks 4] [--tp 1] [--dtype float32]
 """

@@ -2,9 +2,9 @@
 
     zarr_ranges.py OUT CASES.json [--ranks 16]
 
-A case: `shape` of a local shard, `grid` of local shards on each axis, `prepended` axes and their sizes, `dtype`, and
-`cuts`, where the flattened shard is divided between data-parallel ranks. Case N is saved in OUT/N. Prints JSON: the
-loads that did not give what was saved, and the lock directories that are left.
+A case: `shape` of a local shard, `grid` of local shards on each axis, sizes of `prepended` axes, `dtype`, and `cuts`
+where the flattened shard is divided between data-parallel ranks. Case N is saved in OUT/N. Prints JSON: the loads with
+wrong values, and the remaining lock directories.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def own_shard(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def values(case: dict[str, Any], place: tuple[int, ...]) -> torch.Tensor:
-    """What the local shard at that place of the grid holds."""
+    """The values of the local shard at that place of the grid."""
     generator = torch.Generator().manual_seed(1 + hash(place) % 1000)
     return (torch.randn(case["shape"], generator=generator) * 50).to(getattr(torch, case["dtype"]))
 
@@ -90,7 +90,7 @@ def tensor(case: dict[str, Any], place: tuple[int, ...], data: Any, flattened_ra
 
 
 def loads_right(case: dict[str, Any], loader: Any, out: Path) -> bool:
-    """Every local shard, whole and its middle, as upstream loads it."""
+    """Whether upstream loads every local shard correctly, both complete and its middle."""
     for place in itertools.product(*map(range, [*case["prepended"], *case["grid"]])):
         expected, numel = values(case, place), math.prod(case["shape"])
         middle = slice(numel // 3, numel // 3 + (numel + 1) // 2)

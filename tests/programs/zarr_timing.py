@@ -2,8 +2,8 @@
 
     zarr_timing.py OUT [--ranks 8] [--arrays 4] [--megabytes 64] [--repeat 5]
 
-The two in turn: `save` and `plain` are the slowest rank's seconds in each repetition; `growth` how much the peak memory
-of a rank grew in a save, over the bytes of its own shard, at most.
+The two alternate: `save` and `plain` are the slowest rank's seconds in each repetition; `growth` is the largest growth
+of a rank's peak memory in a save, divided by the bytes of its own shard.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def timed(write: Callable[[Path], None], out: Path, rank: int) -> float:
-    """Seconds for this rank's part, into a new folder that is removed afterwards."""
+    """The seconds of this rank's part, written to a new folder that is removed afterwards."""
     if rank == 0:
         out.mkdir(parents=True)
     dist.barrier()
@@ -71,7 +71,7 @@ def timed(write: Callable[[Path], None], out: Path, rank: int) -> float:
 
 
 def forget_peak() -> int:
-    """Set this process's peak memory back to what it holds now, and return that in bytes."""
+    """Reset this process's peak memory to its current memory, and return that in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 

@@ -1,9 +1,9 @@
-"""Write whole checkpoints of many small runs with the real DeepSpeed, each with options drawn from all that it takes.
+"""Write complete checkpoints of many small runs with the real DeepSpeed, each with random valid options.
 
     zero_healthy OUT --seed 0 --count 50 --ranks 2       OUT/NUMBER/global_stepN, and OUT/NUMBER/options.json
 
-Drawn are the stage, the data type, the optimizer, param groups, and what is unusual and healthy: frozen, unused, tied
-and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step at all.
+Random options are the stage, the dtype, the optimizer, param groups, and unusual but healthy features: frozen, unused,
+tied and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step at all.
 """
 
 import json
@@ -31,7 +31,7 @@ OPTIMIZERS = {
 }
 
 
-# Of a run that nothing is drawn for.
+# The options of a run without random ones.
 PLAIN: dict[str, Any] = {
     "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 2, "accumulation": 1,
     **dict.fromkeys(
@@ -45,7 +45,7 @@ PLAIN: dict[str, Any] = {
 
 
 def drawn(generator: random.Random) -> dict[str, Any]:
-    """One run's options."""
+    """The options of one run."""
 
     def one_in(count: int) -> bool:
         return generator.randrange(count) == 0
@@ -56,7 +56,7 @@ def drawn(generator: random.Random) -> dict[str, Any]:
         "dtype": generator.choice(["bf16", "bf16", "fp16"]),
         "optimizer": generator.choice([*["AdamW"] * 4, *OPTIMIZERS]),
         "groups": 1 if stage == 3 and one_in(2) else generator.choice([1, 2, 3]),
-        "zero_rate": one_in(4),  # of the last group
+        "zero_rate": one_in(4),  # for the last group
         "warm_up": one_in(4),
         "steps": generator.choice([0, 1, 1, 2, 3, 5]),
         "frozen": one_in(3),
@@ -64,7 +64,7 @@ def drawn(generator: random.Random) -> dict[str, Any]:
         "tied": one_in(4),
         "zero_initialized": one_in(2),
         "mask": one_in(3),
-        "overflow": one_in(4),  # in fp16: the first steps are skipped
+        "overflow": one_in(4),  # in fp16, the first steps are skipped
         "round_robin": stage in (1, 2) and one_in(4),
         "sub_groups": stage == 3 and one_in(3),
         "accumulation": generator.choice([1, 1, 2]),
@@ -90,7 +90,7 @@ class Model(torch.nn.Module):
             self.norm.requires_grad_(False)
         if options["mask"]:
             self.register_buffer("mask", torch.full((HIDDEN, HIDDEN), float("-inf")).triu(1))
-        if options.get("lora"):  # adapters of rank 2, whose second matrix begins with zeros; nothing else is trained
+        if options.get("lora"):  # adapters of rank 2 whose second matrix starts at zero; nothing else is trained
             self.requires_grad_(False)
             self.lora_a = torch.nn.Linear(4 * HIDDEN, 2, bias=False)
             self.lora_b = torch.nn.Linear(2, HIDDEN, bias=False)
@@ -138,7 +138,7 @@ def train_and_save(options: dict[str, Any], folder: Path) -> None:
 
 
 def train(run: Any, seeds: Iterable[int]) -> None:
-    """A step for each seed."""
+    """Train one step per seed."""
     for seed in seeds:
         samples = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
         run.backward((run(samples).float() - 1).pow(2).mean())
@@ -147,7 +147,7 @@ def train(run: Any, seeds: Iterable[int]) -> None:
 
 
 def write(rank: int, out: str, seed: int, count: int) -> list[str]:
-    """Returns the errors of the runs that DeepSpeed refuses; the same on every rank."""
+    """Write the runs; return the errors of those that DeepSpeed refuses, which are equal on all ranks."""
     refused = []
     for number in range(count):
         options = drawn(random.Random(f"{seed}-{number}"))
@@ -155,7 +155,7 @@ def write(rank: int, out: str, seed: int, count: int) -> list[str]:
         folder = Path(out, str(number))
         try:
             train_and_save(options, folder)
-        except Exception as error:  # that DeepSpeed, not a checkpoint, cannot do: on every rank alike
+        except Exception as error:  # a limit of DeepSpeed, not of a checkpoint: equal on all ranks
             refused.append(f"{number}: {type(error).__name__}: {error}")
             continue
         if rank == 0:

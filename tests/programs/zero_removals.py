@@ -1,8 +1,8 @@
-"""Write ZeRO checkpoints of two steps, and load changed ones with the real DeepSpeed: what upstream makes of each.
+"""Write ZeRO checkpoints of two steps, and load changed ones with the real DeepSpeed: upstream's result for each.
 
 write OUT KIND                OUT/global_step2 and OUT/global_step4
-load CASES.json KIND          prints for each folder of the list what the live state of each rank is after the load,
-                              as a digest by name, or {"error": "..."}
+load CASES.json KIND          prints the live state of each rank after the load of each folder in the list, as a digest
+                              by name, or {"error": "..."}
 """
 
 import json
@@ -20,10 +20,10 @@ from deepspeed_patches.demos import autotp_fused_widths
 from live_states import by_folder, digest
 from program_arguments import parsed
 
-AT_ONCE = 25  # loads by the same processes: Gloo keeps the threads of every group
+AT_ONCE = 25  # loads per process: Gloo keeps the threads of every group
 
 
-# Other optimizers, and what few models have, by `zero_healthy`.
+# Other optimizers and rare model features, through `zero_healthy`.
 OPTIONS: dict[str, dict[str, Any]] = {
     "stage2, frozen, tied, masked": {"stage": 2, "frozen": True, "tied": True, "mask": True},
     "stage2, LoRA": {"stage": 2, "groups": 1, "lora": True},
@@ -37,13 +37,13 @@ class Kind(NamedTuple):
     """A training of one kind."""
 
     ranks: int
-    engine: Callable[[bool], Any]  # of whether it loads a universal checkpoint
-    train: Callable[[Any, int, int], object]  # of the engine, the rank and the first step
+    engine: Callable[[bool], Any]  # takes whether it loads a universal checkpoint
+    train: Callable[[Any, int, int], object]  # takes the engine, the rank and the first step
     states: Callable[[Any], dict[str, Any]]
 
 
 def kind_of(name: str) -> Kind:
-    """Of `ckpt_patches.demo`'s, on two ranks, but for these."""
+    """The kind with this name; unlisted ones are those of `ckpt_patches.demo`, on two ranks."""
     found = {
         "experts": Kind(  # two expert-parallel ranks, at stage 1
             experts_training.RANKS,
@@ -57,13 +57,13 @@ def kind_of(name: str) -> Kind:
             lambda run, _, first: tied_stages.train(run, first),
             tied_stages.live,
         ),
-        "pipeline, tensor parallel": Kind(  # two stages of two ranks that have a slice each
+        "pipeline, tensor parallel": Kind(  # two stages of two ranks with one slice each
             4,
             lambda universal: tied_stages.engine(0, universal=universal, tensor_parallel=2),
             lambda run, _, first: tied_stages.train(run, first),
             tied_stages.live,
         ),
-        "autotp": Kind(  # two tensor-parallel ranks of two data-parallel ones
+        "autotp": Kind(  # two tensor-parallel by two data-parallel ranks
             4,
             lambda universal: autotp_fused_widths.engine(1, universal, 0),
             lambda run, _, first: autotp_fused_widths.train(run, first),
@@ -117,12 +117,12 @@ def load(rank: int, folder: str, kind: str, universal: bool) -> dict[str, str]:
 
 
 def inner_state(run: Any) -> Any:
-    """This rank's own tensors, padding too."""
+    """This rank's own tensors, including padding."""
     return [dict(state) for state in run.optimizer.optimizer.state.values()]
 
 
 def loaded(folders: list[str], kind: str, universal: bool) -> dict[str, Any]:
-    """By folder."""
+    """The loaded states by folder."""
     found: dict[str, Any] = {}
     for first in range(0, len(folders), AT_ONCE):
         some = folders[first : first + AT_ONCE]

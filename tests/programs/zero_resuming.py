@@ -1,16 +1,15 @@
-"""Train and resume at every ZeRO stage with the real DeepSpeed on CPU ranks; print what came of it, as JSON by case.
+"""Train and resume at every ZeRO stage with the real DeepSpeed on CPU ranks; print the results, as JSON by case.
 
     zero_resuming.py train FOLDER CASE... --ranks N
     zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--spoil RANK] [--save NAME]
 
-With `--save NAME` the run saves in the folder of that name in FOLDER/CASE at its end, with the client's state that it
-has loaded. With `--node N` there are N ranks on a node. `--spoil` changes a weight of that rank after the load: it must
-be found. `--no-states` loads all but the optimizer's states.
-A case is a kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, goes on for two
-steps more, and writes what the run held at the save and at the end beside it. `resume` loads that into a new run of
-other weights, says what differs on any rank, and takes the same two steps; what it prints is by the folders as they
-were given. A case in which a rank dies has the "error" of it, and what differs if it had loaded by then. Where the
-settings of param groups alone differ, the two steps are taken with the right ones.
+With `--save NAME` the run saves at its end in the folder of that name in FOLDER/CASE, with the loaded client state.
+With `--node N` there are N ranks per node. `--spoil` changes a weight of that rank after the load, which must be
+detected. `--no-states` loads everything except the optimizer's states. A case is a kind and the number of param groups:
+`stage1-2`. `train` saves in FOLDER/CASE/global_step2, takes two more steps, and writes the run's state at the save and
+at the end beside it. `resume` loads that into a new run with other weights, reports the differences on any rank, and
+takes the same two steps; its output is by the folders as given. If a rank fails, the case has its "error", and the
+differences if it had loaded by then. If only settings of param groups differ, the two steps use the right ones.
 """
 
 import argparse
@@ -43,7 +42,7 @@ from ckpt_patches.demo.deepspeed_training import (
 from ckpt_patches.demo.ranks import free_port
 from patience import seconds
 
-# Of a rank that does not notice that another one has died.
+# For a rank that does not notice the end of another rank.
 PATIENCE = seconds(20)
 
 
@@ -60,7 +59,7 @@ def begin(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     run = engine_of(args.folder.name, args.ranks, universal=False, seed=0)
     train(run, rank, args.ranks, first=0)
     for group in groups_of(run):
-        group["lr"] /= 2  # as a scheduler would: it is not what the next run is started with
+        group["lr"] /= 2  # as by a scheduler, so that it differs from the next run's initial rate
     save(run, args.folder)
     truth: dict[str, Any] = {"saved": snapshot(run), "losses": train(run, rank, args.ranks, first=STEPS)}
     truth["end"] = snapshot(run)
@@ -77,7 +76,7 @@ def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
         next(run.module.parameters()).data.view(-1)[0] += 1
     states = snapshot(run)
     different = on_any_rank(differences(states, truth["saved"]))
-    if different and all(is_settings(name) for name in different):  # see what else is wrong
+    if different and all(is_settings(name) for name in different):  # to see what else is wrong
         for number, group in enumerate(groups_of(run)):
             group.update(truth["saved"][f"group {number}"])
     found = {"different": different, "masters are weights": masters_are_weights(states), "steps": states["steps"]}
@@ -97,7 +96,7 @@ def last_words(error: Exception) -> str:
 
 
 def work_and_tell(rank: int, args: argparse.Namespace) -> None:
-    """What came of it, in a file of the rank: what it found, or its last words."""
+    """Write the outcome to the rank's file: its result, or its error."""
     try:
         told = args.do(rank, args)
     except Exception as error:
@@ -108,7 +107,7 @@ def work_and_tell(rank: int, args: argparse.Namespace) -> None:
 
 
 def on_ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 has found; where ranks have died, what the first of those says."""
+    """The result of rank 0; if ranks failed, the first error."""
     context = multiprocessing.get_context("fork")
     port = free_port()
     ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
@@ -126,7 +125,7 @@ def on_ranks(args: argparse.Namespace) -> dict[str, Any]:
     errors = [one for one in found if "error" in one]
     if not errors and any(process.exitcode for process in ranks):
         errors = [{"error": f"exit statuses {[process.exitcode for process in ranks]}"}]
-    # A rank that has lost another one says so; the cause is what is said of anything else.
+    # A rank that lost its connection to another one reports that; any other error is the cause.
     causes = [one for one in errors if "gloo/transport" not in one["error"]]
     return dict([*causes, *errors, *found][0])
 

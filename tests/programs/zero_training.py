@@ -3,9 +3,9 @@
     write OUT --ranks 8 KIND...        OUT/KIND/global_step2, and beside it truth.pt, losses.json, settings.json, end.pt
     resume FOLDER TAG KIND --ranks 4   prints the state after the load against truth.pt, and the losses from there
 
-settings.json has the param groups' settings and the steps, at the save and at the end; a resume prints its own, and
-what of its last state is not that of end.pt. A `write --universal FOLDER` begins with that universal checkpoint, of
-STEPS steps; a resume from what it wrote is `--first 4`. `--node N` is for N ranks on a node.
+settings.json has the param groups' settings and the steps, at the save and at the end. A resume prints its own, and the
+differences of its last state from end.pt. `write --universal FOLDER` starts from that universal checkpoint, of STEPS
+steps; a resume from its checkpoint is `--first 4`. `--node N` means N ranks per node.
 """
 
 import argparse

@@ -1,20 +1,20 @@
-"""Import modules once, then become a program again and again: each time a fork of this process runs one.
+"""Import modules once, then run programs: each in its own fork of this process.
 
     zygote.py SOCKET MODULE...
 
-SOCKET is the number of an open file: a socket of packets that listens. When all is imported, a fork of this process
-answers each connection, first with a greeting. A request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER,
-"environment": {NAME: VALUE or null}} with open files for standard output and error. Its answer is the exit status, as
-subprocess gives it. The end of the connection ends the program. This process ends with its standard input, and is no
+SOCKET is the number of an open file: a listening packet socket. After the imports, a fork of this process answers each
+connection, first with a greeting. A request is JSON {"argv": [PROGRAM, ARGUMENT...], "cwd": FOLDER, "environment":
+{NAME: VALUE or null}} with open files for standard output and error. The answer is the exit status, as subprocess
+defines it. The end of the connection ends the program. This process ends when its standard input closes, and is not a
 child of the process that started it.
 
 The request {"modules": [MODULE...], "environment": {NAME: VALUE}} with open files for standard input, output and error
-and a socket that listens makes one more process like this one, which has the modules of both, these variables and no
-others, and the folders and the import hook that they ask for.
+and a listening socket starts another process like this one. It has the modules of both, exactly these variables, and
+the folders and the import hook that they define.
 
-In the fork that runs a program everything is as `python PROGRAM ARGUMENT...` has it, but that the modules are there,
-and that nothing is freed at its end, which takes a second for modules that another process has imported. Its process
-group is its own, and is killed when it has ended.
+A program's fork equals `python PROGRAM ARGUMENT...`, with two differences: the modules are already imported, and
+nothing is freed at the end, which would take a second for modules that another process imported. It has its own process
+group, which is killed when it has ended.
 """
 
 import atexit
@@ -34,8 +34,8 @@ import threading
 import types
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-MOST = 2**20  # bytes of a packet
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+MOST = 2**20  # bytes per packet
 
 
 def main() -> None:
@@ -53,9 +53,9 @@ def main() -> None:
 
 
 def serve(number: int, modules: list[str]) -> tuple[str, list[str]]:
-    """Import, then serve; returns in a fork for each program, with its arguments."""
+    """Import and serve; return in a fork for each program, with the program and its arguments."""
     os.set_inheritable(number, False)
-    gc.disable()  # it would look at all modules again and again
+    gc.disable()  # it would scan all modules repeatedly
     for name in modules:
         importlib.import_module(name)
     gc.enable()
@@ -66,8 +66,8 @@ def serve(number: int, modules: list[str]) -> tuple[str, list[str]]:
         end_at_once(1)
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # what was imported is no garbage; to look would copy all of it into every child
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that answer leave nothing to wait for
+    gc.freeze()  # imported objects are not garbage; a scan would copy them all into every child
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # answering forks need no wait
     listening = socket.socket(fileno=number)
     while True:
         readable, _, _ = select.select([listening.fileno(), 0], [], [])
@@ -81,7 +81,7 @@ def serve(number: int, modules: list[str]) -> tuple[str, list[str]]:
 
 
 def answer(connection: socket.socket) -> tuple[str, list[str]]:
-    """Answer one request; returns in the fork that is to be the program."""
+    """Answer one request; return in the fork that becomes the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection.send(b"ready")
     packet, files, _, _ = socket.recv_fds(connection, MOST, 4)
@@ -107,7 +107,7 @@ def answer(connection: socket.socket) -> tuple[str, list[str]]:
 
 
 def another(request: dict[str, Any], files: list[int]) -> int:
-    """Make this fork one more process that serves; its socket."""
+    """Make this fork another serving process; return its socket."""
     os.setsid()
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
@@ -118,27 +118,27 @@ def another(request: dict[str, Any], files: list[int]) -> int:
     sys.path[1 : 1 + len(own)] = folders_asked_for()
     import ckpt_patches
 
-    ckpt_patches.run()  # as the .pth file does when an interpreter starts
+    ckpt_patches.run()  # as the .pth file does at interpreter startup
     return files[3]
 
 
 def folders_asked_for() -> list[str]:
-    """Those that an interpreter puts into its path, behind that of the program."""
+    """The folders that an interpreter adds to its path, after the program's."""
     return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def wait(child: int, connection: socket.socket) -> int:
-    """The child's exit status, when it has ended, or was ended because nobody waits for it any more."""
+    """The child's exit status, after it has ended or was killed because the connection ended."""
     ended = os.pidfd_open(child)
     select.select([ended, connection.fileno()], [], [])
-    os.kill(child, signal.SIGKILL)  # without effect on one that has ended: its process is there until it is waited for
+    os.kill(child, signal.SIGKILL)  # harmless if it has ended: its process exists until it is waited for
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it has left behind
+        os.killpg(child, signal.SIGKILL)  # its remaining child processes
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
-    """Make the child the process that was asked for."""
+    """Turn the child into the requested process."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -17,7 +17,7 @@ from pathlib import Path
 from stacks import environments, record
 from stacks.environments import Environment, NotInstalled
 from stacks.rows import BY_NAME, ROWS, Row
-from upstream import RELEASES
+from upstream import RELEASES, tree_name
 
 TESTS = Path(__file__).resolve().parents[1]
 HUGGING_FACE = "hugging_face"
@@ -97,7 +97,8 @@ def _trees(row: Row, environment: Environment) -> Path:
             (folder / f"{distribution}-{version}").symlink_to(root)
     for release in RELEASES:
         if release.distribution == "triton":  # torch brings it
-            (folder / f"{release.distribution}-{release.version}").symlink_to(environment.site_packages)
+            name = tree_name(release.distribution, release.version, row.python)
+            (folder / name).symlink_to(environment.site_packages)
     return folder
 
 

@@ -26,7 +26,7 @@ from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Stack, outcome
 from explore.megatron_space import formats
 from explore.spaces import SPACES, complete
 from stacks.rows import BY_NAME, Row
-from upstream import STAND_INS, numbers
+from upstream import STUBS, numbers
 
 # What becomes of a fix; all else is a failure, in words.
 WORKS, REFUSED = "works", "refused"
@@ -117,8 +117,8 @@ def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
 def _on_path(row: Row) -> dict[str, str]:
     """Variables with a checkout on the path, and what stands in for the accelerator of an old release."""
     releases = {"megatron-core": row.megatron_release, "deepspeed": row.deepspeed}
-    stand_ins = [str(STAND_INS[one]) for one in releases.items() if one in STAND_INS]
-    path = os.pathsep.join([*stand_ins, os.environ.get("STACK_PATH", "")]).strip(os.pathsep)
+    stubs = [str(STUBS[one]) for one in releases.items() if one in STUBS]
+    path = os.pathsep.join([*stubs, os.environ.get("STACK_PATH", "")]).strip(os.pathsep)
     return {**os.environ, "PYTHONPATH": path}
 
 

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from installs import copy_working_tree, find_python
 from stacks.rows import MEGATRON_LM, Row
-from upstream import STAND_INS
+from upstream import STUBS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A few GB each; a row's is removed after it has run, unless it is kept.
@@ -142,8 +142,8 @@ def _install(row: Row, environment: Environment) -> None:
         _pip(environment, [f"megatron-core=={row.megatron}"])
     if row.deepspeed:
         # A source distribution, whose set-up imports torch, and asks for its accelerator.
-        stand_in = STAND_INS.get(("deepspeed", row.deepspeed))
-        build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stand_in)} if stand_in else {})}
+        stub = STUBS.get(("deepspeed", row.deepspeed))
+        build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stub)} if stub else {})}
         _pip(environment, SET_UP)
         _pip(environment, ["--no-build-isolation", f"deepspeed=={row.deepspeed}"], build)
     if row.nvrx:

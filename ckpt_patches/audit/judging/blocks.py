@@ -1,8 +1,8 @@
-"""Look at a block of elements: nothing to say of most, and for the others what is odd about each element.
+"""Test a block of elements: a quick test passes most blocks, and a slow test finds the odd elements of the others.
 
-The quick test takes a few passes over a block that lies in the processor's cache, and only sorts out blocks in which
-every element is a normal number, the masters round to the weights, and no square is negative. What it lets
-pass is what the slow test says nothing of (a property test compares them).
+The quick test makes a few passes over a block in the processor's cache. It passes a block only if every element is a
+normal number, the main parameters round to the weights, and no square is negative. The slow test finds nothing in
+such a block (a property test compares the two).
 """
 
 import functools
@@ -17,20 +17,20 @@ from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, W
 Block: TypeAlias = "npt.NDArray[np.generic]"
 Codes: TypeAlias = "npt.NDArray[np.uint16]"
 
-# What is odd about an element; a code has a bit for each.
-NO_MASTER = 1  # the master is zero, byte for byte
+# What is odd about an element: each is one bit of its code.
+NO_MASTER = 1  # all bytes of the master are zero
 NO_AVG = 2
 NO_SQ = 4
-CONTRADICTED = 8  # … and the master must not be zero, by the weight, or without weights by the moments
-AVG_IS_LARGE = 16  # … and the square must not be zero, by the first moment
+CONTRADICTED = 8  # the master is zero, but the weight (without weights: the moments) is not
+AVG_IS_LARGE = 16  # the square is zero, but the first moment is too large for that
 UNROUNDED = 32  # the master is not zero, and does not round to the weight
-NEGATIVE = 64  # the square
-DENORMAL = 128  # the weight, or without weights the master; below what is normal in fp32
+NEGATIVE = 64  # the square is negative
+DENORMAL = 128  # the weight (without weights: the master) is denormal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
-MASKED = 4096  # -inf in a tensor without states of an optimizer, as in a buffer that is a mask of attention
+MASKED = 4096  # -inf in a tensor without moments, such as an attention mask
 NO_WEIGHT = 8192  # unrounded, and the weight is zero
 
-# What is damage in a single element, or can be.
+# Bits that can be damage in a single element.
 CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), MASKED)
 
 # exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
@@ -38,30 +38,30 @@ LARGE_AVG = np.float32(1e-15)
 
 EXPONENT = np.uint32(0x7F800000)
 SMALLEST_NORMAL = np.uint32(0x00800000)
-# Of a floating point type: its bits as an integer, its smallest normal number, its infinity.
+# Per dtype: an integer type of the same size, the bits of the smallest normal number, the bits of infinity.
 LIMITS = {
     "float32": (np.uint32, SMALLEST_NORMAL, EXPONENT),
     "bfloat16": (np.uint16, np.uint16(0x0080), np.uint16(0x7F80)),
     "float16": (np.uint16, np.uint16(0x0400), np.uint16(0x7C00)),
 }
-# Of types of 8 bits: digits behind the point of a normal number, the exponent's bias, the bits of what is not finite.
+# Per 8-bit dtype: mantissa bits, exponent bias, the bits of infinity and NaN.
 SMALL_FLOATS = {
     "float8_e4m3fn": (3, 7, (0x7F, 0xFF)),
     "float8_e4m3fnuz": (3, 8, (0x80,)),
     "float8_e5m2": (2, 15, (*range(0x7C, 0x80), *range(0xFC, 0x100))),
     "float8_e5m2fnuz": (2, 16, (0x80,)),
 }
-POWERS_OF_TWO = "float8_e8m0fnu"  # without a sign; the highest is NaN
+POWERS_OF_TWO = "float8_e8m0fnu"  # no sign bit; 0xFF is NaN
 COMPLEX = {"complex128": np.float64, "complex64": np.float32, "complex32": np.float16}
 OTHER_FLOATS = ("float64", *SMALL_FLOATS, POWERS_OF_TWO, *COMPLEX)
-# Half the distance of neighbouring numbers, in units of fp32's.
+# Half the distance between adjacent numbers, in steps of fp32.
 HALF_STEP = {"bfloat16": np.uint32(1 << 15), "float16": np.uint32(1 << 12)}
-# What moving the bits to fp32's places leaves out: the biases of the exponents are 127 and 15.
+# Correction after moving the bits to fp32's positions: the exponent biases of fp32 and fp16 are 127 and 15.
 OFFSET = {"bfloat16": np.uint32(0), "float16": np.uint32(112 << 23)}
 
 
 def as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32] | None":
-    """The elements in fp32; None for what is no floating point number."""
+    """The elements in fp32; None if the dtype is not floating-point."""
     if dtype == "float32":
         return data.view(np.float32)
     if dtype in HALF_STEP:
@@ -77,7 +77,7 @@ def as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32] | None":
 
 @functools.cache
 def _of_8_bits(dtype: str) -> "npt.NDArray[np.float32]":
-    """The number that each byte is."""
+    """The value of each byte."""
     bits = np.arange(256)
     if dtype == POWERS_OF_TWO:
         found = np.ldexp(1.0, bits - 127)
@@ -87,29 +87,29 @@ def _of_8_bits(dtype: str) -> "npt.NDArray[np.float32]":
     exponent, fraction = (bits & 0x7F) >> digits, bits & ((1 << digits) - 1)
     significand = fraction + np.where(exponent > 0, 1 << digits, 0)
     found = np.ldexp(np.where(bits & 0x80, -1.0, 1.0) * significand, np.maximum(exponent, 1) - bias - digits)
-    found[list(odd)] = np.nan  # infinity is told no better
+    found[list(odd)] = np.nan  # infinity is not distinguished from NaN
     return found.astype(np.float32)
 
 
 def _odd_part(pairs: "npt.NDArray[Any]") -> "npt.NDArray[np.float32]":
-    """Of complex numbers the imaginary part, and where that is finite the real one."""
+    """One part of each complex number: the real part if the imaginary part is finite, else the imaginary part."""
     return _narrowed(np.where(np.isfinite(pairs[:, 1]), pairs[:, 0], pairs[:, 1]))
 
 
 def _narrowed(values: "npt.NDArray[Any]") -> "npt.NDArray[np.float32]":
-    """In fp32, of which the largest number stands for those that are larger; infinity stays what it is."""
+    """Convert to fp32. Larger finite numbers become the largest fp32 number; infinity stays."""
     with np.errstate(over="ignore"):
         found = values.astype(np.float32)
     return np.where(np.isinf(found) & np.isfinite(values), np.copysign(np.finfo(np.float32).max, found), found)
 
 
 def is_compared(dtype: str) -> bool:
-    """Whether masters are held against weights of this type."""
+    """Whether main parameters are compared with weights of this dtype."""
     return dtype in HALF_STEP or dtype in ("float32", "float64")
 
 
 def is_number(dtype: str) -> bool:
-    """Whether the elements are numbers by themselves; integers are codes, or counts."""
+    """Whether the dtype is floating-point; integers are codes or counts."""
     return dtype in LIMITS or dtype in OTHER_FLOATS
 
 
@@ -120,12 +120,12 @@ def _half_as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32]":
 
 
 def is_clean(streams: Mapping[str, tuple[Block, str]]) -> bool:
-    """Whether a block's elements are all in order, by a test that is quick and may say no too often.
+    """Whether all elements of a block are certainly valid. A quick test, which can return False for a valid block.
 
     `streams` has the bytes and the dtype of each role.
     """
     if not streams.keys() & NOT_FINITE.keys():
-        return True  # no arrays: bytes that are read for their checksums
+        return True  # not an array: bytes read for their checksums
     if any(dtype != "float32" for role, (_, dtype) in streams.items() if role != WEIGHT):
         return False
     if WEIGHT in streams and MASTER in streams:
@@ -137,18 +137,18 @@ def is_clean(streams: Mapping[str, tuple[Block, str]]) -> bool:
         return False
     if EXP_AVG_SQ in streams:
         squares = streams[EXP_AVG_SQ][0].view(np.uint32)
-        return bool(squares.max() < EXPONENT and squares.min() > 0)  # as an integer, a negative number is large
+        return bool(squares.max() < EXPONENT and squares.min() > 0)  # a negative number is a large integer
     return True
 
 
 @functools.lru_cache(maxsize=16)
 def _scratch(kind: type[np.generic], numel: int) -> "npt.NDArray[Any]":
-    """Memory for one step of the quick test; memory that is asked for anew each time is also mapped anew each time."""
+    """A reused buffer for one step of the quick test: a new buffer would be mapped again each time."""
     return np.empty(numel, kind)
 
 
 def _is_normal(data: Block, dtype: str) -> bool:
-    """Whether there is no zero, no denormal number, no infinity and no NaN; true of what is no floating point."""
+    """Whether no element is zero, denormal, infinity or NaN. True for integers; False for floats not in `LIMITS`."""
     if dtype not in LIMITS:
         return dtype not in OTHER_FLOATS
     kind, smallest, exponent = LIMITS[dtype]
@@ -157,12 +157,12 @@ def _is_normal(data: Block, dtype: str) -> bool:
 
 
 def _magnitude(bits: "npt.NDArray[Any]") -> "npt.NDArray[Any]":
-    """The bits without the sign, doubled; valid until the next call."""
+    """The bits without the sign, shifted left by one; valid until the next call."""
     return np.left_shift(bits, bits.dtype.type(1), out=_scratch(bits.dtype.type, len(bits)))
 
 
 def _agrees(master: Block, weight: Block, dtype: str) -> bool:
-    """Whether all masters are normal numbers, and every weight is (one of) the nearest to its master."""
+    """Whether all masters are normal numbers, and each weight is a nearest number to its master."""
     bits = master.view(np.uint32)
     if dtype == "float32":
         return _is_normal(weight, dtype) and bool((bits == weight.view(np.uint32)).all())
@@ -175,7 +175,7 @@ def _agrees(master: Block, weight: Block, dtype: str) -> bool:
     magnitude = _magnitude(weight.view(np.uint16))
     if magnitude.max() >= 0xF800:  # infinity or NaN
         return False
-    # In fp16 small weights are denormal, which is all right, and their bits are no measure; 2^-14 has such a neighbour.
+    # Denormal fp16 weights are valid, but their bits do not measure distance. 2^-14 has a denormal neighbor.
     small = np.flatnonzero(np.less_equal(magnitude, 0x0800, out=_scratch(np.bool_, len(bits))))
     difference[small] = OFFSET[dtype]
     if not _is_within_half_a_step(difference, dtype):
@@ -184,37 +184,37 @@ def _agrees(master: Block, weight: Block, dtype: str) -> bool:
 
 
 def _is_within_half_a_step(difference: "npt.NDArray[np.uint32]", dtype: str) -> bool:
-    """Whether the bits of all masters less those of their weights are small enough; of another sign they are not."""
+    """Whether the bits of all masters minus those of their weights are small enough. False if a sign differs."""
     signed, offset, half = difference.view(np.int32), int(OFFSET[dtype]), int(HALF_STEP[dtype])
     return bool(signed.max() <= offset + half and signed.min() >= offset - half)
 
 
 def _small_agree(master: "npt.NDArray[np.uint32]", weight: "npt.NDArray[np.float16]") -> bool:
-    """The same of weights in fp16 up to 2^-14, of which each is 2^-24 from the next."""
+    """The same test for fp16 weights up to 2^-14, which are 2^-24 apart."""
     distance = np.abs(master.view(np.float32) - weight.astype(np.float64))
     return bool(distance.max() <= 2.0**-25) and _is_normal(master, "float32")
 
 
 def _bits_in_float32(weight: Block, dtype: str, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """The bits of each weight, a normal number, in fp32, less an offset; into `bits`."""
+    """Write the fp32 bits of each weight (normal numbers only), minus `OFFSET`, to `bits`."""
     if dtype == "bfloat16":
         bits[:] = weight.view(np.uint16)
         bits <<= np.uint32(16)
         return bits
-    bits.view(np.int32)[:] = weight.view(np.int16)  # the sign goes up to the highest bit
+    bits.view(np.int32)[:] = weight.view(np.int16)  # sign extension moves the sign to the highest bit
     bits <<= np.uint32(13)
     bits &= np.uint32(0x8FFFE000)
     return bits
 
 
 def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
-    """What is odd about each element of a block."""
+    """The code of each element of a block."""
     values = {role: v for role, (data, dtype) in streams.items() if (v := as_float32(data, dtype)) is not None}
     code = np.zeros(numel, np.uint16)
     for role, bit in NOT_FINITE.items():
         if role in values:
             code[~np.isfinite(values[role])] |= np.uint16(bit)
-    if streams.keys() <= {WEIGHT, MASTER} and streams.keys() == values.keys():  # without a moment
+    if streams.keys() <= {WEIGHT, MASTER} and streams.keys() == values.keys():  # no moments
         masked = np.logical_and.reduce([np.isneginf(value) for value in values.values()])
         code[masked] = np.uint16(MASKED)
     zero = {role: _is_zero(values[role]) for role in values}
@@ -222,7 +222,7 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
         if role in zero:
             code[zero[role]] |= np.uint16(bit)
     if EXP_AVG in values and EXP_AVG_SQ in values:
-        code[zero[EXP_AVG_SQ] & (values[EXP_AVG] == 0)] |= np.uint16(NO_AVG)  # -0.0 as well, without a gradient
+        code[zero[EXP_AVG_SQ] & (values[EXP_AVG] == 0)] |= np.uint16(NO_AVG)  # also -0.0: without a gradient
         code[zero[EXP_AVG_SQ] & (np.abs(values[EXP_AVG]) > LARGE_AVG)] |= np.uint16(AVG_IS_LARGE)
     if EXP_AVG_SQ in values:
         code[values[EXP_AVG_SQ] < 0] |= np.uint16(NEGATIVE)
@@ -235,7 +235,7 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
 
 
 def _is_zero(values: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Zero bytes, as zarr fills up with; -0.0 was calculated."""
+    """Whether all bytes are zero, as in zarr's fill value; -0.0 is a computed result."""
     return values.view(np.uint32) == 0
 
 
@@ -245,7 +245,7 @@ def _compare_master(
     zero: dict[str, npt.NDArray[np.bool_]],
     code: Codes,
 ) -> None:
-    """Set what the weight, or without it the moments, say against the master."""
+    """Set the bits of masters that contradict the weight, or without a weight the moments."""
     if MASTER not in values:
         return
     if WEIGHT in values:
@@ -261,10 +261,10 @@ def _compare_master(
 
 
 def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> npt.NDArray[np.bool_]:
-    """Whether each weight is (one of) the nearest to its master: a tie may go either way, optimizers differ in it."""
+    """Whether each weight is a nearest number to its master. A tie can round either way: optimizers differ."""
     if dtype == "float32":
         return master == weight.view(np.float32)
-    if dtype == "float64":  # a frozen one may be more exact than its master
+    if dtype == "float64":  # a frozen weight can be more precise than its master
         with np.errstate(over="ignore"):
             return master == weight.view(np.float64).astype(np.float32)
     if not is_compared(dtype):
@@ -272,7 +272,7 @@ def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> np
     bits = _bits_in_float32(weight, dtype, np.empty(len(master), np.uint32)) + OFFSET[dtype]
     nearest = master.view(np.uint32) - bits + HALF_STEP[dtype] <= 2 * HALF_STEP[dtype]
     smallest = float(np.finfo(np.float16 if dtype == "float16" else np.float32).tiny)
-    nearest &= np.abs(_half_as_float32(weight, dtype)) >= smallest  # the bits of smaller ones are no measure
+    nearest &= np.abs(_half_as_float32(weight, dtype)) >= smallest  # for denormals, bits are not a distance
     others = np.flatnonzero(~nearest)
     nearest[others] = _is_nearest_exactly(master[others], _half_as_float32(weight, dtype)[others], dtype)
     return nearest
@@ -281,7 +281,7 @@ def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> np
 def _is_nearest_exactly(
     master: npt.NDArray[np.float32], weight: npt.NDArray[np.float32], dtype: str
 ) -> npt.NDArray[np.bool_]:
-    """The same without bits: by the distance, which is at most half a step at the weight's exponent."""
+    """The same test by distance: at most half a step at the larger exponent of the two."""
     smallest_exponent, digits, largest = (-126, 8, 3.3961775e38) if dtype == "bfloat16" else (-14, 11, 65520.0)
     with np.errstate(invalid="ignore"):
         exponent = np.maximum(np.frexp(np.maximum(np.abs(master), np.abs(weight)))[1] - 1, smallest_exponent)

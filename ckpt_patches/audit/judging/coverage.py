@@ -1,7 +1,7 @@
-"""Every tensor that the files hold is judged, or named.
+"""Judge every tensor in the files, or report it as not judged.
 
-A reader makes shards of the arrays that it knows: masters with their moments and weights. What is left (buffers, frozen
-weights, states of optimizers that it does not know) is held against nothing, but NaN and infinity are found in it, too.
+A reader creates shards from the arrays that it knows: main parameters with their moments and weights. All other tensors
+(buffers, frozen weights, states of unknown optimizers) are only checked for NaN and infinity.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, He
 
 
 class _Ranges:
-    """Ranges of the bytes of files, joined where they overlap or touch."""
+    """Byte ranges of files, merged where they overlap or touch."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         by_path: dict[str, list[Range]] = {}
@@ -25,24 +25,24 @@ class _Ranges:
         self._by_path = {path: joined(ranges) for path, ranges in by_path.items()}
 
     def meet(self, extent: Extent) -> bool:
-        """Whether one of them has a byte of this one."""
+        """Whether a range overlaps the extent."""
         begin, end = self._last_before(extent)
         return begin < extent.offset + extent.nbytes and extent.offset < end
 
     def cover(self, extent: Extent) -> bool:
-        """Whether one of them has every byte of this one."""
+        """Whether a range contains the full extent."""
         begin, end = self._last_before(extent)
         return begin <= extent.offset and extent.offset + extent.nbytes <= end
 
     def _last_before(self, extent: Extent) -> Range:
-        """The last that begins before the end of this one."""
+        """The last range that begins before the end of the extent."""
         ranges = self._by_path.get(extent.path, [])
         at = bisect.bisect_left(ranges, (extent.offset + extent.nbytes, 0))
         return ranges[at - 1] if at else (0, 0)
 
 
 def others(found: Checkpoint) -> list[Shard]:
-    """Shards of the tensors of which no shard reads anything; what cannot be judged is added to the findings."""
+    """Shards for tensors that no shard reads. Adds a finding for each of these that cannot be judged."""
     extents = [e for shard in found.shards for stream in shard.streams.values() for e in stream.extents]
     by_readers = _Ranges([*extents, *found.padded])
     named = {finding.array for finding in found.findings if finding.kind is damages.NOT_READ}
@@ -56,7 +56,7 @@ def others(found: Checkpoint) -> list[Shard]:
     ]
     shards: dict[Extent, Shard] = {}
     for held in (held for held in left if held.header.is_contiguous):
-        name = held.name or str(Path(held.path).relative_to(found.path))  # a tensor is all that the file holds
+        name = held.name or str(Path(held.path).relative_to(found.path))  # the file holds only a tensor
         stream = Stream(name, held.header.dtype, (_extent(held),))
         shards.setdefault(_extent(held), Shard(name, "", held.header.shape, {WEIGHT: stream}))
     contiguous = _Ranges(shards)
@@ -66,7 +66,7 @@ def others(found: Checkpoint) -> list[Shard]:
 
 
 def _extent(held: Held) -> Extent:
-    """Of a tensor whose elements do not lie in order, all its storage."""
+    """The bytes of a tensor; for a non-contiguous one, its full storage."""
     header = held.header
     if header.is_contiguous:
         return Extent(held.path, header.offset, header.nbytes)
@@ -74,7 +74,7 @@ def _extent(held: Held) -> Extent:
 
 
 def _judge_storage(found: Checkpoint, held: Held, contiguous: _Ranges, shards: dict[Extent, Shard]) -> None:
-    """A tensor whose elements do not lie in order: all elements of its storage, if it is its alone."""
+    """Add a shard for the storage of a non-contiguous tensor, or a finding if it is shared in part."""
     extent = _extent(held)
     if contiguous.cover(extent):
         return

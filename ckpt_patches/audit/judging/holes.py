@@ -1,7 +1,7 @@
-"""From runs of odd elements to holes: where a slice of an array was lost, with its exact edges.
+"""Find holes in runs of odd elements: lost slices of an array, with their exact edges.
 
-A lost slice is zeros. So are parameters that never had a gradient, which come as whole rows (a token that was never
-seen, a unit that never fired) or as the same columns in every row (a unit of the layer before).
+A lost slice is zeros. So are the moments of elements that never had a gradient: full rows (an unseen token, a unit
+that never fired), or the same columns in every row (a unit of the previous layer).
 """
 
 from collections import Counter
@@ -13,23 +13,23 @@ import numpy.typing as npt
 
 from ckpt_patches.audit.judging.scan import SCATTERED, OddRuns
 
-# Zeros that come by chance: at least so likely are they taken to be, and a hole is what is less likely than that.
+# Zeros by chance: their least assumed share, and the expected number below which a run of them is a hole.
 LEAST_SHARE = 1e-6
 BY_CHANCE = 1e-5
 
 
 class Hole(NamedTuple):
-    """A run of zeros of which some elements must not be zero: the first and the last of these are its inner edges."""
+    """A run of zeros in which some elements cannot be zero: the first and last of these are its inner edges."""
 
     begin: int
     end: int
-    outer_begin: int  # the zeros may reach further, where zero can be the truth
+    outer_begin: int  # the full run of zeros, with elements that can truly be zero
     outer_end: int
-    elements: int  # that must not be zero
+    elements: int  # that cannot be zero
 
 
 def stretches(runs: OddRuns, bits: int) -> list[tuple[int, int]]:
-    """The longest ranges of elements that have all these bits."""
+    """The maximal ranges of elements that have all these bits."""
     chosen = (runs.code & bits) == bits
     begin, end = runs.begin[chosen], runs.end[chosen]
     first = np.concatenate([[True], begin[1:] != end[:-1]]) if len(begin) else np.empty(0, np.bool_)
@@ -38,7 +38,7 @@ def stretches(runs: OddRuns, bits: int) -> list[tuple[int, int]]:
 
 
 def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Hole]:
-    """The stretches of zeros (`bits`) with at least one run that is certainly none of the truth."""
+    """The stretches of zeros (`bits`) with at least one run that is certainly lost (`certain`)."""
     where = np.flatnonzero(certain)
     found, at = [], 0
     for begin, end in stretches(runs, bits):
@@ -52,9 +52,9 @@ def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Hole
 
 
 def snapped(hole: Hole, edges: Iterable[int], reach: int) -> Hole:
-    """The hole up to edges that lie near by in the zeros around it: ranks cut all states alike, and shards have ends.
+    """Extend a hole to nearby edges within its zeros: ranks cut all states alike, and shards have ends.
 
-    Further away than `reach` elements the zeros can be the truth, as padding of the vocabulary is.
+    Zeros more than `reach` elements away can be valid, such as vocabulary padding.
     """
     first, last = max(hole.outer_begin, hole.begin - reach), min(hole.outer_end, hole.end + reach)
     begin = max((edge for edge in edges if first <= edge <= hole.begin), default=hole.begin)
@@ -67,28 +67,28 @@ def edges_of(found: Iterable[Hole]) -> set[int]:
 
 
 def by_no_chance(found: list[Hole], numel: int) -> list[Hole]:
-    """Those that are too long to be zeros by chance, as single elements are here and there in a whole checkpoint."""
+    """The holes that are too long to be zeros by chance. Single zeros also occur in a complete checkpoint."""
     scattered = sum(hole.elements for hole in found if hole.elements < SCATTERED) if len(found) > 2 else 0
     share = max(scattered / max(numel, 1), LEAST_SHARE)
     return [hole for hole in found if _places(hole, numel) * share ** min(hole.elements, 64) < BY_CHANCE]
 
 
 def _places(hole: Hole, numel: int) -> int:
-    """Where such a hole can be; slices often begin or end with the shard, chance has no liking for that."""
+    """The number of places for such a hole; few at the ends of a shard, where lost slices are common."""
     return 2 if hole.outer_begin == 0 or hole.outer_end == numel else numel
 
 
 class Rows:
-    """Tells ranges whose edges are those of rows, or of columns that other ranges have as well."""
+    """Detects ranges whose edges are those of rows, or of columns that other ranges share."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]], row: int, others: Iterable[int] = ()) -> None:
-        self.row, self.others = row, set(others)  # others are known to be no edges of a loss
+        self.row, self.others = row, set(others)  # edges that are known not to be of a loss
         ranges = list(ranges)
         self.begins = Counter(begin % row for begin, _ in ranges)
         self.ends = Counter(end % row for _, end in ranges)
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether both edges of a range, one of those given, are edges of rows or of such columns."""
+        """Whether both edges of one of the given ranges are edges of rows or of shared columns."""
         first, last = begin % self.row, end % self.row
         at_begin = first == 0 or self.begins[first] > 1 or begin in self.others
         return at_begin and (last == 0 or self.ends[last] > 1 or end in self.others)

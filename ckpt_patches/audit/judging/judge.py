@@ -1,4 +1,4 @@
-"""What the odd elements of a shard mean: a function for each kind of damage."""
+"""Convert the odd elements of a shard to findings, with a function for each kind of damage."""
 
 import itertools
 from collections import Counter
@@ -30,16 +30,16 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.formats.zero_inventory import numbered
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
-ROWS_BY_CHANCE = 1e-6  # a number of consecutive rows without gradient that is less likely than that is none
+ROWS_BY_CHANCE = 1e-6  # consecutive rows without gradient that are less likely than this are a gap
 LEAST_SHARE_OF_ROWS = 1e-2
 LEAST_NORMAL = 1e-30  # a first moment that has decayed by this factor may have become zero
 DENORMAL_RUN = 16  # elements
-# Megatron's buckets have padding, of which nobody says what it holds: behind a parameter, and at the end.
-PADDING, ALIGNMENT = 1024, 256  # elements; the second for each data-parallel rank
-LEAST_MASK, LEAST_MASKED = 4, 0.25  # elements of a mask, and the share of them that is -inf
+# Megatron's buckets have padding with undefined content: after a parameter, and at the end.
+PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
+LEAST_MASK, LEAST_MASKED = 4, 0.25  # least elements of a mask, and least share of -inf
 ZERO_MASTER = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
-NEAR = 64  # elements between wrong ones that are reported as one range
-MOST_FINDINGS = 1000  # of one kind in one shard; more are one range
+NEAR = 64  # elements: wrong elements at most this far apart are one range
+MOST_FINDINGS = 1000  # of one kind in one array; more are merged
 
 
 class View:
@@ -55,7 +55,7 @@ class View:
         self.row = rows_of(shard.shape)
         ends, reach = {0, shard.numel}, 2 * self.row
         masters = [snapped(hole, ends, reach) for hole in self._holes(MASTER)]
-        # Of all states a master's edges are the most exact: few weights are zero, and many moments.
+        # The edges in the master are the most exact: few weights are zero, but many moments are.
         edges = ends | edges_of(masters)
         self.holes = {
             MASTER: masters,
@@ -63,17 +63,17 @@ class View:
         }
         self.decayed = self._decayed()
         certain = {hole for own in self.holes.values() for hole in own} - self.decayed
-        self.known = edges_of(certain) - ends  # where ranks have cut the shard
+        self.known = edges_of(certain) - ends  # where ranks cut the shard
 
     def _holes(self, role: str) -> list[Hole]:
-        """Those in one array, of a length that no padding has."""
+        """The holes in one array that are too long to be padding."""
         return [hole for hole in self._all_holes(role) if hole.outer_end - hole.outer_begin >= self.least]
 
     def _all_holes(self, role: str) -> list[Hole]:
         code, numel = self.runs.code, self.shard.numel
         if role == MASTER:
             if self.has_remainders:
-                return []  # where zero is a number as any other
+                return []  # zero is a normal value there
             found = holes(self.runs, blocks.NO_MASTER, code & blocks.CONTRADICTED > 0)
             return found if WEIGHT in self.shard.streams else by_no_chance(found, numel)
         if not set(MOMENTS) <= self.shard.streams.keys():
@@ -83,7 +83,7 @@ class View:
         return by_no_chance(holes(self.runs, blocks.NO_SQ, code & blocks.AVG_IS_LARGE > 0), numel)
 
     def _decayed(self) -> set[Hole]:
-        """Rows whose first moment can have decayed to zero, as it does long before its square."""
+        """Holes of rows whose first moment can have decayed to zero, long before the square does."""
         if self.step is not None and float(self.beta1 or 0.9) ** self.step >= LEAST_NORMAL:
             return set()
         rows = Rows([(h.outer_begin, h.outer_end) for h in self.holes[EXP_AVG]], self.row, self.repaired)
@@ -99,7 +99,7 @@ class View:
 
 
 def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
-    """Whose slice a range is, where that can be told: by the files, or by an even division among the ranks."""
+    """Name the ranks that wrote a range, by the files or an even division among ranks; empty if unknown."""
     ranks = [owner.rank for owner in shard.owners if owner.begin < end and begin < owner.end]
     if ranks:
         return f"written by {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
@@ -113,7 +113,7 @@ def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) ->
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
-    """What is wrong with a shard; padding can hold anything."""
+    """The findings of a shard; none for padding, which can hold anything."""
     if shard.is_padding:
         return
     view = View(shard, odd, found)
@@ -122,7 +122,7 @@ def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
 
 
 def _limited(findings: list[Finding]) -> list[Finding]:
-    """Of each array as many as can be shown; more are one, from the first to the last."""
+    """Merge the findings of a kind and array if there are too many to show."""
     by_array: dict[tuple[damages.FindingKind, str], list[Finding]] = {}
     for finding in findings:
         by_array.setdefault((finding.kind, finding.array), []).append(finding)
@@ -151,12 +151,12 @@ def lost_moment(view: View) -> Iterator[Finding]:
 
 
 def moment_gap(view: View) -> Iterator[Finding]:
-    """Both moments are zero: rows without gradient, or the same slice lost twice."""
+    """Both moments are zero: rows without gradient, or the same slice lost in both."""
     if not set(MOMENTS) <= view.shard.streams.keys():
         return
     ranges = stretches(view.runs, BOTH)
     if ranges == [(0, view.shard.numel)]:
-        return  # the whole shard; see `of_parameters`
+        return  # the full shard; see `of_parameters`
     natural = _rows_without_gradient(view, ranges)
     gaps = [Hole(*found, *found, found[1] - found[0]) for found in ranges if found not in natural]
     for begin, end, *_ in by_no_chance(gaps, view.shard.numel):
@@ -172,7 +172,7 @@ def moment_gap(view: View) -> Iterator[Finding]:
 
 
 def _between_edges(view: View, natural: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What of the rows without gradient reaches from one edge of a slice, known by another hole, to the next."""
+    """Ranges in the rows without gradient from one edge of a slice, known from another hole, to the next."""
     edges = sorted({0, *view.known, view.shard.numel})
     for begin, end in itertools.pairwise(edges):
         if view.known and any(first <= begin and end <= last for first, last in natural):
@@ -180,7 +180,7 @@ def _between_edges(view: View, natural: set[tuple[int, int]]) -> Iterator[tuple[
 
 
 def _rows_without_gradient(view: View, ranges: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Those ranges that can be rows or columns without gradient."""
+    """The ranges that can be rows or columns without gradient."""
     rows = Rows(ranges, view.row, view.repaired)
     natural = {found for found in ranges if rows.has(*found)}
     if is_vocabulary(view.shard) or not view.shard.has_rows:
@@ -190,14 +190,14 @@ def _rows_without_gradient(view: View, ranges: list[tuple[int, int]]) -> set[tup
 
 
 def _is_likely(view: View, begin: int, end: int, elements: int) -> bool:
-    """Whether so many rows in succession can be without gradient, by how many others there are."""
+    """Whether this many consecutive rows can be without gradient, by the share of other such rows."""
     rows, own = view.shard.numel / view.row, (end - begin) / view.row
     share = max((elements - (end - begin)) / view.shard.numel, LEAST_SHARE_OF_ROWS)
     return float(rows * share**own) > ROWS_BY_CHANCE
 
 
 def unrounded_master(view: View) -> Iterator[Finding]:
-    """The master does not round to the weight; to one that is a number of 8 bits with a scale it never does."""
+    """The master does not round to the weight. Scaled 8-bit weights are reported as not judged."""
     if view.has_remainders:
         detail = "whole numbers of 16 bits, what a bf16 weight lacks of its main parameter: nothing contradicts them"
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
@@ -207,7 +207,7 @@ def unrounded_master(view: View) -> Iterator[Finding]:
         yield view.finding(damages.NOT_JUDGED, MASTER, 0, view.shard.numel, detail)
         return
     unrounded, zeros = (view.tallies.get(bit) for bit in (blocks.UNROUNDED, blocks.NO_WEIGHT))
-    # All other masters round to their weights: then it is not the masters that a reload has not reached.
+    # If all other masters round to their weights, a reload did reach the masters, and the weights are lost.
     is_lost_weight = unrounded and zeros and unrounded.elements == zeros.elements
     kind = damages.LOST_WEIGHT if is_lost_weight else damages.UNROUNDED_MASTER
     yield from _wrong(view, kind, MASTER, blocks.UNROUNDED)
@@ -219,7 +219,7 @@ def not_finite(view: View) -> Iterator[Finding]:
 
 
 def masked(view: View) -> Iterator[Finding]:
-    """-inf in a tensor without states of an optimizer: a mask, if it is in many places."""
+    """-inf in a tensor without moments: a mask if it is in many places."""
     if blocks.MASKED in view.tallies:
         share = view.tallies[blocks.MASKED].elements / view.shard.numel
         is_main = MASTER in view.shard.streams
@@ -244,7 +244,7 @@ def denormal_run(view: View) -> Iterator[Finding]:
 
 
 def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
-    """The elements with a bit; those that lie near to each other as one range."""
+    """Findings for the elements with a bit; nearby elements form one range."""
     if view.shard.has_odd_padding:
         kind = damages.ODD_IN_BUCKET
     chosen = view.runs.code & bit > 0
@@ -252,7 +252,7 @@ def _wrong(view: View, kind: damages.FindingKind, role: str, bit: int) -> Iterat
     if not len(begin):
         return
     tally, total = view.tallies[bit], np.concatenate([[0], np.cumsum(end - begin)])
-    if tally.elements != total[-1]:  # not all are kept
+    if tally.elements != total[-1]:  # some runs were dropped
         yield view.finding(kind, role, tally.begin, tally.end, f"{tally.elements} elements of these")
         return
     cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
@@ -292,7 +292,7 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
 
 
 def checksums(found: Checkpoint, pieces: list[PartRead]) -> Iterator[Finding]:
-    """Records whose bytes are not what was written."""
+    """Findings for records whose checksum is wrong."""
     arrays = {
         (extent.path, extent.offset): stream.array
         for shard in found.shards
@@ -305,12 +305,12 @@ def checksums(found: Checkpoint, pieces: list[PartRead]) -> Iterator[Finding]:
 
 
 def of_checksum(record: Record) -> str:
-    """Which one is wrong, in words."""
+    """Describe the checksum that is wrong."""
     return f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
 
 
 def of_zero_masters(found: Checkpoint, findings: list[Finding]) -> Iterator[Finding]:
-    """The findings; a main parameter that is zeros in some of its shards alone has lost these."""
+    """The findings; a main parameter that is zero only in some shards becomes `LOST_MASTER`."""
     counts = Counter(shard.streams[MASTER].array for shard in found.shards if MASTER in shard.streams)
     zeros = Counter(finding.array for finding in findings if finding.detail.startswith(ZERO_MASTER))
     for finding in findings:
@@ -326,9 +326,9 @@ def has_no_moments(shard: Shard, runs: OddRuns) -> bool:
 
 
 def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Finding]:
-    """Parameters, or all of them, whose moments are zero although the optimizer has stepped; shards by their id.
+    """Findings for moments that are zero although the optimizer has stepped, or nonzero at step 0.
 
-    Of step 0, the reverse.
+    `without_moments` has the `id` of each shard whose moments are all zero.
     """
     if found.step is None:
         return
@@ -349,7 +349,7 @@ def of_parameters(found: Checkpoint, without_moments: set[int]) -> Iterator[Find
 
 
 def _without_step(found: Checkpoint, with_moments: list[Shard]) -> Iterator[Finding]:
-    """Moments of an optimizer of which no file says that it has stepped."""
+    """Nonzero moments although no file records a step."""
     if with_moments:
         said = "step 0" if any("step" in group for group in found.groups) else "no step"
         found.step = None
@@ -357,15 +357,15 @@ def _without_step(found: Checkpoint, with_moments: list[Shard]) -> Iterator[Find
         yield Finding(damages.UNUSUAL, "param_groups", detail=detail)
 
 
-def _kind_of_empty(shard: Shard, whole_parameter: bool, all_parameters: bool) -> damages.FindingKind:
-    """A shard without moments. Alone among the shards of its parameter it can be padding of the vocabulary."""
+def _kind_of_empty(shard: Shard, full_parameter: bool, all_parameters: bool) -> damages.FindingKind:
+    """The finding kind of a shard without moments. If other shards have moments, it can be vocabulary padding."""
     if all_parameters:
         return damages.NO_MOMENTS
-    if whole_parameter:
+    if full_parameter:
         return damages.PARAMETER_WITHOUT_MOMENTS
     return damages.NO_GRADIENT if is_vocabulary(shard) else damages.MOMENT_GAP
 
 
 def is_vocabulary(shard: Shard) -> bool:
-    """Whether the rows are tokens, of which many are never seen."""
+    """Whether the rows are tokens, many of which are never seen."""
     return any(word in shard.parameter for word in VOCABULARY)

@@ -1,4 +1,4 @@
-"""Records with checksums: those of all that a checkpoint's files hold, against those of what was read of them."""
+"""Compare the checksums that a checkpoint's files hold with those of the bytes read."""
 
 import bisect
 import os
@@ -23,7 +23,7 @@ class PartRead(NamedTuple):
 
 
 def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
-    """What no shard reads of the records: it is read as well, for the checksums."""
+    """Shards for the bytes of records that no shard reads, needed for the checksums."""
     read: dict[str, list[tuple[int, int]]] = {}
     for shard in shards:
         for stream in shard.streams.values():
@@ -56,7 +56,7 @@ def _gaps(begin: int, end: int, ranges: list[Range]) -> Iterator[Range]:
 
 
 def wrong(expected: Iterable[Record], pieces: Iterable[PartRead]) -> Iterator[Record]:
-    """The records whose bytes, read in pieces, are not what the checksum is of."""
+    """The records whose bytes, read in pieces, do not match their checksum."""
     by_start: dict[tuple[str, int], PartRead] = {}
     for piece in pieces:
         key = piece.path, piece.offset
@@ -72,7 +72,7 @@ def wrong(expected: Iterable[Record], pieces: Iterable[PartRead]) -> Iterator[Re
 
 
 def update_checksum(record: Record) -> None:
-    """Write the checksum of what a record holds now into its zip."""
+    """Compute the checksum of a record's current bytes and write it into its zip."""
     descriptor = os.open(record.path, os.O_RDWR)
     try:
         stored = stored_zip.Stored(record.offset, record.nbytes, record.crc)

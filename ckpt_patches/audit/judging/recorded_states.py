@@ -1,4 +1,4 @@
-"""The states in a checkpoint's files against what the run that saved it has recorded of them: docs/fingerprint.md."""
+"""Compare the states in a checkpoint's files with the fingerprints recorded at save: docs/fingerprint.md."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from ckpt_patches.runtime.processes import in_order
 
 
 def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
-    """What is not as it was recorded, and a note of what was compared; nothing where nothing was recorded.
+    """Findings for states that differ from the record, and a note on the comparison. Nothing without a record.
 
-    What cannot be read is not compared: why, another finding says. States that are listed as repaired may differ.
+    States that cannot be read are not compared; another finding has the reason. States listed as repaired may differ.
 
     Args:
         found: the checkpoint that has the record.
-        path: of the files, which were made of it or are its own; they are read once more.
-        workers: processes that read.
+        path: folder of the files, its own or converted from it; they are read again.
+        workers: number of processes that read.
     """
     checked = _checked(found, path, workers)
     if checked is None:
@@ -40,13 +40,13 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
 
 
 def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | None:
-    """None where nothing was recorded."""
+    """None if nothing was recorded."""
     if found.format.startswith("deepspeed"):
         return _of_deepspeed(path)
     if megatron_torch.folders(path):
         try:
             of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
-        except UserError:  # of a file that is damaged or missing another finding says more
+        except UserError:  # another finding reports the damaged or missing file
             return None
         return offline.together(of_ranks) if of_ranks else None
     if found.recorded is not None and dcp_files.is_dcp(path):
@@ -62,14 +62,14 @@ def _of_deepspeed(path: Path) -> offline.Checked | None:
         if is_universal(path):
             return offline.check(plain, universal_states.fingerprints(path, trust=True))
         return offline.check(plain, zero_fingerprints.fingerprints(path, trust=True))
-    except UserError as error:  # of what is damaged another finding says more
+    except UserError as error:  # another finding reports the damage
         return offline.Checked(0, [], {"the optimizer's state": str(error)})
 
 
 def _of_torch(plain: object, path: Path) -> offline.Checked:
     try:
         return offline.check(plain, dcp_files.fingerprints(path, dcp_files.read(path)))
-    except UserError as error:  # of what is damaged another finding says more
+    except UserError as error:  # another finding reports the damage
         return offline.Checked(0, [], {"the optimizer's state": str(error)})
 
 
@@ -79,7 +79,7 @@ def _of_files(found: Checkpoint, path: Path, workers: int) -> Iterator[Fingerpri
     for one in in_order(partial(_fingerprint, path, stored), names, workers):
         if one is not None:
             yield one
-    with contextlib.suppress(UserError):  # of a file, which another finding says
+    with contextlib.suppress(UserError):  # another finding reports the file
         yield from offline.of_buckets(found.recorded, partial(buckets.in_distributed, path, stored))
 
 

@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint once, in blocks, by several workers, and keep only where elements are odd."""
+"""Read every byte of a checkpoint once, in blocks, with several workers, and keep the positions of odd elements."""
 
 import bisect
 import itertools
@@ -18,15 +18,15 @@ from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.runtime.processes import in_order
 
-BLOCK = 64 * 1024  # elements; a block of four arrays lies in the second-level cache
-SPAN = 128 * BLOCK  # elements that a worker takes at a time
-QUICK_SPAN = 1024 * BLOCK  # fewer in all are not worth a second process
-MAX_RUNS = 1_000_000  # kept of a shard, so that memory is bounded whatever the checkpoint holds
-SCATTERED = 8  # elements; shorter runs of zeros come by chance, and where there are so many others, by chance alone
+BLOCK = 64 * 1024  # elements; a block of four arrays fits in the L2 cache
+SPAN = 128 * BLOCK  # elements per task of a worker
+QUICK_SPAN = 1024 * BLOCK  # elements; a smaller scan uses one process
+MAX_RUNS = 1_000_000  # kept per shard, to bound memory for any checkpoint
+SCATTERED = 8  # elements; shorter runs of zeros can be chance, and are dropped first
 
 
 class OddRuns(NamedTuple):
-    """Neighbouring elements with the same odd code, in order."""
+    """Runs of adjacent elements with the same nonzero code, in order."""
 
     begin: npt.NDArray[np.int64]
     end: npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     streams: dict[str, Stream]
     begin: int  # elements
     end: int
-    checked: bool  # whether checksums are wanted
+    checked: bool  # whether to compute checksums
 
     @property
     def nbytes(self) -> int:
@@ -52,30 +52,30 @@ class Span(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Elements with one bit of their code, also of runs that are not kept."""
+    """Elements with one bit of the code, including runs that are not kept."""
 
     elements: int
     begin: int  # the first
-    end: int  # behind the last
+    end: int  # one past the last
 
 
 class Odd(NamedTuple):
-    """What is odd about the elements of a span, or a shard."""
+    """The odd elements of a span or a shard."""
 
     runs: OddRuns
-    is_cut: bool  # there were more runs, of zeros that can be no chance
-    tallies: dict[int, Tally]  # by bit, of those that are certain
+    is_cut: bool  # runs other than short zeros were dropped
+    tallies: dict[int, Tally]  # by bit of `blocks.CERTAIN`
 
 
 class Found(NamedTuple):
-    """What a worker found in a span."""
+    """A worker's result for a span."""
 
     odd: Odd
     pieces: list[PartRead]
 
 
 class Part(NamedTuple):
-    """What was found in a part of a shard."""
+    """The result for a part of a shard."""
 
     shard: int  # its number
     odd: Odd
@@ -83,7 +83,7 @@ class Part(NamedTuple):
 
 
 def add(part: Part, to: list[Part]) -> None:
-    """Add a part; a further one of the last one's shard is joined with it."""
+    """Append a part; merge it with the last part if that is of the same shard."""
     if to and to[-1].shard == part.shard:
         last = to.pop()
         part = Part(part.shard, together([last.odd, part.odd]), last.pieces + part.pieces)
@@ -91,9 +91,9 @@ def add(part: Part, to: list[Part]) -> None:
 
 
 def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Iterator[Odd]:
-    """What is odd about each of so many shards in turn, so that no more than one shard's runs are in memory.
+    """The odd elements of each of `count` shards in turn, so that only one shard's runs are in memory.
 
-    Parts are in order; the checksums that they have are added to `pieces`.
+    Parts are in order; their checksums are added to `pieces`.
     """
     number = 0
     own: list[Odd] = []
@@ -109,22 +109,22 @@ def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Itera
 
 
 def spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
-    """All that is to be read; with checksums of what is in files of these names."""
+    """The spans of all shards; with checksums for files in `checked`."""
     for number, shard in enumerate(shards):
         has_checksums = any(e.path in checked for stream in shard.streams.values() for e in stream.extents)
         yield from spans_of(number, shard, checked=has_checksums)
 
 
 def spans_of(number: int, shard: Shard, *, checked: bool) -> Iterator[Span]:
-    """The parts of one shard."""
+    """The spans of one shard."""
     for begin in range(0, shard.numel if shard.streams else 0, SPAN):
         yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), checked)
 
 
 def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> Iterator[Part]:
-    """What is found in spans, in order; `progress` is told how many bytes have been read.
+    """Scan spans in order. Calls `progress` with the number of bytes read so far.
 
-    Files are open for this scan, in each process its own.
+    Each process opens the files itself, for this scan only.
     """
     if sum(span.end - span.begin for span in spans) < QUICK_SPAN:
         workers = 1
@@ -142,7 +142,7 @@ def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> 
 
 
 def look(span: Span, files: RangedFiles) -> Found:
-    """Read a span, and find its odd runs."""
+    """Read a span and find its odd runs."""
     parts = []
     most = min(BLOCK, span.end - span.begin)
     readers = {role: BlockReader(stream, most, files, checked=span.checked) for role, stream in span.streams.items()}
@@ -155,7 +155,7 @@ def look(span: Span, files: RangedFiles) -> Found:
 
 
 class BlockReader:
-    """Reads a stream block by block into one buffer, and keeps the checksums of what it read, if they are wanted."""
+    """Reads a stream block by block into one buffer; if `checked`, keeps the checksums of the bytes read."""
 
     def __init__(self, stream: Stream, most: int, files: RangedFiles, *, checked: bool) -> None:
         self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
@@ -165,7 +165,7 @@ class BlockReader:
         self.pieces: list[PartRead] = []
 
     def read(self, begin: int, end: int) -> blocks.Block:
-        """Elements `begin` to `end`, valid until the next call."""
+        """The bytes of elements `begin` to `end`, valid until the next call."""
         first, last = begin * self.item_size, end * self.item_size
         number = bisect.bisect_right(self.starts, first) - 1
         while number < len(self.stream.extents) and self.starts[number] < last:
@@ -197,7 +197,7 @@ def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
 
 
 def runs_of(code: blocks.Codes, begin: int) -> OddRuns:
-    """The odd runs of a block that begins at an element."""
+    """The odd runs of a block that begins at element `begin`."""
     edges = np.flatnonzero(np.diff(code)) + 1
     starts = np.concatenate([[0], edges]).astype(np.int64)
     ends = np.concatenate([edges, [len(code)]]).astype(np.int64)
@@ -207,7 +207,7 @@ def runs_of(code: blocks.Codes, begin: int) -> OddRuns:
 
 
 def joined(parts: list[OddRuns]) -> OddRuns:
-    """All parts, which are in order; runs that go on in the next part are made one."""
+    """Concatenate parts in order; merge runs that continue in the next part."""
     if not parts:
         return OddRuns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint16))
     begin, end, code = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -218,7 +218,7 @@ def joined(parts: list[OddRuns]) -> OddRuns:
 
 
 def without(runs: OddRuns, ranges: Iterable[tuple[int, int]], bits: int) -> OddRuns:
-    """The runs, less these bits in these ranges of elements."""
+    """The runs, with these bits cleared in these ranges of elements."""
     for low, high in ranges:
         parts = [_within(runs, 0, low), _within(runs, low, high), _within(runs, high, np.iinfo(np.int64).max)]
         parts[1] = parts[1]._replace(code=parts[1].code & np.uint16(0xFFFF ^ bits))
@@ -233,15 +233,15 @@ def _within(runs: OddRuns, low: int, high: int) -> OddRuns:
 
 
 def odd_of(runs: OddRuns) -> Odd:
-    """The runs that are kept of a span's, and the exact number of what is certain of them all."""
+    """The runs of a span that are kept, and exact tallies of all its runs."""
     tallies = {bit: tally for bit in blocks.CERTAIN if (tally := _tally(runs, bit))}
     return Odd(*_kept(runs), tallies)
 
 
 def _kept(runs: OddRuns) -> tuple[OddRuns, bool]:
-    """At most so many runs as are kept, and whether others than short zeros are left out.
+    """At most `MAX_RUNS` runs, and whether runs other than short zeros were dropped.
 
-    Left out are short runs of zeros first, then the shorter ones of all, what is certain last.
+    Short runs of zeros are dropped first, then the shorter ones of the others; runs with certain damage last.
     """
     if len(runs.begin) <= MAX_RUNS:
         return runs, False
@@ -255,7 +255,7 @@ def _kept(runs: OddRuns) -> tuple[OddRuns, bool]:
 
 
 def together(parts: list[Odd]) -> Odd:
-    """All parts of a shard, in order."""
+    """Merge all parts of a shard, in order."""
     runs, is_cut = _kept(joined([part.runs for part in parts]))
     tallies: dict[int, Tally] = {}
     for part in parts:
@@ -274,5 +274,5 @@ def _tally(runs: OddRuns, bit: int) -> Tally | None:
 
 
 def rows_of(shape: tuple[int, ...]) -> int:
-    """Elements in a row: what one token of an embedding, or one unit of a layer, has. One in a vector."""
+    """Elements per row, which is one token of an embedding or one unit of a layer. 1 for a vector."""
     return math.prod(shape[-1:]) if len(shape) > 1 else 1

@@ -1,7 +1,7 @@
-"""Read saved shards of which it is not known whose elements they have: all ways that the model's weights allow.
+"""Find all layouts of a saved shard that the model's weights allow: which elements of which parameters it holds.
 
-A saved shard is a part of a gradient buffer: parameters behind each other, each beginning at a multiple of so many
-elements, with zeros in between. `shifted.py` says why it can begin in another place than it should.
+A saved shard is a part of a gradient buffer: consecutive parameters, each aligned to a multiple of `ALIGNMENT`
+elements, with zeros in between. `shifted.py` explains why a shard can begin in the wrong place.
 """
 
 import functools
@@ -18,25 +18,25 @@ from ckpt_patches.audit.judging.scan import BLOCK, read_elements
 from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Shard, Stream
 from ckpt_patches.formats.dtypes import item_size
 
-ALIGNMENT = 64  # elements: each parameter begins at a multiple of them in its buffer
-PROBE = 64  # elements that are compared at each place before a whole shard is
-CERTAIN, DISTINCT = 16, 8  # so many elements, that many of them different, are not found by chance
-FARTHEST = 1 << 22  # elements of a shift that are looked for
-HEADS = 1 << 25  # elements of all parameters' beginnings that are held at a time
+ALIGNMENT = 64  # elements: each parameter begins at a multiple of this in its buffer
+PROBE = 64  # elements compared at each place before a full shard is compared
+CERTAIN, DISTINCT = 16, 8  # a match of CERTAIN elements, DISTINCT of them different, is not chance
+FARTHEST = 1 << 22  # elements: the largest shift searched for
+HEADS = 1 << 25  # elements of all parameters' first parts, kept in memory
 LEAST_HEAD = 4096
-MOST_WAYS = 256  # to read one shard; of more nothing is certain
-MOST_PLACES = 4096  # that are looked at for one shard
-SMALL, KEPT = 1 << 16, 256  # elements of an array that is kept in memory, and how many such arrays are
-MOST_STEPS = 4096  # parameters that are tried behind others, for one shard
+MOST_CANDIDATES = 256  # layouts of one shard; with more, nothing is certain
+MOST_PLACES = 4096  # tried for one shard
+SMALL, KEPT = 1 << 16, 256  # elements of an array that is cached, and the number of cached arrays
+MOST_STEPS = 4096  # parameters tried as the next one, for one shard
 LONGEST = 200  # parameters in one saved shard
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of a weight that a master rounds to
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes of a weight, for dtypes that masters round to
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 Places: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class Run(NamedTuple):
-    """Elements of a saved shard, and whose they are."""
+    """Elements of a saved shard, and the shard that they belong to."""
 
     begin: int  # in the saved shard
     piece: int  # the number of the shard that they belong to
@@ -44,11 +44,11 @@ class Run(NamedTuple):
     length: int
 
 
-Way: TypeAlias = tuple[Run, ...]  # to read a saved shard; what is in no run of it is padding
+Candidate: TypeAlias = tuple[Run, ...]  # the layout of a saved shard; elements in no run are padding
 
 
 class TooMany(Exception):
-    """There are more ways to read a shard than are looked at."""
+    """A shard has more possible layouts than the search tries."""
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -57,12 +57,12 @@ def _whole(stream: Stream) -> blocks.Block:
 
 
 def forget() -> None:
-    """What was read of files is read anew from now on."""
+    """Clear the cache of arrays read from files."""
     _whole.cache_clear()
 
 
 def _read(stream: Stream, begin: int, end: int) -> blocks.Block:
-    """The bytes of elements `begin` to `end`, which are not to be changed."""
+    """The bytes of elements `begin` to `end`, which must not be changed."""
     if stream.numel > SMALL:
         return read_elements(stream, begin, end)
     size = item_size(stream.dtype)
@@ -70,22 +70,22 @@ def _read(stream: Stream, begin: int, end: int) -> blocks.Block:
 
 
 class Piece:
-    """A saved shard, and the weights of the parameter that it should be of."""
+    """A saved shard, and the weights of the parameter that it should hold."""
 
     def __init__(self, number: int, shard: Shard) -> None:
         self.number, self.shard, self.numel = number, shard, shard.numel
         self.dtype = shard.streams[WEIGHT].dtype
-        self.gap = -shard.numel % ALIGNMENT  # before the next parameter of the same bucket
+        self.gap = -shard.numel % ALIGNMENT  # padding before the next parameter of the same bucket
 
     def weights(self, begin: int, end: int) -> blocks.Block:
-        """Their bits, an integer each."""
+        """The bits of the weights, as integers."""
         return _read(self.shard.streams[WEIGHT], begin, end).view(f"u{SIZES[self.dtype]}")
 
     def state(self, role: str, begin: int, end: int) -> Floats:
         return _read(self.shard.streams[role], begin, end).view(np.float32)
 
     def is_padding(self, begin: int, end: int) -> bool:
-        """Whether the elements are zero in all states, as the buffer is where no parameter lies."""
+        """Whether the elements are zero in all states, as in the gaps between parameters."""
         return all(
             not self.state(role, first, min(first + BLOCK, end)).any()
             for role in (MASTER, *MOMENTS)
@@ -93,13 +93,13 @@ class Piece:
         )
 
     def leading_padding(self) -> int:
-        """How many elements are padding before the first that is none, up to the longest gap."""
+        """The number of padding elements at the start, at most `ALIGNMENT`."""
         most = min(ALIGNMENT, self.numel)
         used = np.any([self.state(role, 0, most) != 0 for role in (MASTER, *MOMENTS)], axis=0)
         return int(np.argmax(used)) if used.any() else most
 
     def holds(self, begin: int, other: "Piece", offset: int, length: int) -> bool:
-        """Whether the masters saved from `begin` on round to so many of another's weights, from `offset` on."""
+        """Whether `length` masters saved from `begin` on round to the weights of `other` from `offset` on."""
         for first in range(0, length, BLOCK):
             last = min(first + BLOCK, length)
             masters = self.state(MASTER, begin + first, begin + last)
@@ -109,7 +109,7 @@ class Piece:
 
 
 def certain_shift(piece: Piece) -> int | None:
-    """How far a shard is shifted whose own elements tell it without its neighbours."""
+    """The shift of a shard if its own elements prove it without its neighbors; else None."""
     try:
         places = [by for by in own_places(piece) if piece.numel - by >= CERTAIN]
     except TooMany:
@@ -122,10 +122,10 @@ def certain_shift(piece: Piece) -> int | None:
 
 
 def own_places(piece: Piece) -> list[int]:
-    """Where among a parameter's weights those can begin that the saved masters begin with.
+    """The offsets in the shard's own weights where the first saved masters can belong.
 
     Raises:
-        TooMany: they are one number again and again.
+        TooMany: too many offsets match, as with one repeated number.
     """
     probe = piece.state(MASTER, 0, min(PROBE, piece.numel))
     limit = min(piece.numel, FARTHEST)
@@ -138,9 +138,9 @@ def own_places(piece: Piece) -> list[int]:
 
 
 def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places, ends: Places) -> Places:
-    """Those of the places from which on all weights, or all that are left up to an end, agree with the probe.
+    """The places from which the weights agree with the probe, as far as the parameter reaches.
 
-    `ends` has for each place the end of the parameter that it lies in.
+    `ends` has the end of the parameter for each place.
     """
     for number, value in enumerate(probe):
         inside = places + number < ends
@@ -153,14 +153,14 @@ def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places, en
 
 
 class Reader:
-    """Finds the ways in which a saved shard can be read."""
+    """Finds the possible layouts of a saved shard."""
 
     def __init__(self, pieces: list[Piece], certain: dict[int, int]) -> None:
         self.pieces, self.certain = pieces, certain
         self.steps = 0
         self.head = max(min(2 * max(certain.values()) + LEAST_HEAD, HEADS // len(pieces)), 1)
-        # A gated layer's first matrix is one parameter of the buffer, and its halves are saved as two shards. Which
-        # parameters are gated is not in the checkpoint: any that has several shards can be.
+        # A gated layer's first matrix is one parameter of the buffer, and its halves are saved as two shards. The
+        # checkpoint does not record which parameters are gated: any with several shards can be.
         cut = Counter(piece.shard.parameter for piece in pieces)
         self.halves = {piece.number for piece in pieces if cut[piece.shard.parameter] > 1}
         self.by_dtype: dict[str, list[Piece]] = {}
@@ -169,21 +169,21 @@ class Reader:
         self.heads = {dtype: self._heads(own) for dtype, own in self.by_dtype.items()}
 
     def _heads(self, pieces: list[Piece]) -> tuple[Places, blocks.Block]:
-        """Where in the second each parameter begins; the beginnings of all."""
+        """The start of each parameter in the concatenated heads, and these heads."""
         parts = [piece.weights(0, min(self.head, piece.numel)) for piece in pieces]
         starts = np.cumsum([0, *(len(part) for part in parts)])
         return starts, np.concatenate(parts)
 
-    def ways(self, piece: Piece) -> list[Way]:
-        """All that fit the buffer's layout as far as it is known; none where there are too many."""
+    def candidates(self, piece: Piece) -> list[Candidate]:
+        """All layouts that fit what is known of the buffer; empty if there are too many."""
         self.steps = 0
         try:
-            found = list(itertools.islice(self._ways(piece), MOST_WAYS + 1))
+            found = list(itertools.islice(self._candidates_of(piece), MOST_CANDIDATES + 1))
         except TooMany:
             return []
-        return found if len(found) <= MOST_WAYS else []
+        return found if len(found) <= MOST_CANDIDATES else []
 
-    def _ways(self, piece: Piece) -> Iterator[Way]:
+    def _candidates_of(self, piece: Piece) -> Iterator[Candidate]:
         for by in self._own_places(piece):
             own = Run(0, piece.number, by, piece.numel - by)
             yield from self._behind(piece, (own,))
@@ -191,13 +191,13 @@ class Reader:
             yield from self._elsewhere(piece)
 
     def _own_places(self, piece: Piece) -> list[int]:
-        """The shifts by which a shard has elements of its own, and then what the rest of it can be."""
+        """The shifts with which a shard begins with elements of its own parameter."""
         if piece.number in self.certain:
             return [self.certain[piece.number]]
         return [by for by in own_places(piece) if piece.holds(0, piece, by, piece.numel - by)]
 
-    def _elsewhere(self, saved: Piece) -> Iterator[Way]:
-        """Ways without any element of the parameter's own: it is not longer than the shift."""
+    def _elsewhere(self, saved: Piece) -> Iterator[Candidate]:
+        """Layouts without elements of the shard's own parameter, which is not longer than the shift."""
         padding = saved.leading_padding()
         if padding:
             if saved.is_padding(0, saved.numel):
@@ -211,7 +211,7 @@ class Reader:
                 yield from self._behind(saved, (Run(0, other.number, offset, length),))
 
     def _anywhere(self, saved: Piece) -> Iterator[tuple[Piece, int]]:
-        """Where another parameter's beginning, further than its first element, agrees with the first that are saved."""
+        """Other parameters, with the offset in their heads where the first saved masters match."""
         probe = saved.state(MASTER, 0, min(PROBE, saved.numel))
         for dtype, (starts, heads) in self.heads.items():
             ends = np.repeat(starts[1:], np.diff(starts))
@@ -224,8 +224,8 @@ class Reader:
                 if self._fits(saved, run):
                     yield self.pieces[run.piece], run.offset
 
-    def _behind(self, saved: Piece, way: Way) -> Iterator[Way]:
-        """The ways to read all of a saved shard of which this one reads the first elements, up to a parameter's end."""
+    def _behind(self, saved: Piece, way: Candidate) -> Iterator[Candidate]:
+        """The full layouts that continue this one, which ends at the end of a parameter."""
         at, before = way[-1].begin + way[-1].length, self.pieces[way[-1].piece]
         if at == saved.numel or saved.is_padding(at, saved.numel):
             yield way
@@ -235,8 +235,8 @@ class Reader:
             if at + gap < saved.numel and saved.is_padding(at, at + gap):
                 yield from self._from(saved, at + gap, way)
 
-    def _from(self, saved: Piece, at: int, way: Way) -> Iterator[Way]:
-        """The same, of which this one reads all before an element at which a parameter begins."""
+    def _from(self, saved: Piece, at: int, way: Candidate) -> Iterator[Candidate]:
+        """The full layouts that continue this one with a parameter that begins at `at`."""
         if len(way) > LONGEST:
             raise TooMany
         used: Collection[int] = {saved.number, *(run.piece for run in way)}
@@ -255,14 +255,14 @@ class Reader:
                     yield from self._behind(saved, (*way, run))
 
     def _fits(self, saved: Piece, run: Run) -> bool:
-        """Whether another parameter, if its shift is certain, begins where one can begin, behind the saved one."""
+        """Whether another parameter, if its shift is certain, begins aligned and after the saved one."""
         if run.piece not in self.certain:
             return run.piece != saved.number
         distance = run.begin - run.offset + self.certain[run.piece]
         return run.piece != saved.number and distance >= saved.numel and self._is_aligned(saved, run.piece, distance)
 
     def _is_aligned(self, saved: Piece, other: int, distance: int) -> bool:
-        """Whether so many elements can be from the place of one to that of another; a second half has any place."""
+        """Whether two parameters can be `distance` elements apart. A second half need not be aligned."""
         before = {0, saved.numel if saved.number in self.halves else 0}
         behind = {0, self.pieces[other].numel if other in self.halves else 0}
         return any((distance + a - b) % ALIGNMENT == 0 for a in before for b in behind)

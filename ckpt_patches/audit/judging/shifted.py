@@ -1,13 +1,13 @@
-"""Find the checkpoints in which megatron-core from 0.15.0 on saved the optimizer's state shifted.
+"""Detect checkpoints in which megatron-core 0.15.0 and later saved the optimizer state shifted.
 
-There `fully_reshardable` cuts each parameter's state out of the gradient buffer at its place with the padding that ends
-each bucket, and what it cuts it from has no such padding. So a parameter gets what lies k elements behind its own
-beginning, k being all padding before it: its own elements from k on, then zeros that align the next parameter, then
-that one's first elements, or zeros behind the buffer's end. https://github.com/NVIDIA/Megatron-LM/pull/5077
+`fully_reshardable` slices each parameter's state at an offset that includes the padding at the end of each bucket, from
+a buffer without that padding. So a parameter gets the state that lies k elements after its own start, where k is all
+padding before it: its own elements from k on, then zeros that align the next parameter, then that parameter's first
+elements, or zeros after the buffer's end. https://github.com/NVIDIA/Megatron-LM/pull/5077
 
-The layout of the buffer is not in the checkpoint. But the weights are, which the masters round to, and tell of each
-saved element whose it is. All ways in which a shard can be read are looked for; what is read in one way only is
-certain, and of the others what all ways agree in.
+The layout of the buffer is not in the checkpoint. But the main parameters round to the weights, which identifies the
+owner of each saved element. The search finds all possible layouts of a shard. If there is one, it is certain; if there
+are several, only the runs that they share are.
 """
 
 import itertools
@@ -18,13 +18,13 @@ import numpy as np
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.judging.shift_search import SIZES, Piece, Reader, Run, Way, certain_shift, forget
+from ckpt_patches.audit.judging.shift_search import SIZES, Candidate, Piece, Reader, Run, certain_shift, forget
 from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
 
 TYPE = "fully_reshardable"
-MASTERS = "optimizer.state.param."  # in front of it stands what chains optimizers
+MASTERS = "optimizer.state.param."  # chained optimizers add a prefix
 
-# What a shift looks like to those who judge a shard by itself.
+# Findings that a shift causes when each shard is judged by itself.
 EXPLAINED = (
     damages.UNROUNDED_MASTER,
     damages.LOST_WEIGHT,
@@ -38,7 +38,7 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of all three states that lie in another place than their own; shards by their number."""
+    """Elements of all three states: where they lie and where they belong. Shards are numbers."""
 
     source: int
     begin: int
@@ -49,16 +49,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Shift:
-    """What is known of a shifted checkpoint."""
+    """The shift of a checkpoint."""
 
     shards: tuple[Shard, ...]
-    by: tuple[int | None, ...]  # of each shard how many elements; None: could not tell
-    moves: tuple[Move, ...]  # what lies in its right place is among them
-    lost: tuple[tuple[tuple[int, int], ...], ...]  # of each shard the ranges that are in no file, or not for certain
+    by: tuple[int | None, ...]  # elements, per shard; None: unknown
+    moves: tuple[Move, ...]  # including elements that are in their place
+    lost: tuple[tuple[tuple[int, int], ...], ...]  # per shard, the ranges that are in no file, or not certainly
 
 
 def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding], Shift | None]:
-    """The findings, with those that a shift explains replaced by it; what was found of the shift."""
+    """Replace the findings that a shift explains. Returns the findings, and the shift if there is one."""
     suspect = {damages.UNROUNDED_MASTER, damages.LOST_WEIGHT, damages.LOST_MASTER}
     if found.sharding not in ("", TYPE) or not any(f.kind in suspect and MASTERS in f.array for f in findings):
         return findings, None
@@ -74,17 +74,17 @@ def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding]
         for role in (MASTER, *MOMENTS)
         if by != 0
     }
-    untold = [_untold(shard) for shard in found.shards if _has_states(shard) and not _is_complete(shard)]
+    undetermined = [_undetermined(shard) for shard in found.shards if _has_states(shard) and not _is_complete(shard)]
     kept = [f for f in findings if f.kind not in EXPLAINED or (f.array, f.shard) not in concerned]
-    return [*_findings(shift), *untold, *kept], shift
+    return [*_findings(shift), *undetermined, *kept], shift
 
 
 def _has_states(shard: Shard) -> bool:
     return MASTER in shard.streams and MASTERS in shard.streams[MASTER].array and shard.numel > 0
 
 
-def _untold(shard: Shard) -> Finding:
-    """Of a shard that nothing can be said of, in a checkpoint where others are shifted."""
+def _undetermined(shard: Shard) -> Finding:
+    """The finding for a shard that cannot be compared, in a checkpoint where others are shifted."""
     what = {role: shard.streams[role].dtype if role in shard.streams else "none" for role in (WEIGHT, MASTER, *MOMENTS)}
     types = ", ".join(f"{role} {dtype}" for role, dtype in what.items())
     detail = f"whether it is shifted could not be told: other arrays or types than are compared ({types})"
@@ -92,7 +92,7 @@ def _untold(shard: Shard) -> Finding:
 
 
 def _is_complete(shard: Shard) -> bool:
-    """Whether all is there that tells whose elements a shard has; of other weights nothing rounds to them."""
+    """Whether a shard has the arrays, in the dtypes, that identify the owners of its elements."""
     if not _has_states(shard) or not shard.streams.keys() >= {WEIGHT, *MOMENTS}:
         return False
     states = {shard.streams[role].dtype for role in (MASTER, *MOMENTS)}
@@ -110,33 +110,33 @@ def _findings(shift: Shift) -> Iterator[Finding]:
 
 
 def find(shards: list[Shard]) -> Shift | None:
-    """How far each shard is shifted, and whose elements it has; None where no shard certainly is shifted."""
+    """The shift of each shard and the owners of its elements; None if no shard is certainly shifted."""
     pieces = [Piece(number, shard) for number, shard in enumerate(shards)]
     found = ((piece.number, certain_shift(piece)) for piece in pieces)
     certain = {number: by for number, by in found if by is not None}
     if not any(certain.values()):
         return None
     reader = Reader(pieces, certain)
-    ways = consistent([reader.ways(piece) for piece in pieces], pieces)
-    if not any(by and ways[number] for number, by in certain.items()):
-        return None  # what lies behind the elements of its own is of no other parameter
-    read = [_common(own) or _own(piece, certain) for piece, own in zip(pieces, ways, strict=True)]
-    moves, lost = _told(pieces, read)
-    return Shift(tuple(shards), shifts(ways, pieces, certain), moves, lost)
+    candidates = consistent([reader.candidates(piece) for piece in pieces], pieces)
+    if not any(by and candidates[number] for number, by in certain.items()):
+        return None  # what follows its own elements belongs to no other parameter
+    read = [_common(own) or _own(piece, certain) for piece, own in zip(pieces, candidates, strict=True)]
+    moves, lost = _decided(pieces, read)
+    return Shift(tuple(shards), shifts(candidates, pieces, certain), moves, lost)
 
 
 class _Known:
-    """The neighbours that parameters have in the shards that can be read in one way only."""
+    """The neighbors of parameters, from the shards that have one possible layout."""
 
-    def __init__(self, ways: list[list[Way]], pieces: list[Piece]) -> None:
+    def __init__(self, candidates: list[list[Candidate]], pieces: list[Piece]) -> None:
         self.pieces = pieces
         self.before: dict[int, set[str]] = {}
         self.behind: dict[int, set[str]] = {}
-        for left, right, _ in _sure_neighbours(ways, pieces):
+        for left, right, _ in _sure_neighbours(candidates, pieces):
             self.before.setdefault(right, set()).add(_name(pieces[left]))
             self.behind.setdefault(left, set()).add(_name(pieces[right]))
 
-    def agrees(self, way: Way) -> bool:
+    def agrees(self, way: Candidate) -> bool:
         for left, right, _ in _neighbours(way, self.pieces):
             names = _name(self.pieces[left]), _name(self.pieces[right])
             if names[0] not in self.before.get(right, names) or names[1] not in self.behind.get(left, names):
@@ -144,68 +144,68 @@ class _Known:
         return True
 
 
-def consistent(ways: list[list[Way]], pieces: list[Piece]) -> list[list[Way]]:
-    """The ways to read each shard, less those in which a parameter has other neighbours than in what is certain.
+def consistent(candidates: list[list[Candidate]], pieces: list[Piece]) -> list[list[Candidate]]:
+    """The layouts of each shard, without those in which a parameter has other neighbors than in a certain layout.
 
-    Of a neighbour its parameter's name is compared: a parameter that all tensor-parallel ranks have lies in buffers of
-    them all, which are in one order, between other shards of the same neighbours.
+    Neighbors are compared by name: a parameter that all tensor-parallel ranks have lies in all their buffers, in the
+    same order, between other shards of the same neighbors.
     """
     while True:
-        known = _Known(ways, pieces)
-        kept = [[way for way in own if known.agrees(way)] for own in ways]
-        if kept == ways:
-            return ways
-        ways = kept
+        known = _Known(candidates, pieces)
+        kept = [[way for way in own if known.agrees(way)] for own in candidates]
+        if kept == candidates:
+            return candidates
+        candidates = kept
 
 
 def _name(piece: Piece) -> str:
     return piece.shard.parameter
 
 
-def _neighbours(way: Way, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
-    """Parameters that lie right behind each other in a buffer, and how many elements of padding are in between."""
+def _neighbours(way: Candidate, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
+    """Pairs of adjacent parameters in a buffer, and the elements of padding between them."""
     for left, right in itertools.pairwise(way):
         end = left.begin + left.length
         if left.offset + left.length == pieces[left.piece].numel and right.offset == 0:
             yield left.piece, right.piece, right.begin - end
 
 
-def _sure_neighbours(ways: list[list[Way]], pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
-    for own in ways:
+def _sure_neighbours(candidates: list[list[Candidate]], pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
+    for own in candidates:
         if len(own) == 1:
             yield from _neighbours(own[0], pieces)
 
 
-def _common(ways: list[Way]) -> Way:
-    """What all ways to read a shard agree in."""
-    return tuple(run for run in ways[0] if all(run in way for way in ways)) if ways else ()
+def _common(candidates: list[Candidate]) -> Candidate:
+    """The runs that all layouts of a shard share."""
+    return tuple(run for run in candidates[0] if all(run in way for way in candidates)) if candidates else ()
 
 
-def _own(piece: Piece, certain: dict[int, int]) -> Way:
-    """The parameter's own elements alone, where it is certain how far they are shifted."""
+def _own(piece: Piece, certain: dict[int, int]) -> Candidate:
+    """Only the parameter's own elements, if their shift is certain; else empty."""
     by = certain.get(piece.number)
     return () if by is None else (Run(0, piece.number, by, piece.numel - by),)
 
 
-def shifts(ways: list[list[Way]], pieces: list[Piece], certain: dict[int, int]) -> tuple[int | None, ...]:
-    """How far each shard is shifted, by itself or by its neighbours; None where that cannot be told.
+def shifts(candidates: list[list[Candidate]], pieces: list[Piece], certain: dict[int, int]) -> tuple[int | None, ...]:
+    """The shift of each shard, from itself or its neighbors; None if unknown.
 
-    Padding between two parameters, or behind one that is not the last of all, is seen within a bucket only.
+    Padding between two parameters, or after one that is not the last of all, occurs only within a bucket.
     """
     found = dict(certain)
     in_one_bucket = {
         (left, right)
-        for left, right, gap in _sure_neighbours(ways, pieces)
+        for left, right, gap in _sure_neighbours(candidates, pieces)
         if gap or _name(pieces[left]) == _name(pieces[right])  # halves of one parameter
     }
-    followed = {left for left, _ in in_one_bucket} | set(_with_a_gap_behind(ways, pieces))
+    followed = {left for left, _ in in_one_bucket} | set(_with_a_gap_behind(candidates, pieces))
     while True:
         told: dict[int, set[int | None]] = {piece.number: set() for piece in pieces}
         for left, right in in_one_bucket:
             for one, other in ((left, right), (right, left)):
                 told[one] |= {found[other]} if other in found else set()
-        for piece, own in zip(pieces, ways, strict=True):
-            by = {_by_way(piece, way, found, is_followed=piece.number in followed) for way in own}
+        for piece, own in zip(pieces, candidates, strict=True):
+            by = {_by_candidate(piece, way, found, is_followed=piece.number in followed) for way in own}
             told[piece.number] |= by if by != {None} else set()
         only = {number: by.copy().pop() for number, by in told.items() if len(by) == 1 and number not in found}
         new = {number: by for number, by in only.items() if by is not None}
@@ -214,17 +214,17 @@ def shifts(ways: list[list[Way]], pieces: list[Piece], certain: dict[int, int]) 
         found |= new
 
 
-def _with_a_gap_behind(ways: list[list[Way]], pieces: list[Piece]) -> Iterator[int]:
-    """Parameters behind which there is padding up to the end of a saved shard."""
-    for saved, own in zip(pieces, ways, strict=True):
+def _with_a_gap_behind(candidates: list[list[Candidate]], pieces: list[Piece]) -> Iterator[int]:
+    """Parameters that are followed by padding up to the end of a saved shard."""
+    for saved, own in zip(pieces, candidates, strict=True):
         for last in (way[-1] for way in own if way and len(own) == 1):
             at_end = last.offset + last.length == pieces[last.piece].numel
             if at_end and last.begin + last.length < saved.numel:
                 yield last.piece
 
 
-def _by_way(piece: Piece, way: Way, found: dict[int, int], *, is_followed: bool) -> int | None:
-    """How far a shard that is read in a way is shifted; None if the way does not tell."""
+def _by_candidate(piece: Piece, way: Candidate, found: dict[int, int], *, is_followed: bool) -> int | None:
+    """The shift of a shard with this layout; None if the layout does not determine it."""
     if not way:
         return None
     first = way[0]
@@ -236,8 +236,10 @@ def _by_way(piece: Piece, way: Way, found: dict[int, int], *, is_followed: bool)
     return by if is_next and in_one_bucket else None
 
 
-def _told(pieces: list[Piece], read: list[Way]) -> tuple[tuple[Move, ...], tuple[tuple[tuple[int, int], ...], ...]]:
-    """From where each parameter gets its elements, and which of them are nowhere."""
+def _decided(
+    pieces: list[Piece], read: list[Candidate]
+) -> tuple[tuple[Move, ...], tuple[tuple[tuple[int, int], ...], ...]]:
+    """The sources of each parameter's elements, and the ranges without a source."""
     sources: list[list[Move]] = [[] for _ in pieces]
     for source, way in enumerate(read):
         for run in way:
@@ -252,9 +254,9 @@ def _told(pieces: list[Piece], read: list[Way]) -> tuple[tuple[Move, ...], tuple
 
 
 def _without_contradictions(pieces: list[Piece], moves: list[Move]) -> Iterator[Move]:
-    """Each element from one place; from none if it is found in several, and they differ.
+    """One source for each element; none if its sources differ.
 
-    Tensor-parallel ranks have the same parameters in buffers of their own, and one of them saves its own.
+    Tensor-parallel ranks have the same parameters in their own buffers, and one of them saves its copy.
     """
     edges = sorted({edge for move in moves for edge in (move.offset, move.offset + move.length)})
     for begin, end in itertools.pairwise(edges):
@@ -277,7 +279,7 @@ def _same_states(pieces: list[Piece], left: Move, right: Move) -> bool:
 
 
 def _rest(numel: int, moves: list[Move]) -> tuple[tuple[int, int], ...]:
-    """The ranges of elements that no move has."""
+    """The ranges of elements that no move covers."""
     found, at = [], 0
     for move in sorted(moves, key=lambda move: move.offset):
         if move.offset > at:

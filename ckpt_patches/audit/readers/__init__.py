@@ -1,1 +1,1 @@
-"""One reader per checkpoint format: from its files to arrays, shards and facts about the run."""
+"""One reader per checkpoint format: converts files to arrays, shards and facts about the run."""

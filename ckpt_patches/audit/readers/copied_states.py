@@ -1,4 +1,4 @@
-"""States that are copies of each other, to the last bit: one of them was written over, or put in the other's place."""
+"""Detect states of a parameter that are bit-for-bit copies: one of them was overwritten with the other."""
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations
@@ -13,20 +13,20 @@ from ckpt_patches.formats.checksum import of_zeros
 from ckpt_patches.formats.ranged import RangedFiles
 
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
-LEAST = 2  # elements: one alone can be equal by chance
-NUMBERS = ("float64", "float32", "bfloat16", "float16")  # codes of 8 bits are the same all over where states are zero
-PIECE = 1 << 16  # bytes that are compared at a time
+LEAST = 2  # elements; a single element can be equal by chance
+NUMBERS = ("float64", "float32", "bfloat16", "float16")  # not 8-bit codes, which are all the same where a state is zero
+PIECE = 1 << 16  # bytes compared at a time
 Checksums = dict[tuple[str, int, int], int]
 
 
 def findings(found: Checkpoint) -> Iterator[Finding]:
-    """Of each parameter, or piece of a bucket, the states that are the same and not all zeros."""
+    """A finding for each pair of states of a shard that are equal and not all zeros."""
     checksums = {(record.path, record.offset, record.nbytes): record.crc for record in found.records}
     with RangedFiles() as files:
         for shard in found.shards:
             for one, other in _same(shard, checksums, files):
                 if not shard.has_rows and not _has_numbers(shard.streams[one], files):
-                    continue  # a bucket's padding, which is uninitialized memory and can be the same twice
+                    continue  # a bucket's padding: uninitialized memory, which can be the same twice
                 detail = f"it is the same as {shard.streams[one].array}, bit for bit: one is a copy"
                 yield Finding(damages.FOREIGN_FILE, shard.streams[other].array, shard.label, detail=detail)
 
@@ -42,7 +42,7 @@ def _same(shard: Shard, checksums: Checksums, files: RangedFiles) -> Iterator[tu
 
 
 def _are_same(one: Iterable[Extent], other: Iterable[Extent], checksums: Checksums, files: RangedFiles) -> bool:
-    """By their checksums where the files have them, else by their bytes, of which the first mostly tell."""
+    """Whether two states are equal and not all zeros. Compares stored checksums if available, otherwise bytes."""
     pairs = list(zip(one, other, strict=False))
     if any(first.nbytes != second.nbytes for first, second in pairs):
         return False
@@ -52,7 +52,7 @@ def _are_same(one: Iterable[Extent], other: Iterable[Extent], checksums: Checksu
         return not zeros and all(first == second for first, second in known)
     try:
         return _same_bytes(pairs, files)
-    except OSError:  # which is a finding where it is judged
+    except OSError:  # reported when the shard is judged
         return False
 
 
@@ -68,7 +68,7 @@ def _same_bytes(pairs: Iterable[tuple[Extent, Extent]], files: RangedFiles) -> b
 
 
 def _has_numbers(stream: Stream, files: RangedFiles) -> bool:
-    """Whether any element is neither zero nor denormal, as memory is that was never written to as numbers."""
+    """Whether any element is neither zero nor denormal. If not, it may be uninitialized memory."""
     for extent in stream.extents:
         for at in range(0, extent.nbytes, PIECE):
             values = as_float32(np.frombuffer(_bytes(extent, at, files), np.uint8), stream.dtype)

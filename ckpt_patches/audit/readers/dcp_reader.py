@@ -1,4 +1,4 @@
-"""Checkpoints that training scripts write with torch.distributed.checkpoint: FSDP, HSDP, tensor parallelism, DDP."""
+"""Reader for torch.distributed.checkpoint, as training scripts write it: FSDP, HSDP, tensor parallelism, DDP."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,14 +33,14 @@ from ckpt_patches.runtime.shown import shown
 
 FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
 ROLES = {**dict.fromkeys(MASTERS_OF_TORCH, MASTER), "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
-NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in the name of a save's folder
+NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in a checkpoint folder's name
 OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")
-# Steps that fp16 skips: some at the start, then one in a hundred at most. They are no steps of the optimizer.
+# Iterations that fp16 may skip without an optimizer step: some at the start, then at most one in a hundred.
 SKIPPED, ONE_IN = 16, 100
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, FORMAT)
     index = _index(found)
     found.findings += wrong_entries(index)
@@ -67,7 +67,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _index(found: Checkpoint) -> torch_dist.Index:
-    """What the indexes list, files with their folders; nothing, and a finding, of one that cannot be read."""
+    """All indexes merged, with folder names in the file paths. Adds a finding for each index that cannot be read."""
     indexes: list[tuple[Path, torch_dist.Index]] = []
     for folder in dcp.folders(found.path):
         where = str((folder / torch_dist.INDEX).relative_to(found.path))
@@ -92,7 +92,7 @@ def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
 
 
 def _object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
-    """What is no tensor of its own; None, and a finding, if it cannot be read."""
+    """The value of an object; None, and a finding, if it cannot be read."""
     try:
         part = torch_dist.read_place(files, found.path, index.objects[name])
     except (BadFileError, NotReadError) as error:
@@ -103,7 +103,7 @@ def _object(name: str, index: torch_dist.Index, found: Checkpoint, files: Ranged
 
 
 def _header(tensor: Tensor) -> TensorHeader:
-    """A tensor of the index as one of a file, which has no place."""
+    """A header for a tensor of the index, without a place in a file."""
     stride, strides = 1, []
     for size in reversed(tensor.size):
         strides.append(stride)
@@ -114,15 +114,15 @@ def _header(tensor: Tensor) -> TensorHeader:
 
 @dataclass(frozen=True)
 class _Contents:
-    """All that the indexes list."""
+    """Everything that the indexes list."""
 
     tensors: Mapping[str, Chunked]
-    values: Mapping[str, Any]  # of objects what they are, of tensors their headers
-    steps: Mapping[str, Any]  # by the tensor's or object's name; a number if it could be read
+    values: Mapping[str, Any]  # values of objects, headers of tensors
+    steps: Mapping[str, Any]  # by the tensor's or object's name; numbers if readable
 
 
 def _steps(tensors: Mapping[str, Chunked], values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The numbers that tensors of one element, or objects, are."""
+    """The values of objects and of tensors with one element, by name. Unreadable ones are left out."""
     read: dict[str, Any] = {}
     for name in names:
         value = values[name]
@@ -139,13 +139,13 @@ def _element(dtype: str, extent: Extent) -> float | None:
         data = bytearray(extent.nbytes)
         try:
             files.read(extent.path, extent.offset, memoryview(data))
-        except OSError:  # which another finding says
+        except OSError:  # another finding reports it
             return None
     return torch_file.number(dtype, bytes(data))
 
 
 def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
-    """Everything that an optimizer's names and settings promise of each other; the steps of its parameters."""
+    """Check the consistency of an optimizer's states, param groups and weights. Returns the steps that it states."""
     groups = _groups(own, contents.values)
     found.groups += groups
     keys = {name: int(name) if own.is_numbered else name for name in own.states}
@@ -167,7 +167,7 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
 
 
 def _groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The param groups with the keys of their parameters; those that are stored by parameter put together."""
+    """The param groups with their parameters' keys. Settings stored per parameter are merged into groups."""
     if set(own.groups) == {""}:
         listed = values[own.groups[""][""]] if "" in own.groups[""] else None
         return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
@@ -183,7 +183,7 @@ def _groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
-    """States and weights are of each other, and of one shape."""
+    """Check that each state has a weight, of the same shape."""
     if own.is_numbered:
         yield Finding(
             damages.NUMBERED_STATES, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=f"{len(own.states)} parameters"
@@ -205,7 +205,7 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
 
 
 def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str, Chunked]]:
-    """The arrays of each parameter. A weight of fp32 is the main parameter where the optimizer keeps no other."""
+    """The arrays of each parameter. An fp32 weight is the main parameter if the optimizer keeps no other."""
     for parameter, state in own.states.items():
         roles = {role: tensors[state[key]] for key, role in ROLES.items() if state.get(key) in tensors}
         weight = tensors.get(own.weights.get(parameter, ""))
@@ -216,9 +216,9 @@ def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str,
 
 
 def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
-    """The optimizer's step, and what a folder's name says against it.
+    """Set the optimizer's step and beta1. Adds a finding if a folder's name states far more steps.
 
-    `get_state_dict` takes a first step without gradients where an optimizer has taken none, to make its states.
+    Step 1 counts as unknown: `get_state_dict` takes a step without gradients to create missing states.
     """
     found.beta1 = first_beta(found.groups)
     step, named = last_step(steps), next(filter(None, map(NUMBER.fullmatch, folders)), None)
@@ -230,7 +230,7 @@ def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
 
 
 def read_others(found: Checkpoint) -> None:
-    """Files of torch.save beside the known ones: schedulers, random states, the trainer's own."""
+    """Read the remaining torch.save files: schedulers, random states, the trainer's own."""
     for file in sorted(found.path.iterdir()):
         if file.name in found.read:
             continue
@@ -244,7 +244,7 @@ def _is_zip(file: Path) -> bool:
 
 
 def _note_rest(found: Checkpoint, optimizers: list[Optimizer], tensors: Iterable[str]) -> None:
-    """Tensors of the model without states of an optimizer: frozen ones, buffers, or a model that is alone."""
+    """Note the model's tensors without optimizer states: frozen ones, buffers, or all if there is no optimizer."""
     of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
     with_states = {name for own in optimizers for name in own.weights.values()}
     rest = [name for name in tensors if name not in of_optimizers | with_states]

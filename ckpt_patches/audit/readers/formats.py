@@ -1,4 +1,4 @@
-"""Which reader a folder needs, by what is in it."""
+"""Choose the reader for a folder by its contents."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt_patches.formats.universal import is_universal
 
 
 def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
-    """The reader for a checkpoint; None if the folder is in no format that is known."""
+    """The reader for a checkpoint; None if the folder's format is unknown."""
     backend = megatron_arrays.backend(path)
     if backend is not None:
         return {"zarr": zarr_reader.read, "torch_dist": torch_dist_reader.read}.get(backend)
@@ -41,5 +41,5 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
     return safetensors_reader.read if safetensors_reader.is_safetensors(path) else None
 
 
-# A trainer's checkpoint can be in a folder below: of Transformers with DeepSpeed, and of verl an exported model.
+# A subfolder can hold another checkpoint: DeepSpeed's for Transformers, an exported model for verl.
 HAS_OTHERS_BELOW = (safetensors_reader.read, fsdp_ranks_reader.read)

@@ -1,4 +1,4 @@
-"""The parts of frozen parameters in the model files of ZeRO-3, which a conversion copies."""
+"""Each rank's parts of frozen parameters in ZeRO-3 model files. A conversion copies these files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +12,16 @@ from ckpt_patches.formats.torch_file import TensorHeader
 
 
 def add(found: Checkpoint, path: Path, rank: int, ranks: int | None, info: Mapping[str, Any]) -> None:
-    """The parts of one of so many ranks, without the padding behind the last elements.
+    """Add a shard for each part that `rank` of `ranks` holds, without the padding at its end.
 
-    DeepSpeed allocates the padding with torch.empty, so that it can hold NaN.
+    DeepSpeed allocates the padding with torch.empty, so it can hold NaN.
     """
     shapes, fragments = info.get("frozen_param_shapes"), info.get("frozen_param_fragments")
     if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not ranks:
         return
     for name, share in zero.shares(shapes, ranks):
         part = fragments.get(name)
-        # MiCS shares a parameter among fewer ranks: then all elements are looked at, as of an unknown tensor.
+        # MiCS shards a parameter over fewer ranks: then all elements are checked, as in an unknown tensor.
         if not isinstance(part, TensorHeader) or part.numel != share.each:
             continue
         own = share.of(rank)

@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP runs with a file of torch.save for each rank, as verl writes them."""
+"""Reader for checkpoints of FSDP runs with one torch.save file per rank, as verl writes them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,17 +17,17 @@ from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
 FORMAT, WEIGHTS_ALONE = "fsdp, a file for each rank", f"fsdp, a file for each rank{ALONE}"
-MOST_KEYS = 5  # of a file that are named
+MOST_KEYS = 5  # contradictions reported per file
 
 
 def is_fsdp_ranks(path: Path) -> bool:
-    """Whether a folder has a rank's file."""
+    """Whether a folder contains a rank's file."""
     return any(fsdp_ranks.named(entry.name) for entry in path.iterdir())
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The files of one save that could be read."""
+    """The readable files of one save."""
 
     count: int
     files: dict[str, dict[int, TorchFile]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
@@ -38,7 +38,7 @@ class _Ranks:
         return any(part.every for own in self.parts[MODEL].values() for part in own.values())
 
     def with_every_rank(self, kind: str) -> Iterator[tuple[str, dict[int, Part]]]:
-        """The tensors of which each rank's part is known, if every rank's file is."""
+        """Each tensor with a known part on every rank, and these parts. Empty if a rank's file is missing."""
         own = self.parts[kind]
         if len(own) == self.count:
             for name in own[0]:
@@ -47,7 +47,7 @@ class _Ranks:
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, FORMAT)
     ranks = _read_files(found)
     for kind, own in ranks.files.items():
@@ -64,7 +64,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read_files(found: Checkpoint) -> _Ranks:
-    """All of the newest save. Files of another number of ranks are of an older one, which a load does not look at."""
+    """Read all files of the newest save. Files for another number of ranks are older; a load ignores them."""
     every = {entry.name: own for entry in sorted(found.path.iterdir()) if (own := fsdp_ranks.named(entry.name))}
     config = _world_size(found)
     ranks = _Ranks(fsdp_ranks.stated(every.values(), config))
@@ -103,7 +103,7 @@ def _world_size(found: Checkpoint) -> int | None:
 
 
 def _take(found: Checkpoint, ranks: _Ranks, name: str, file: TorchFile) -> None:
-    """A file of this save; torch.save names the folder of its records after the file that it writes."""
+    """Check a file and add it to `ranks`. torch.save names the root folder in the archive after the file."""
     own = fsdp_ranks.named(name)
     assert own
     written_as = f"{file.root}.pt"
@@ -120,7 +120,7 @@ def _take(found: Checkpoint, ranks: _Ranks, name: str, file: TorchFile) -> None:
 
 
 def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
-    """One program writes all ranks' files: their keys are the same, and the values of plain ones."""
+    """Differences between the ranks' files. One program writes them, so keys and plain values must be the same."""
     keys = {rank: zero_keys.keys_of(file.value) for rank, file in files.items()}
     usual = zero_keys.usual(keys.values())
     for rank, own in keys.items():
@@ -136,7 +136,7 @@ def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
 
 
 def _differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Of one group on two ranks; its parameters too."""
+    """The differences of one group between two ranks, including its parameters."""
     found = list(settings.differences(own, other))
     return found if own.get("params") == other.get("params") else [*found, "its parameters are others than those"]
 
@@ -164,7 +164,7 @@ def _read_weights(found: Checkpoint, ranks: _Ranks) -> None:
 
 
 def _part(found: Checkpoint, name: str, value: Any) -> Part | None:
-    """None of what is no tensor, with a finding for a tensor in a form that is not known."""
+    """A rank's part of a tensor; None for any other value. A tensor of an unknown form adds a finding."""
     part = fsdp_ranks.part_of(value)
     kind = type(value).__name__
     if part is None and kind == "_rebuild_wrapper_subclass":
@@ -183,7 +183,7 @@ def _of_weight(found: Checkpoint, file: TorchFile, rank: int, name: str, part: P
 
 
 def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> list[Any]:
-    """Everything that the optimizers' files promise; the steps that they state."""
+    """Check the optimizer files and add shards of their moments. Returns the steps that the files state."""
     files = dict(sorted(ranks.files[OPTIMIZER].items()))
     states = {rank: _states(file) for rank, file in files.items()}
     steps = {rank: _steps(file, states[rank]) for rank, file in files.items()}
@@ -205,9 +205,9 @@ def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> list[Any]:
 
 
 def _is_uneven(ranks: _Ranks) -> bool:
-    """Whether FSDP1 has cut a buffer of parameters that its optimizer knows one by one (`use_orig_params`).
+    """Whether FSDP1 sharded a buffer whose parameters the optimizer steps one by one (`use_orig_params`).
 
-    Then a rank has no state of a parameter of which it has no element. Else all ranks have as much of each buffer.
+    Then a rank has no state for a parameter without elements on that rank. Otherwise all its parts have one size.
     """
     sizes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for own in ranks.parts[OPTIMIZER].values():
@@ -217,7 +217,7 @@ def _is_uneven(ranks: _Ranks) -> bool:
 
 
 def _uncounted(ranks: _Ranks) -> Iterator[Finding]:
-    """Parameters of such an optimizer of which all ranks together have as many elements as no weight has."""
+    """Findings for parameters of such an optimizer whose element count over all ranks matches no weight."""
     weights = {name: parts for name, parts in ranks.with_every_rank(MODEL) if all(p.every for p in parts.values())}
     if not weights or not _is_uneven(ranks) or len(ranks.files[OPTIMIZER]) < ranks.count:
         return
@@ -238,7 +238,7 @@ def _steps(file: TorchFile, states: Mapping[Any, Mapping[Any, Any]]) -> dict[Any
 
 
 def _local(found: Checkpoint, ranks: _Ranks, rank: int, number: Any, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A parameter's states with the rank's own part of each tensor; the parts are noted."""
+    """A parameter's states with the rank's part in place of each tensor. Adds the parts to `ranks`."""
     own = dict(state)
     for name, value in state.items():
         array = f"state.{number!s:.100}.{name!s:.100}"
@@ -252,7 +252,7 @@ def _local(found: Checkpoint, ranks: _Ranks, rank: int, number: Any, state: Mapp
 def _of_optimizer(
     file: TorchFile, states: dict[Any, dict[Any, Any]], steps: dict[Any, Any], elsewhere: set[Any], label: str
 ) -> list[Finding]:
-    """What a rank's file promises of itself."""
+    """Check the consistency of one rank's file. Parameters in `elsewhere` need no state."""
     for key in ("state", "param_groups"):
         if key not in file.value and not {*file.value} & {"state", "param_groups"}:
             detail = "neither state nor param_groups, as a torch optimizer's state dict has them"
@@ -260,7 +260,7 @@ def _of_optimizer(
         if key not in file.value:
             return [Finding(damages.MISSING_STATE, file.path.name, label, detail=f"no {key}")]
     groups = [{**group, "params": _without(group.get("params"), elsewhere)} for group in _groups(file)]
-    checksums = zero_facts.telling_checksums(file)
+    checksums = zero_facts.distinctive_checksums(file)
     optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
     return tensor_streams.findings(optimizer_inventory.problems(optimizer), label)
 
@@ -276,7 +276,7 @@ def _between(
     states: Mapping[int, Mapping[Any, Mapping[Any, Any]]],
     steps: Mapping[int, Mapping[Any, Any]],
 ) -> Iterator[Finding]:
-    """What ranks' files promise of each other."""
+    """Check that states and steps agree between ranks."""
     counted = {rank: {n: step for n, step in own.items() if settings.is_step(step)} for rank, own in steps.items()}
     for kind, unlike in (
         (damages.CONTRADICTION, fsdp_ranks.unlike_keys(states)),
@@ -287,7 +287,7 @@ def _between(
 
 
 def _vocabularies(ranks: _Ranks) -> dict[tuple[int, ...], str]:
-    """Weights whose rows are tokens, by their shape: of a state of this shape many rows can be without gradient."""
+    """Weights whose rows are tokens, by shape. In a state of this shape, many rows may never have a gradient."""
     parts: Iterable[tuple[str, Part]] = (item for own in ranks.parts[MODEL].values() for item in own.items())
     return {part.size: name for name, part in parts if any(word in name for word in VOCABULARY)}
 
@@ -301,7 +301,7 @@ def _of_moments(
     parts: Mapping[str, Part],
     tokens: Mapping[tuple[int, ...], str],
 ) -> Iterator[Shard]:
-    """The moments of a parameter on a rank. Of a plain tensor of one dimension nobody states what it was made of."""
+    """The moments of a parameter on one rank. A plain 1-D tensor may be a flat buffer of unknown layout."""
     streams = {
         role: stream
         for role in parts

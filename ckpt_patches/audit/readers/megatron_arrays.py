@@ -1,4 +1,4 @@
-"""What Megatron's distributed checkpoints have in common: the names of arrays, and the file of what is not sharded."""
+"""Shared by the readers of Megatron's distributed checkpoints: array names, and the file of unsharded state."""
 
 import json
 import re
@@ -29,21 +29,21 @@ from ckpt_patches.formats.zarr import METADATA
 from ckpt_patches.runtime.shown import shown
 
 CONFIG = "metadata.json"
-CONFIG_OF_BRIDGE = "run_config.yaml"  # Megatron Bridge's, in the place of Megatron-LM's arguments
+CONFIG_OF_BRIDGE = "run_config.yaml"  # Megatron Bridge writes it instead of Megatron-LM's arguments
 ITERATION = re.compile(r"iter_(\d{7,15})")
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
-# Of a parameter's arrays, by format; the buckets of many parameters have those of the second spelling.
+# Roles of a parameter's states. The main parameter's name depends on the format; buckets use the second one.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 MOST_RANKS = 1 << 20
-EXPERTS = ".experts."  # in the names of their parameters
-ADAM = {"betas", "eps"}  # settings
+EXPERTS = ".experts."  # in the names of expert parameters
+ADAM = {"betas", "eps"}  # settings that identify it
 SHARDING_TYPE = "param_state_sharding_type"
 SCALER, OF_SCALER = "grad_scaler", {"scale", "growth_tracker", "hysteresis_tracker"}
 Value = TypeVar("Value")
 
 
 def parameter_and_role(name: str) -> tuple[str, str]:
-    """Which parameter an array belongs to, and as what."""
+    """The parameter that an array belongs to, and its role."""
     if is_bucket(name):
         bucket, _, state = name.rpartition(".")
         return (bucket, STATES[state]) if state in STATES else (name, WEIGHT)
@@ -52,14 +52,14 @@ def parameter_and_role(name: str) -> tuple[str, str]:
 
 
 def _state_and_parameter(name: str) -> tuple[str, str]:
-    """Which state of which parameter an array is; "" for one that is no optimizer's."""
-    _, _, found = name.partition(OPTIMIZER_STATE)  # with several optimizers there is something in front
+    """The state and the parameter in an array's name; both are "" if it is not optimizer state."""
+    _, _, found = name.partition(OPTIMIZER_STATE)  # chained optimizers have a prefix
     state, _, parameter = found.partition(".")
     return state, parameter
 
 
 def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
-    """What belongs to each array, by parameter and role."""
+    """The values of `arrays`, by parameter and role."""
     parameters: dict[str, dict[str, Value]] = {}
     for name, value in arrays.items():
         parameter, role = parameter_and_role(name)
@@ -68,18 +68,18 @@ def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
 
 
 def check_siblings(found: Checkpoint, arrays: Mapping[str, str]) -> None:
-    """Arrays that most parameters have, and one has not; of those that are there the dtypes, "" if not read."""
+    """Report arrays that most parameters have and some lack. `arrays` has the dtype by name, "" if not read."""
     parameters = by_parameter(dict(arrays))
     with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
     usual = Counter(role for roles in with_state.values() for role in roles)
-    # Adam, known by its settings, has both moments of every parameter; Lion has no eps.
+    # Adam, identified by its settings, keeps both moments for every parameter. Lion has no eps.
     is_adam = any(group.keys() >= ADAM for group in found.groups) and any(map(usual.get, MOMENTS))
     expected = {*(MOMENTS if is_adam else ()), *(role for role in ROLES if 2 * usual[role] > len(with_state))}
     of_others = _stepped_by_others(arrays)
     for name, roles in with_state.items():
         wanted = expected | {MASTER} if is_bucket(name) else expected - {*MOMENTS} if name in of_others else expected
         if roles.get(WEIGHT) == "float32" and not found.sharding:
-            wanted = wanted - {MASTER}  # the weight is the main parameter, but for a distributed optimizer
+            wanted = wanted - {MASTER}  # an fp32 weight is the main parameter, except with a distributed optimizer
         missing = [role for role in ROLES if role not in roles and role in wanted]
         if set(missing) == set(MOMENTS):
             found.findings.append(Finding(damages.MISSING_MOMENTS, name))
@@ -91,14 +91,14 @@ def check_siblings(found: Checkpoint, arrays: Mapping[str, str]) -> None:
 
 
 def _stepped_by_others(arrays: Iterable[str]) -> set[str]:
-    """The parameters with states that Adam does not keep, as Muon's momentum beside Adam's moments of the rest."""
+    """Parameters with states that Adam does not keep, such as Muon's momentum in a run that uses Muon and Adam."""
     return {parameter for state, parameter in map(_state_and_parameter, arrays) if state and state not in STATES}
 
 
 def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
-    """What the param groups and the states promise of each other; settings that no optimizer takes."""
+    """Check that param groups and states are consistent, and that settings are valid."""
     if any(finding.kind in (damages.BAD_METADATA, damages.NOT_READ) for finding in found.findings):
-        return  # it is not known what is there
+        return  # the contents are unknown
     found.knows_trained = any(MASTER in shard.streams and shard.has_rows for shard in found.shards)
     has_states = any(map(_is_state, arrays)) or any(not shard.has_rows for shard in found.shards)
     if found.step and not has_states:
@@ -118,7 +118,7 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
         detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
         found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
-    # One more where an optimizer takes a step at the start, to allocate its states.
+    # Allow one extra step: an optimizer may take one at the start, to allocate its states.
     if found.iteration is not None and (found.step or 0) > found.iteration + 1:
         detail = f"the optimizer has taken {found.step} steps, and the run {found.iteration}"
         found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
@@ -129,7 +129,7 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
 
 
 def _groups_of_states(found: Checkpoint) -> Iterator[str]:
-    """Megatron decays weights, but no bias and no norm: param groups that states are there for, and that are not."""
+    """Missing param groups that the states require. Megatron decays weights, but not biases and norms."""
     multipliers = {group.get("wd_mult") for group in found.groups}
     if not found.groups or not all(map(settings.is_number, multipliers)):
         return
@@ -147,14 +147,14 @@ def _groups_of_states(found: Checkpoint) -> Iterator[str]:
 
 
 def _is_state(name: str) -> bool:
-    """Whether an array holds states of an optimizer, which may be one that is not judged."""
+    """Whether an array holds states of any optimizer, including those that are not judged."""
     return OPTIMIZER_STATE in name or is_bucket(name)
 
 
 def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> None:
-    """The arrays of a parameter that are cut otherwise than its master, and held against nothing.
+    """Report arrays that are not compared because they are sharded differently from the main parameter.
 
-    `cuts` has by role the array's name, and how it is cut.
+    `cuts` has the array's name and its sharding, by role.
     """
     if MASTER not in cuts:
         return
@@ -165,7 +165,7 @@ def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> N
 
 
 def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
-    """The optimizer's step and what else is said of the run in what is not sharded."""
+    """Set the optimizer's step and other facts about the run from the unsharded state."""
     if not isinstance(common, dict):
         detail = f"expected a dict in {COMMON}, found {type(common).__name__}"
         found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
@@ -185,7 +185,7 @@ def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
 
 
 def _without_groups(optimizers: list[Any]) -> Iterator[str]:
-    """Of each chain the optimizers without param groups; one that has no parameter on the rank is empty."""
+    """The optimizers of each chain that lack param groups. One without parameters on the rank is an empty dict."""
     for chain in optimizers:
         own = chain if isinstance(chain, list) else list(chain.values()) if isinstance(chain, dict) else []
         groups = [param_groups(optimizer) if isinstance(optimizer, dict) else [] for optimizer in own]
@@ -195,14 +195,14 @@ def _without_groups(optimizers: list[Any]) -> Iterator[str]:
 
 
 def is_of_distributed(name: str) -> bool:
-    """Whether only a distributed optimizer saves an array, or an object, of this name."""
+    """Whether only a distributed optimizer saves an array or object with this name."""
     return is_bucket(name) or f"{OPTIMIZER_STATE}param." in name
 
 
 def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments: Any) -> None:
-    """What the groups of each optimizer and the arguments of the run say."""
+    """Set the facts that the param groups of each optimizer and the run's arguments state."""
     groups = [group for own in optimizers for group in own]
-    # Beside Adam for the rest there is one optimizer for all matrices, those of experts, too.
+    # If Adam steps only a part, a single other optimizer steps all matrices, including those of experts.
     is_adam = all("betas" in group for group in groups)
     for own in optimizers:
         unusual = [*settings.same_groups(own), *settings.unlike_schedules(own, experts_are_apart=is_adam)]
@@ -222,9 +222,9 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
 
 
 def check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
-    """The loss scale of fp16; a load without it begins with the first one again, and says so in a log alone.
+    """Check the loss scale of fp16. A load without it starts again from the initial scale and only logs that.
 
-    A constant one is saved without anything in it.
+    A constant scale is saved as an empty dict.
     """
     is_fp16 = isinstance(arguments, torch_file.Instance) and arguments.fields.get("fp16") is True
     for own in _mixed_precision(optimizer):
@@ -238,7 +238,7 @@ def check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
 
 
 def _mixed_precision(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """Each optimizer of a chain that has another one in it, which steps the main parameters."""
+    """Each optimizer of a chain that wraps an inner optimizer, which steps the main parameters."""
     if isinstance(optimizer, (list, dict)):
         inner = optimizer.get("optimizer") if isinstance(optimizer, dict) else None
         if isinstance(optimizer, dict) and isinstance(inner, dict) and "param_groups" in inner:
@@ -249,9 +249,9 @@ def _mixed_precision(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
-    """The iteration that Megatron-LM saves, and by which it names the folder; other trainers save none."""
+    """Check the iteration, which Megatron-LM saves and uses in the folder's name. Other trainers save none."""
     named, stated = ITERATION.fullmatch(found.path.name), value.get("iteration")
-    absent = {"args", "checkpoint_version", "iteration"} - value.keys()  # of what Megatron-LM saves together
+    absent = {"args", "checkpoint_version", "iteration"} - value.keys()  # Megatron-LM saves these together
     if absent == {"iteration"}:
         detail = "no iteration, without which no load begins"
         found.findings.append(Finding(damages.CONTRADICTION, where, detail=detail))
@@ -267,14 +267,14 @@ def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> Non
 
 
 def _sharding_of_content(common: dict[str, Any]) -> str:
-    """How the optimizer's state is cut up, where the checkpoint says it of all that is in it."""
+    """The sharding type in the checkpoint's content metadata; empty if missing."""
     content = common.get("content_metadata")
     kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     return kind if isinstance(kind, str) else ""
 
 
 def _sharding_of(optimizer: Any) -> str:
-    """Of one optimizer, or of the first in a chain that says it."""
+    """The sharding type of an optimizer, or the first one stated in a chain; empty if missing."""
     if isinstance(optimizer, list):
         return next(filter(None, map(_sharding_of, optimizer)), "")
     if not isinstance(optimizer, dict):
@@ -285,14 +285,14 @@ def _sharding_of(optimizer: Any) -> str:
 
 
 def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """The groups of one optimizer, or of each in a chain."""
+    """The param groups of one optimizer, or of each optimizer in a chain."""
     if isinstance(optimizer, list):
         return [groups for value in optimizer for groups in param_groups(value)]
     if not isinstance(optimizer, dict):
         return []
     if isinstance(groups := optimizer.get("param_groups"), list):
         states = optimizer.get("state")
-        # torch's optimizers have it for each parameter; megatron-core saves it once.
+        # torch's optimizers keep the step per parameter; megatron-core saves it once.
         step = states.get("common_step") if isinstance(states, dict) else None
         common = {} if step is None else {"step": step}
         return [[{**common, **group} for group in groups if isinstance(group, dict)]]
@@ -300,9 +300,9 @@ def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:
 
 
 def backend(path: Path) -> str | None:
-    """Which of Megatron's sharded formats a folder is in; None if it is not one of its checkpoints.
+    """The sharded format of a Megatron checkpoint; None if the folder is not one.
 
-    Its metadata say so; where they are damaged, or name another one, what lies in the folder does.
+    The metadata name the format. If they are damaged or name an unknown format, the files in the folder decide.
     """
     named = _named_backend(path)
     if named in BACKENDS or not ((path / CONFIG).exists() or (path / COMMON).exists()):
@@ -313,10 +313,10 @@ def backend(path: Path) -> str | None:
 
 
 def check_config(found: Checkpoint) -> None:
-    """The metadata that say the format."""
+    """Check the metadata that name the format."""
     named = _named_backend(found.path)
     if named is None:
-        detail = "the file that says the format is missing or cannot be read; told by the files beside it"
+        detail = "the file that states the format is missing or cannot be read; identified by the files beside it"
         found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
     elif named not in BACKENDS:
         detail = (

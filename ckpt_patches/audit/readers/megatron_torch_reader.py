@@ -1,4 +1,4 @@
-"""Megatron's `torch` format, judged: the buckets of all parameters, and the model's weights."""
+"""Reader for Megatron's `torch` format: the buckets of all parameters, and the model's weights."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ BUCKET_SIZES = "per_bucket_numel"
 
 
 class _Rank(NamedTuple):
-    """What a model-parallel rank's folder states."""
+    """The facts that a model-parallel rank's folder states."""
 
     label: str
     keys: frozenset[str]  # of the model's file
@@ -48,7 +48,7 @@ class _Rank(NamedTuple):
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, "megatron torch")
     ranks = [_read_rank(found, folder, "" if folder == path else folder.name) for folder in folders(path)]
     _check_ranks(found, list(filter(None, ranks)))
@@ -58,7 +58,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
-    """Add the buckets of a folder; None if one of its files is missing or cannot be read."""
+    """Add the buckets of a folder. Returns None if one of its files is missing or cannot be read."""
     before = len(found.groups)
     model = _read_model(found, folder, label)
     if not (folder / OPTIMIZER).exists():
@@ -74,9 +74,9 @@ def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
 
 
 def judge_object(found: Checkpoint, file: TorchFile, name: str) -> int:
-    """An object among sharded tensors, a list of one or bare: the buckets' states, or the optimizer's groups.
+    """Read an object, or a list of one, that is stored with the sharded tensors: bucket states or param groups.
 
-    Returns the elements, without padding, that it says the buckets have.
+    Returns the number of elements, without padding, that it states for the buckets.
     """
     value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else file.value
     judge_buckets(found, file.path, "", value, name)
@@ -93,7 +93,7 @@ def _total(sizes: Any) -> int:
 
 
 def check_bucket_sizes(found: Checkpoint, objects: Mapping[str, Any]) -> None:
-    """`dp_reshardable` states of each bucket how many elements it has, and how many without padding."""
+    """Check the bucket sizes that `dp_reshardable` saves, with padding and without it."""
     for name, value in objects.items():
         other = objects.get(f"{name}_unpadded") if name.endswith(f".{BUCKET_SIZES}") else None
         if other is not None and not _is_at_most(other, value):
@@ -102,7 +102,7 @@ def check_bucket_sizes(found: Checkpoint, objects: Mapping[str, Any]) -> None:
 
 
 def _is_at_most(one: Any, other: Any) -> bool:
-    """Whether two values are nested alike, and no number of the one is larger than the other's."""
+    """Whether two values have the same nesting, and no number in `one` is larger than its counterpart."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = [(one[key], other.get(key)) for key in one] if len(one) == len(other) else [(0, None)]
     elif isinstance(one, list) and isinstance(other, list):
@@ -113,7 +113,7 @@ def _is_at_most(one: Any, other: Any) -> bool:
 
 
 def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> None:
-    """Add a shard for each bucket in what a file holds."""
+    """Add a shard for each bucket in a file's value."""
     for place, bucket in buckets(value).items():
         name = f"{prefix}.{place}".strip(".")
         tensors = {role: bucket[key] for key, role in STATES.items() if key in bucket}
@@ -136,7 +136,7 @@ def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix:
 
 
 def check_weights(found: Checkpoint, where: str, expected: int, weights: list[int]) -> None:
-    """The weights of a rank, of so many elements each, have at least as many as the buckets of its states."""
+    """Check that a rank's weights have at least `expected` elements. `weights` has the count of each."""
     there = aligned(weights)
     if weights and there < expected:
         detail = f"expected {expected} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
@@ -144,7 +144,7 @@ def check_weights(found: Checkpoint, where: str, expected: int, weights: list[in
 
 
 def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
-    """A folder of each model-parallel rank, and in each what the others have."""
+    """Check that every model-parallel rank has a folder, with the same contents as the others'."""
     places = [match for rank in ranks if (match := RANK.fullmatch(rank.label))]
     sizes = list(found.model_parallel)
     for own in places:
@@ -159,13 +159,13 @@ def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
         if any(other.keys - rank.keys or other.has_states > rank.has_states for other in ranks):
             detail = "it has no states, or not all that another rank's folder has"
             found.findings.append(Finding(damages.MISSING_STATE, rank.label, detail=detail))
-        other = first.setdefault(rank.label.partition("_rank_")[2].partition("_")[2], rank)  # of the same stage
+        other = first.setdefault(rank.label.partition("_rank_")[2].partition("_")[2], rank)  # same pipeline stage
         wrong = [*_unlike(rank, other)]
         found.findings += [Finding(damages.CONTRADICTION, f"{rank.label}/{MODEL}", detail=what) for what in wrong]
 
 
 def _unlike(rank: _Rank, other: _Rank) -> Iterator[str]:
-    """In what the param groups of two tensor-parallel ranks differ, in words."""
+    """Describe the differences between the param groups of two tensor-parallel ranks."""
     if len(rank.groups) != len(other.groups):
         yield f"{len(rank.groups)} param groups, and {len(other.groups)} in {other.label}"
         return
@@ -174,7 +174,7 @@ def _unlike(rank: _Rank, other: _Rank) -> Iterator[str]:
 
 
 def _check_copies(found: Checkpoint) -> None:
-    """No two files of a kind have the same tensors, but of ranks that have the same parameters; all zeros are alike."""
+    """Report files with the same tensors as another rank's file of that name. Ignores tensors of zeros."""
     crcs: dict[str, list[int]] = {}
     for record in found.records:
         if record.crc != of_zeros(record.nbytes):
@@ -191,7 +191,7 @@ def _check_copies(found: Checkpoint) -> None:
 
 
 def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] | None:
-    """What the model's file holds; its weights are judged with all tensors. Adds the optimizer's step."""
+    """The value of the model's file, by key. Sets the optimizer's step; the weights are judged with all tensors."""
     path = folder / MODEL
     if not path.exists():
         found.findings.append(Finding(damages.BAD_FILE, f"{label}/{MODEL}".lstrip("/"), detail="the file is missing"))

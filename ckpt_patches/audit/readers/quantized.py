@@ -1,9 +1,8 @@
-"""Tell weights that a run keeps in fp8 or fp4, and has saved as numbers of another type.
+"""Detect weights that a run keeps in fp8 or fp4 and saves in another dtype.
 
-megatron-core saves such weights as what they stand for, in bf16: a number of a few bits, times a scale of its tensor,
-or of a block of it. Their masters do not round to them in bf16, and nothing is wrong with that. They are told by their
-significands, which only the scale can make many of: eight in fp8 (e4m3), two in fp4. Then the masters are near to them,
-too, as those of another model are not.
+megatron-core saves such weights dequantized, in bf16: a number of a few bits, times the scale of its tensor or block.
+Their main parameters do not round to them in bf16, which is correct. Such weights have few different significands per
+scale: eight in fp8 (e4m3), two in fp4. Their main parameters are also close to them, unlike those of another model.
 """
 
 from collections.abc import Iterator
@@ -16,20 +15,20 @@ from ckpt_patches.audit.judging.blocks import as_float32
 from ckpt_patches.audit.judging.scan import BLOCK, read_elements
 from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
 
-FEWEST = 64  # weights that are not zero; fewer can have so few significands by chance
-MOST_DIGITS = {"bfloat16": 7, "float16": 10, "float32": 23}  # of a significand, behind the point
-# Below these a type has fewer digits, and a number of a few bits other ones.
+FEWEST = 64  # nonzero weights; fewer can have this few significands by chance
+MOST_DIGITS = {"bfloat16": 7, "float16": 10, "float32": 23}  # bits of a significand after the point
+# Smaller numbers are denormal: the dtype has fewer digits for them, so the significands change.
 SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-14, "float32": 2.0**-126}
 NO_DIGITS = np.uint32(1 << 30)
 
 
 class Coarse(NamedTuple):
-    """A type of a few bits."""
+    """A dtype of a few bits."""
 
     what: str
-    significands: int  # different ones, with one scale
-    step: float  # from one number to the next, at most, as a share of it
-    group: int  # elements of a row that may have a scale of their own; 0: there is one scale
+    significands: int  # distinct ones per scale
+    step: float  # largest relative distance between neighboring numbers
+    group: int  # elements of a row that share a scale; 0 if the tensor has one scale
 
 
 TYPES = (
@@ -40,9 +39,9 @@ TYPES = (
 
 
 def look(shard: Shard) -> Coarse | None:
-    """The type that a shard's weights are numbers of, if most masters are as near to them as its steps; else None.
+    """The low-bit dtype of a shard's weights, if most main parameters are within its step of them; else None.
 
-    A matrix of them; vectors are not kept in such types.
+    Only matrices are checked: runs do not keep vectors in such dtypes.
     """
     weight = shard.streams.get(WEIGHT)
     if weight is None or MASTER not in shard.streams or weight.dtype not in MOST_DIGITS or len(shard.shape) < 2:
@@ -74,7 +73,7 @@ def look(shard: Shard) -> Coarse | None:
 
 
 def _pieces(numel: int, row: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that are about as long as a block: whole rows, or parts of one that begin where groups do."""
+    """Ranges of about one block of elements: full rows, or parts of a row that begin at a group's first element."""
     rows = max(BLOCK // max(row, 1), 1) * row
     step = BLOCK if row > BLOCK else max(rows, 1)
     for first in range(0, numel, max(rows, 1)):
@@ -90,12 +89,12 @@ def _values(shard: Shard, role: str, begin: int, end: int) -> npt.NDArray[np.flo
 
 
 def _digits(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint32]:
-    """The significands of positive numbers, as bits behind the point."""
+    """The significands of positive numbers, as the bits after the point."""
     return (values.view(np.uint32) & np.uint32(0x7FFFFF)) >> np.uint32(23 - MOST_DIGITS[dtype])
 
 
 def _fit(values: npt.NDArray[np.float32], dtype: str, row: int, coarse: Coarse) -> bool:
-    """Whether no group of elements of a row has more significands than the type."""
+    """Whether no group of elements in a row has more significands than the dtype."""
     width = -(-row // coarse.group) * coarse.group
     table = np.zeros((len(values) // row, width), np.float32)
     table[:, :row] = values.reshape(-1, row)
@@ -107,7 +106,7 @@ def _fit(values: npt.NDArray[np.float32], dtype: str, row: int, coarse: Coarse) 
 
 
 def _near(master: npt.NDArray[np.float32], weight: npt.NDArray[np.float32], smallest: np.float32, step: float) -> int:
-    """How many masters are as near to their weights as rounding to such a type can bring them."""
+    """The number of main parameters as close to their weights as rounding to such a dtype allows."""
     with np.errstate(invalid="ignore", over="ignore"):
         far = np.maximum(np.abs(weight) * np.float32(step), smallest)
         return int((np.abs(master - weight) <= far).sum())

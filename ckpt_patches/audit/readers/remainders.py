@@ -1,6 +1,6 @@
-"""Tell main parameters that are the 16 bits which bf16 weights lack (`store_param_remainders` of Transformer Engine).
+"""Detect main parameters that hold only the low 16 bits (`store_param_remainders` of Transformer Engine).
 
-Megatron's formats that gather the state have made fp32 of these numbers. No weight contradicts them.
+Megatron's formats that gather the state store these integers as fp32. They cannot be compared with the bf16 weights.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from ckpt_patches.audit.judging.scan import BLOCK, read_elements
 from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
 
 LARGEST = 1 << 15
-FEWEST = 8  # different ones; a constant is no remainder of trained weights
+FEWEST = 8  # distinct values; a constant is not the remainder of trained weights
 
 
 def are_in(shard: Shard) -> bool:
-    """Whether all main parameters of a shard are whole numbers of 16 bits, and many of them differ."""
+    """Whether all main parameters of a shard are 16-bit integers, with several distinct values."""
     weight, master = shard.streams.get(WEIGHT), shard.streams.get(MASTER)
     if weight is None or master is None or (weight.dtype, master.dtype) != ("bfloat16", "float32"):
         return False

@@ -1,4 +1,4 @@
-"""Folders with a model in safetensors, and what Accelerate and Transformers write beside it: a torch optimizer."""
+"""Reader for a model in safetensors, with the torch optimizer that Accelerate and Transformers save next to it."""
 
 import re
 from collections import Counter
@@ -30,11 +30,11 @@ OF_TORCH = "files of torch.save, of a model and a torch optimizer"
 OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 SCHEDULER = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
 INDEX = re.compile(r".+\.(safetensors|bin)\.index\.json")
-# Beside an optimizer's file: a folder of Accelerate, or of Transformers' Trainer.
+# Next to an optimizer's file, these identify a folder of Accelerate or of Transformers' Trainer.
 OF_A_TRAINER = re.compile(r"random_states_\d+\.pkl|trainer_state\.json")
 WEIGHTS = re.compile(r"(pytorch_model|adapter_model|diffusion_pytorch_model).*\.bin|pytorch_model_fsdp_\d+")
 ONE_OF = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-Files = dict[str, dict[str, Tensor]]  # by file the tensors in it
+Files = dict[str, dict[str, Tensor]]  # tensors by file and name
 
 
 def is_safetensors(path: Path) -> bool:
@@ -45,7 +45,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, WEIGHTS_ALONE)
     names = sorted(entry.name for entry in path.iterdir())
     files = _read_files(found, [name for name in names if name.endswith(SUFFIX)])
@@ -70,7 +70,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _of_schedulers(names: list[str]) -> Iterator[Finding]:
-    """A scheduler's file is saved with its optimizer's; that of Transformers with DeepSpeed is in a folder below."""
+    """Report a scheduler's file without an optimizer's. Transformers with DeepSpeed saves that in a subfolder."""
     schedulers = [own for own in map(SCHEDULER.fullmatch, names) if own]
     is_below = any(name.startswith("global_step") for name in names)
     if schedulers and not is_below and not any(map(OPTIMIZER.fullmatch, names)):
@@ -99,7 +99,7 @@ def _index(found: Checkpoint, name: str) -> dict[str, str]:
 
 
 def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[str]) -> Iterator[Finding]:
-    """The files and tensors that an index lists, and no others."""
+    """Check that an index lists the files and tensors that are present."""
     own = {*listed.values()}
     for file in sorted(own - {*names}):
         yield Finding(damages.BAD_FILE, file, detail=f"the file is missing, and {index} lists it")
@@ -119,7 +119,7 @@ def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[s
 
 
 def _of_numbers(names: list[str], listed: set[str]) -> Iterator[Finding]:
-    """Files that state how many there are; an index, which is written last, lists them."""
+    """Check that an index, which is written last, lists all files numbered as `-00001-of-00002`."""
     numbered = [own for own in map(ONE_OF.fullmatch, names) if own]
     for (prefix, count), there in sorted(Counter((own[1], own[3]) for own in numbered).items()):
         files = {f"{prefix}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, min(int(count), 99_999) + 1)}
@@ -137,7 +137,7 @@ def _shard(found: Checkpoint, path: Path, name: str, tensor: Tensor) -> Iterator
 
 
 def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tensor]]) -> list[Any]:
-    """An optimizer's state dict, whose parameters are numbers, or names; the steps that it states."""
+    """Read an optimizer's state dict, keyed by parameter number or name. Returns the steps that it states."""
     found.format = WITH_OPTIMIZER
     file = tensor_streams.read_file(found.path / name, found)
     if file is None:
@@ -162,7 +162,7 @@ def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tenso
 def _of_optimizer(
     file: TorchFile, groups: list[dict[str, Any]], states: Mapping[Any, dict[Any, Any]], steps: Mapping[Any, Any]
 ) -> list[Finding]:
-    checksums = zero_facts.telling_checksums(file)
+    checksums = zero_facts.distinctive_checksums(file)
     optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
     return tensor_streams.findings(optimizer_inventory.problems(optimizer))
 
@@ -170,7 +170,7 @@ def _of_optimizer(
 def _of_shapes(
     name: str, states: Mapping[Any, Mapping[Any, Any]], weights: list[tuple[str, Tensor]]
 ) -> Iterator[Finding]:
-    """As many weights of each shape as there are parameters with states; which is whose no file states."""
+    """Report shapes with fewer weights than states. No file states which state belongs to which weight."""
     shapes: Counter[tuple[int, ...]] = Counter()
     for state in states.values():
         own = [state[key] for key in optimizer_inventory.OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]

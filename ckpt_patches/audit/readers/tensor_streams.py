@@ -1,4 +1,4 @@
-"""Tensors of torch.save's files as streams, for the readers of formats that consist of such files."""
+"""Read tensors of torch.save files as streams, for the readers of formats that consist of such files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 
-# In the names of the classes of tensors that are codes with scales, as Transformer Engine's are.
+# Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
 
 PROBLEMS = {
@@ -27,7 +27,7 @@ PROBLEMS = {
 
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
-    """What a file holds; its tensors and checksums are noted. None, and a finding, if it cannot be read."""
+    """The value of a file; None, and a finding, if it cannot be read. Registers its tensors and checksums."""
     file = read_file(path, found, damage)
     return None if file is None else file.value
 
@@ -35,10 +35,10 @@ def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BA
 def read_file(
     path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE
 ) -> torch_file.TorchFile | None:
-    """The same, with what is known of the file."""
+    """The same as `read`, but returns the file with its metadata."""
     found.read.add(path.name)
     try:
-        file = torch_file.read(path, trust=True, checksums=True)  # runs nothing; unknown classes are stand-ins
+        file = torch_file.read(path, trust=True, checksums=True)  # executes nothing; unknown classes become stubs
     except (torch_file.BadFileError, torch_file.NotReadError) as error:
         found.findings.append(refused(error, path.name, damage=damage))
         return None
@@ -47,20 +47,20 @@ def read_file(
 
 
 def findings(problems: Iterable[zero_inventory.Problem], label: str = "") -> list[Finding]:
-    """What an inventory has found, as findings."""
+    """Convert the problems of an inventory to findings."""
     return [Finding(PROBLEMS[problem.kind], problem.where, label, detail=problem.detail) for problem in problems]
 
 
 def refused(
     error: UserError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
 ) -> Finding:
-    """What it means that a file, or a part of one, cannot be read: damage, but for what is in a format of another."""
+    """A finding for a file, or a part of one, that cannot be read: `damage`, or NOT_READ for an unknown format."""
     kind = damages.NOT_READ if isinstance(error, torch_file.NotReadError | UnknownDtypeError) else damage
     return Finding(kind, array, shard, detail=str(error))
 
 
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:
-    """Note all tensors of a file, or of a part of one, and their checksums."""
+    """Register all tensors of a file, or of a part of one, and their checksums."""
     found.records += [Record(str(file.path), *stored, span) for stored in file.storages]
     for place, part in torch_file.parts_of(file.value, name):
         if isinstance(part, torch_file.TensorHeader):
@@ -73,9 +73,9 @@ def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], n
 
 
 def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:
-    """A whole tensor of a file; None if it is none, or its elements do not lie in order, or cannot be told apart.
+    """A complete tensor of a file; None if `value` is not a contiguous tensor, or if its dtype cannot be read.
 
-    The last is among the findings then.
+    The latter adds a finding.
     """
     if not isinstance(value, torch_file.TensorHeader) or not value.is_contiguous:
         return None
@@ -85,7 +85,7 @@ def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | No
 
 
 def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[int, ...]) -> Stream | None:
-    """The model's own weight of a parameter, as `stream`; one of another shape is held against nothing, and named."""
+    """The model's weight of a parameter, as in `stream`. One of another shape is not compared and adds a finding."""
     if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
         detail = f"the model's weight has the shape {value.shape}, its parameter {shape}: they were not compared"
         found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
@@ -94,7 +94,7 @@ def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[in
 
 
 def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
-    """Whether an array's elements can be told apart by their type; if not, a finding says so."""
+    """Whether the elements of this dtype can be read; adds a finding if not."""
     if dtype in ITEM_SIZE and dtype not in PACKED:
         return True
     what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
@@ -103,7 +103,7 @@ def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
 
 
 def scalar(path: Path, value: Any) -> float | None:
-    """A number, or the only element of a tensor."""
+    """The value of a number, or of a tensor with one element; None for anything else."""
     if isinstance(value, (int, float)):
         return value
     if not isinstance(value, torch_file.TensorHeader) or value.numel != 1 or not value.is_known:

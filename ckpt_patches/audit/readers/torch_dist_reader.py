@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints in torch_dist: each tensor's chunks, put together where a rank has cut it."""
+"""Reader for Megatron's distributed checkpoints in torch_dist. Joins the chunks of each rank's flattened shard."""
 
 import itertools
 import math
@@ -32,16 +32,16 @@ from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.processes import mapped
 
-OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # what megatron-core calls its objects
-ALIGNMENT = 64  # elements: where parameters begin in a bucket
-WORTH_A_PROCESS = 4000  # chunks
-MANY = 1000  # chunks of a tensor in one file
+OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
+ALIGNMENT = 64  # elements; parameters begin at multiples of it in a bucket
+WORTH_A_PROCESS = 4000  # chunks per process
+MANY = 1000  # lost chunks of a tensor in one file that are reported one by one
 Key = tuple[str, tuple[int, ...]]  # a shard's label and shape
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """A tensor, and where the elements of its chunks lie."""
+    """A tensor, and the place of each chunk's elements."""
 
     tensor: Tensor
     extents: dict[Offsets, Extent] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Chunked:
     def shards(self) -> dict[str, list[Offsets]]:
         """The chunks of each tensor-parallel rank's shard, in the order of their elements, by the shard's label.
 
-        That is its index; where the chunks are of different sizes, its first element.
+        The label is the shard's index in the grid of shards, or its offset if the shards do not form a grid.
         """
         chunks = sorted(self.tensor.chunks)
         if self.tensor.whole is None:
@@ -62,16 +62,16 @@ class Chunked:
         return found
 
     def _index(self, offsets: Offsets) -> Offsets | None:
-        """Of a chunk in a grid of such chunks; None if it begins at no place of one."""
+        """A chunk's index in a grid of chunks of its size; None if it is not on such a grid."""
         sizes = self.tensor.chunks[offsets]
         if any(at % size if size else at for at, size in zip(offsets, sizes, strict=True)):
             return None
         return tuple(at // size if size else 0 for at, size in zip(offsets, sizes, strict=True))
 
     def gaps(self) -> set[Offsets]:
-        """The chunks of a bucket that lie between two parameters, as `dp_reshardable` saves them.
+        """The chunks of a bucket that are gaps between two parameters. `dp_reshardable` saves them.
 
-        A parameter begins at a multiple of 64 elements, or goes on where its rank begins.
+        A parameter begins at a multiple of 64 elements, or continues at the start of a rank's part.
         """
         found: set[Offsets] = set()
         for before, at in itertools.pairwise(sorted(self.tensor.chunks) if is_bucket(self.tensor.name) else ()):
@@ -82,12 +82,12 @@ class Chunked:
         return found
 
     def _rank(self, offsets: Offsets) -> str:
-        """Whose chunk it is, by the name of its file."""
+        """The rank that wrote a chunk, from the file's name."""
         place = self.tensor.places.get(offsets)
         return "" if place is None else place.file.rpartition("_")[0]
 
     def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
-        """Of a shard; a flattened one's is the whole's by the number of fragments on each axis."""
+        """The shape of a shard. If flattened: the tensor's original shape divided by the fragments on each axis."""
         if self.tensor.whole is None:
             return self.tensor.chunks[offsets[0]]
         shape = tuple(n // parts for n, parts in zip(self.tensor.whole, self.tensor.size, strict=False))
@@ -100,12 +100,12 @@ def _label(index: Offsets) -> str:
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     return read_chunked(path)[0]
 
 
 def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist.Index]:
-    """The same, with where the elements of each tensor's chunks lie, and the index."""
+    """The same as `read`, with the chunks of each tensor and the index."""
     found = Checkpoint(path, "megatron torch_dist")
     check_config(found)
     index = _index(found)
@@ -126,8 +126,8 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
 
 
 def wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
-    """Entries of an index without a place, or at the place of another one."""
-    for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # of it `_common` says more
+    """Report entries of an index without a place in a file, or at the place of another entry."""
+    for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # `_common` reports that one
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
         yield Finding(damages.MISSING_ARRAY, name, detail=detail)
     for first, other in itertools.islice(index.same_places(), MANY):
@@ -135,10 +135,9 @@ def wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
 
 
 def mixed_rows(found: Checkpoint, index: torch_dist.Index) -> dict[str, swiglu_rows.Mixed]:
-    """Tensors whose rows torch FSDP2 has mixed, by name, and those of which it cannot be told.
+    """Tensors whose rows torch FSDP2 has mixed, by name, including those where this cannot be determined.
 
-    Releases that mix them write a file of what is not sharded. Of a run whose arguments are known it is known whether
-    that was FSDP2.
+    Releases that mix rows write a file of unsharded state. The run's arguments, if known, state whether it used FSDP2.
     """
     if found.torch_fsdp2 is False or not (found.path / torch_dist.COMMON).exists():
         return {}
@@ -156,15 +155,15 @@ def _rows_of_fsdp2(mixed: dict[str, swiglu_rows.Mixed]) -> Iterator[Finding]:
 
 
 def _is_distributed(index: torch_dist.Index) -> bool:
-    """Whether a distributed optimizer saved it: another one does not flatten its states."""
+    """Whether a distributed optimizer saved the checkpoint. Others do not flatten their states."""
     flattened = (name for name, tensor in index.tensors.items() if tensor.whole is not None)
     return any(map(is_of_distributed, (*index.tensors, *index.objects))) or any(OPTIMIZER_STATE in n for n in flattened)
 
 
 def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
-    """A parameter's arrays, the flattened ones with the shape that they were made of.
+    """A parameter's arrays, the flattened ones with their original shape.
 
-    Up to megatron-core 0.8 the index does not say it; but the model's weight has it.
+    Up to megatron-core 0.8 the index does not store that shape, so it is taken from the model's weight.
     """
     weight = roles.get(WEIGHT)
     if weight is None:
@@ -181,7 +180,7 @@ def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
 
 
 def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
-    """What is not sharded; None, and a finding, if it cannot be read. As an object it is held with the others."""
+    """The unsharded state; None, and a finding, if unreadable. If it is an object, `_read_object` registers it."""
     path = found.path / torch_dist.COMMON
     if path.exists() or torch_dist.COMMON_OBJECT not in index.objects:
         return tensor_streams.read(path, found, damages.BAD_METADATA)
@@ -193,7 +192,7 @@ def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
 
 
 def _index(found: Checkpoint) -> torch_dist.Index:
-    """What the index lists; nothing, and a finding, if it cannot be read."""
+    """The index; an empty one, and a finding, if it cannot be read."""
     try:
         return torch_dist.read_index(found.path)
     except UserError as error:
@@ -202,15 +201,15 @@ def _index(found: Checkpoint) -> torch_dist.Index:
 
 
 class _Elements(NamedTuple):
-    """Where the elements of a chunk lie, with their checksums."""
+    """The place of a chunk's elements, with their checksums."""
 
-    extent: Extent | None  # None if they do not lie in order
+    extent: Extent | None  # None if they are not contiguous
     records: tuple[Record, ...]
     held: Held
 
 
 def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
-    """Of each chunk the place of its elements in the file, with their checksum; of many, other processors do shares."""
+    """Find the place and the checksum of each chunk's elements. Several processes share the work for many chunks."""
     read = [own for own in tensors.values() if tensor_streams.is_read(found, own.tensor.name, own.tensor.dtype)]
     lost = _lost(read, found)
     chunks = [
@@ -235,7 +234,7 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
 
 
 def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
-    """Tensors with so many chunks beyond the end of a file that one finding is for all of them in it."""
+    """Tensors, with a file, that have many chunks beyond the end of that file. Adds one finding for all of these."""
     counts: Counter[tuple[str, str]] = Counter()
     ends: dict[str, int] = {}
     for own in tensors:
@@ -252,7 +251,7 @@ def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
 
 
 def _size(path: Path) -> int:
-    """Of a file, 0 if it is not there."""
+    """The size of a file; 0 if it is missing."""
     try:
         return path.stat().st_size
     except OSError:
@@ -260,7 +259,7 @@ def _size(path: Path) -> int:
 
 
 def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Elements | Finding:
-    """Of one chunk; what is wrong with it."""
+    """The elements of one chunk, or a finding if it cannot be read."""
     tensor, offsets = chunk[0].tensor, chunk[1]
     if offsets not in tensor.places:
         return Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
@@ -277,7 +276,7 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
 
 
 def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
-    """What is no tensor of its own; with `dp_zero_gather_scatter` the optimizer's state is such an object."""
+    """The value of an object; None, and a finding, if unreadable. `dp_zero_gather_scatter` saves states as objects."""
     place = index.objects[name]
     try:
         part = torch_dist.read_place(files, found.path, place)
@@ -294,7 +293,7 @@ def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: R
 
 
 def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> list[Shard]:
-    """The arrays of a parameter by shard, those together that have the same number of elements."""
+    """The shards of a parameter. Parts of its arrays with the same label and shape are streams of one shard."""
     if not any(chunked.extents for chunked in roles.values()):
         return []
     alike: dict[Key, dict[str, Stream]] = {}
@@ -319,7 +318,7 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
 
 
 def _cut(roles: dict[str, Chunked]) -> dict[str, dict[Key, list[Offsets]]]:
-    """By role the chunks of each shard; arrays of one dimension that are cut in different ways are one shard each."""
+    """The chunks of each shard, by role. 1-D arrays that are sharded differently become one shard each."""
     cut = {role: _keys(chunked) for role, chunked in roles.items()}
     tensors = [chunked.tensor for chunked in roles.values()]
     if len(set(map(frozenset, cut.values()))) > 1 and {len(tensor.size) for tensor in tensors} == {1}:
@@ -328,12 +327,12 @@ def _cut(roles: dict[str, Chunked]) -> dict[str, dict[Key, list[Offsets]]]:
 
 
 def _keys(chunked: Chunked) -> dict[Key, list[Offsets]]:
-    """The chunks of each shard, by its label and its shape."""
+    """The chunks of each shard, by label and shape."""
     return {(label, chunked.shape(offsets)): offsets for label, offsets in chunked.shards().items()}
 
 
 def _owners(tensor: Tensor, offsets: list[Offsets]) -> tuple[Owner, ...]:
-    """Which rank's file has which elements."""
+    """The elements that each rank's file holds."""
     sizes = [math.prod(tensor.chunks[at]) for at in offsets]
     ends = list(itertools.accumulate(sizes))
     return tuple(

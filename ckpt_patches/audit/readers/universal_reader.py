@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints, judged: each parameter's arrays against the model's shapes and weights."""
+"""Reader for DeepSpeed's universal checkpoints. Compares the arrays with the model's shapes and weights."""
 
 import math
 import re
@@ -25,16 +25,16 @@ from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
 
-# The experts of `deepspeed.moe`: a rank counts its own from 0, the converter's folders all.
+# Experts of `deepspeed.moe`: each rank numbers its own from 0, the converter's folders number all of them.
 LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
 GLOBAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(?:global_)?\d+(\..+)")
-COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second at stage 3
-ROLES = {"fp32": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}  # other states are finite, no more is known
+COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second is stage 3's
+ROLES = {"fp32": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}  # others are only checked for NaN and infinity
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, "deepspeed universal", knows_trained=True)
     models = _models(found)
     shapes = _shapes(models)
@@ -69,17 +69,17 @@ def read(path: Path) -> Checkpoint:
     of_adam = {number for name, number in groups.items() if "exp_avg_sq" in states[name]}
     _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models], of_adam)
     if any(match[1] for path, _ in models if (match := MODEL.fullmatch(path.name))):
-        # Of a mixed optimizer, as Muon with Adam, the first group has its own.
+        # A mixed optimizer, such as Muon with Adam, has other states in the first group.
         names = set[str].intersection(*promised.values()) - {"fp32"} if promised else set()
         _check_stage_3(found, optimizer, names, {zero_inventory.taken_steps(value) for _, value in models})
     return found
 
 
 def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
-    """Each file has what a load needs, and the weights that it states; there is one of each model-parallel rank."""
+    """Check that each model-parallel rank has a file, with the keys that a load needs and the weights it states."""
     facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
-    has_layers = len(models) > 1  # a pipeline has them in files that the conversion leaves out
-    # At stage 3 a load on any number of ranks needs data-parallel rank 0's.
+    has_layers = len(models) > 1  # a pipeline's are in files that the conversion leaves out
+    # At stage 3, a load on any number of ranks needs the files of data-parallel rank 0.
     matches = [match for path, _ in models if (match := MODEL.fullmatch(path.name))]
     ranks = {int(match[2]) for match in matches if int(match[1] or 0) == 0}
     count = max((n for own in facts if (n := zero_inventory.count_of(own.value.get("mp_world_size")))), default=1)
@@ -93,9 +93,9 @@ def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) 
 
 
 def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam: Set[int | None]) -> None:
-    """The param groups, as many as the models say they have; without, no load begins.
+    """Check that the param groups are valid, and as many as the models state. A load fails without them.
 
-    `of_adam` are the groups with parameters that have moments of Adam; None is one that no file tells.
+    `of_adam` are the groups with parameters that have Adam's moments; None is an unknown group.
     """
     value = _own(optimizer)
     groups = [group for group in _listed(optimizer) if isinstance(group, dict)]
@@ -104,7 +104,7 @@ def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam:
         return
     wrong = [*settings.not_groups(groups), *settings.not_numbers({f"group {n}": own for n, own in enumerate(groups)})]
     keys = set(value)
-    is_flat = "partition_count" in keys  # as at stages 1 and 2; the models of stage 3 name shapes by sub-group
+    is_flat = "partition_count" in keys  # stages 1 and 2; the models of stage 3 list shapes per sub-group
     if is_flat and (count := max(counts, default=0)) > len(groups):
         wrong.append(f"{len(groups)} param groups, and the model has {count}")
     if is_flat and "ds_version" not in keys:
@@ -120,7 +120,7 @@ def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam:
 
 
 def _check_stage_3(found: Checkpoint, optimizer: Any, names: Set[str], counted: Set[int]) -> None:
-    """There a load takes the step, and the names of the states, from the state of the first group."""
+    """Check the first group's state and set the step from it. A stage 3 load takes step and state names from there."""
     first, path = _state_of_first_group(optimizer), _common(found)
     if path is None:
         return
@@ -141,7 +141,7 @@ def _state_of_first_group(optimizer: Any) -> dict[str, Any]:
 
 
 def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: Mapping[str, int | None]) -> None:
-    """Every trained parameter of a group has the step if one has, and all have the same."""
+    """Check that all trained parameters are at the same step. Either all parameters of a group have a step or none."""
     counting = {groups[name] for name, step in steps.items() if step is not None}
     for name, step in steps.items():
         if step is None and groups[name] in counting:
@@ -152,7 +152,7 @@ def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: M
 
 
 def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]:
-    """By parameter its shape on every tensor- or pipeline-parallel rank that has it; data-parallel ranks agree."""
+    """Each parameter's shapes on the tensor- or pipeline-parallel ranks that have it. Data-parallel ranks agree."""
     found: dict[str, dict[str, Shape]] = {}
     for path, value in models:
         match = MODEL.fullmatch(path.name)
@@ -165,12 +165,12 @@ def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]
 def _of_every_expert(
     shapes: dict[str, list[Shape]], models: list[tuple[Path, dict[str, Any]]]
 ) -> dict[str, list[Shape]]:
-    """With the parameters of every expert by its number, where the model has those of one rank, numbered from 0."""
+    """Replace one rank's experts, numbered from 0 in the model, with all experts by their global numbers."""
     matches = {name: LOCAL_EXPERT.fullmatch(name) for name in shapes}
     layers = list(dict.fromkeys(match[1] for match in matches.values() if match))
     counts = models[0][1].get("num_experts") if models else None
     if not isinstance(counts, list) or len(counts) != len(layers):
-        counts = [0] * len(layers)  # then it cannot be told whether all are there
+        counts = [0] * len(layers)  # missing experts cannot be detected then
     found: dict[str, list[Shape]] = {}
     for name, of_one in shapes.items():
         match = matches[name]
@@ -182,7 +182,7 @@ def _of_every_expert(
 
 
 def _groups(models: list[tuple[Path, dict[str, Any]]], names: list[str]) -> dict[str, int | None]:
-    """The param groups of parameters; None where no file tells it."""
+    """The param group of each parameter; None if unknown."""
     known = {
         LOCAL_EXPERT.sub(r"\1*\3", name): number
         for _, value in models
@@ -198,7 +198,7 @@ def _promised(
     states: Mapping[str, list[str]],
     listed: list[Any],
 ) -> dict[str, set[str]]:
-    """The states of each trained parameter: those that any of its param group has, and those that its settings tell."""
+    """The states that each trained parameter needs: those found in its param group, and those its settings imply."""
     steps = max((zero_inventory.taken_steps(value) for _, value in models), default=0)
     by_group: dict[int | None, set[str]] = {}
     for name, group in groups.items():
@@ -211,18 +211,18 @@ def _promised(
 
 
 def _common(found: Checkpoint) -> Path | None:
-    """The file of what is no parameter's."""
+    """The file of state that belongs to no parameter; None if missing."""
     return next((found.path / place for place in COMMON if (found.path / place).exists()), None)
 
 
 def _optimizer(found: Checkpoint) -> Any:
-    """What that file holds."""
+    """The value of that file; None if it is missing or cannot be read."""
     path = _common(found)
     return tensor_streams.read(path, found) if path else None
 
 
 def _own(optimizer: Any) -> dict[str, Any]:
-    """The optimizer's own part of it."""
+    """The optimizer's state dict in that value."""
     value = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
     return value if isinstance(value, dict) else {}
 
@@ -234,7 +234,7 @@ def _listed(optimizer: Any) -> list[Any]:
 
 
 def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
-    """The files with the model's weights, one for each tensor- or pipeline-parallel rank."""
+    """The model files with their values, one for each tensor- or pipeline-parallel rank."""
     paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
     if not paths:
         found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
@@ -243,14 +243,14 @@ def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _add_frozen_parts(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
-    """Of stage 3, which has a model file of each rank of the run that was converted."""
+    """Add frozen parameters of stage 3, where each rank of the converted run has a model file."""
     ranks = {int(match[1]): own for own in models if (match := MODEL.fullmatch(own[0].name)) and match[1]}
     for rank, (path, value) in ranks.items():
         frozen_parts.add(found, path, rank, len(ranks), value)
 
 
 def _read_others(found: Checkpoint, states: Mapping[str, list[str]]) -> None:
-    """What is no model's and no parameter's state: at stage 3 the optimizer's, and whatever else was saved."""
+    """Read all other files: those that are neither model files, states of parameters, nor the common file."""
     known = {universal.state_file(name, key) for name, own in states.items() for key in (*own, "step")}
     common = _common(found)
     for path in sorted(found.path.rglob("*.pt")):
@@ -267,7 +267,7 @@ def _step(found: Checkpoint, name: str) -> float | None:
 def _read_parameter(
     found: Checkpoint, name: str, states: list[str], shapes: list[Shape], models: list[tuple[Path, dict[str, Any]]]
 ) -> None:
-    """The arrays of a parameter; `shapes` are what is known of them, on each rank."""
+    """Read the arrays of a parameter. `shapes` are its shapes on each rank, if known."""
     streams: dict[str, Stream] = {}
     for key in states:
         path, file = found.path / universal.state_file(name, key), f"{key}.pt"
@@ -296,7 +296,7 @@ def _shards(
     shapes: list[Shape],
     models: list[tuple[Path, dict[str, Any]]],
 ) -> list[Shard]:
-    """The arrays of a parameter together, if they have the same number of elements."""
+    """One shard with all arrays of a parameter if their element counts are equal, else one per array."""
     sizes = {stream.numel for stream in streams.values()}
     if len(sizes) != 1:
         return [Shard(name, role, (stream.numel,), {role: stream}) for role, stream in streams.items()]
@@ -305,18 +305,18 @@ def _shards(
         path, model = models[0]
         weight = (model.get("module") or {}).get(name)
         own = tensor_streams.stream(found, path, name, weight)
-        # A buffer of integers is here in fp32, and no master.
+        # An integer buffer is stored in fp32 here; it is not a main parameter.
         if own is not None and own.numel == numel and blocks.is_number(own.dtype):
             streams[WEIGHT] = own
     return [Shard(name, "", next((shape for shape in shapes if math.prod(shape) == numel), (numel,)), streams)]
 
 
 def _fits(found: TensorHeader, shapes: list[Shape], value: Any, *, has_maps: bool) -> bool:
-    """Whether an array can be a parameter, which tensor-parallel ranks have in these shapes: one of them, or together.
+    """Whether an array fits a parameter with these shapes on the tensor-parallel ranks: one of them, or all together.
 
-    A tied one is on several pipeline stages. What DeepSpeed has a map of, parts of it can be on several ranks.
+    A tied parameter is on several pipeline stages. With DeepSpeed's affine maps, parts can be on several ranks.
     """
-    if isinstance(value, dict) and value.get("is_expert_param"):  # here of all expert-parallel ranks
+    if isinstance(value, dict) and value.get("is_expert_param"):  # includes all expert-parallel ranks
         return any(found.shape == (value.get("ep_num_experts"), *shape[1:]) for shape in shapes)
     sizes = [math.prod(shape) for shape in shapes]
     together = [sum(sizes) // stages for stages in range(1, len(sizes) + 1) if len(sizes) % stages == 0]

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints in zarr: a chunk is one tensor-parallel rank's shard."""
+"""Reader for Megatron's distributed checkpoints in zarr: a chunk is one tensor-parallel rank's shard."""
 
 import math
 import os
@@ -30,11 +30,11 @@ from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array
 
-SHARD = re.compile(r"shard_(\d{1,9}(?:\.\d{1,9}){0,9})_(\d{1,9}(?:\.\d{1,9}){0,9})\.pt")  # place and number of parts
+SHARD = re.compile(r"shard_(\d{1,9}(?:\.\d{1,9}){0,9})_(\d{1,9}(?:\.\d{1,9}){0,9})\.pt")  # index and number of parts
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, "megatron zarr")
     check_config(found)
     if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
@@ -48,17 +48,18 @@ def read(path: Path) -> Checkpoint:
     numels = [_read_object(file, found, objects) for file in sorted(path.glob("*/shard_*.pt"))]
     check_bucket_sizes(found, objects)
     if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
-        weights = [math.prod(array.shape) for name, array in known.items() if parameter_and_role(name)[1] == WEIGHT]
+        of_weights = [array for name, array in known.items() if parameter_and_role(name)[1] == WEIGHT]
+        weights = [math.prod(array.chunks) for array in of_weights for _ in array.labels()]  # each layer has its own
         check_weights(found, "the model's weights", sum(numels), weights)
     _check_objects(found)
     dtypes = {name: known[name].dtype if name in known else "" for name in names}
-    check_siblings(found, dtypes)  # by the settings, which can be in an object
+    check_siblings(found, dtypes)  # needs the settings, which can be in an object
     check_promises(found, names)
     return found
 
 
 def _read_object(path: Path, found: Checkpoint, objects: dict[str, Any]) -> int:
-    """What is no array, by its name; the elements that it says the optimizer's buckets have."""
+    """Read a file into `objects`. Returns the number of elements that it states for the optimizer's buckets."""
     name = path.parent.name
     file = tensor_streams.read_file(path, found)
     if file is None:
@@ -68,7 +69,7 @@ def _read_object(path: Path, found: Checkpoint, objects: dict[str, Any]) -> int:
 
 
 def _check_objects(found: Checkpoint) -> None:
-    """All files of each object: the name of one says how many there are."""
+    """Check that each object has all of its files. The name of a file states how many exist."""
     for folder in sorted(path for path in found.path.iterdir() if path.is_dir() and path.suffix != LOCKS):
         names = {path.name for path in folder.iterdir()}
         if METADATA in names:
@@ -96,7 +97,7 @@ def _array(folder: Path, found: Checkpoint) -> Array | None:
 
 
 def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[Shard]:
-    """The chunks of one parameter's arrays, put together where the arrays are cut alike."""
+    """The shards of one parameter. Arrays with the same chunk grid share their shards."""
     shards = []
     name_other_cuts(found, {role: (array.name, (array.shape, array.chunks)) for role, array in roles.items()})
     for grid in dict.fromkeys((array.shape, array.chunks) for array in roles.values()):
@@ -112,26 +113,26 @@ def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[
 
 
 def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
-    """One chunk's bytes, and whether they are all there."""
+    """The stream of one chunk, and whether all of its bytes exist."""
     file = array.path / label
     stream = Stream(array.name, array.dtype, (Extent(str(file), 0, array.chunk_bytes),))
     try:
         nbytes = file.stat().st_size
     except FileNotFoundError:
-        found.findings.append(_whole_chunk(damages.MISSING_CHUNK, array, label, ""))
+        found.findings.append(_chunk_finding(damages.MISSING_CHUNK, array, label, ""))
         return stream, False
     if nbytes != array.chunk_bytes:
         kind = damages.SHORT_CHUNK if nbytes < array.chunk_bytes else damages.LONG_CHUNK
-        found.findings.append(_whole_chunk(kind, array, label, f"{nbytes} bytes of {array.chunk_bytes}"))
+        found.findings.append(_chunk_finding(kind, array, label, f"{nbytes} bytes of {array.chunk_bytes}"))
     return stream, nbytes >= array.chunk_bytes
 
 
-def _whole_chunk(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
+def _chunk_finding(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
     return Finding(kind, array.name, label, 0, math.prod(array.chunks), detail)
 
 
 def _check_strays(roles: dict[str, Array], found: Checkpoint) -> None:
-    """Chunk files outside of the array's grid."""
+    """Report files that do not belong to the array's chunk grid."""
     for array in roles.values():
         expected = {METADATA, ATTRIBUTES, *array.labels()}
         strays = sorted({file.name for file in array.path.iterdir()} - expected)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO checkpoints, judged: every parameter's elements on all ranks, and what is wrong with the files."""
+"""Reader for DeepSpeed's ZeRO checkpoints: each parameter's elements on all ranks, and the problems of the files."""
 
 import math
 from collections import Counter
@@ -32,15 +32,15 @@ from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 from ckpt_patches.formats.zero_facts import numel_of
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
 
-# What DeepSpeed saves of its own with the model; the rest is what its user saves with it, or what wrote it is newer.
+# Keys that DeepSpeed itself saves with the model. Others are the user's, or a newer release's.
 OF_THE_ENGINE = """
 module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
 data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
 ds_config ds_version universal_checkpoint_info
 """
 
-EXPERT_RANK = "expert-parallel rank "  # begins a label
-Key = tuple[str, str]  # a parameter's name, and if it is one of experts its expert-parallel rank
+EXPERT_RANK = "expert-parallel rank "  # prefix of a label
+Key = tuple[str, str]  # parameter name; label of the expert-parallel rank, empty if the parameter is not an expert's
 STATES = {MASTER: zero.MASTER, EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 
 
@@ -50,13 +50,13 @@ def is_zero(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank's file, and what it holds."""
+    """A rank's file and its contents."""
 
     path: Path
     rank: int
     state: RankState
     facts: RankFacts
-    is_aligned: bool = False  # parameters are padded in the buffers
+    is_aligned: bool = False  # whether parameters are padded in the buffers
 
     @property
     def step(self) -> int | None:
@@ -66,7 +66,7 @@ class RankFile:
 
 @dataclass(frozen=True)
 class OnRank:
-    """A parameter's elements on one rank: in which partition, from which element on, and how many."""
+    """A parameter's elements on one rank: their partition, the first element there, and their number."""
 
     file: RankFile
     partition: Partition
@@ -76,7 +76,7 @@ class OnRank:
 
 @dataclass
 class Parameter:
-    """Where a parameter's elements are, in their order."""
+    """The places of a parameter's elements, in order."""
 
     shape: Shape
     ranks: list[OnRank] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Parameter:
 
 
 def read(path: Path) -> Checkpoint:
-    """The structure of a checkpoint; what is wrong with its files is among the findings."""
+    """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, "deepspeed zero", knows_trained=True)
     folder = zero.look(path)
     models = {rank: own for rank, name in folder.models.items() if (own := _model_file(found, path / name))}
@@ -104,7 +104,7 @@ def read(path: Path) -> Checkpoint:
             *zero_inventory.other_step(path.name, models.values()),
         ]
     )
-    for name in folder.names:  # experts, what other ranks of stage 3 have of the model
+    for name in folder.names:  # experts, model files of other stage 3 ranks
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
     return found
@@ -124,7 +124,7 @@ def _read_model_rank(
     models: Mapping[tuple[int | None, int], ModelFacts],
     weights: "_Weights",
 ) -> list[RankFile]:
-    """All that belongs to one tensor-parallel rank."""
+    """Add the shards of one model-parallel rank. Returns its files."""
     names = {dp: name for (dp, mp), name in sorted(folder.optimizer.items()) if mp == model_rank}
     model = models.get((None, model_rank)) or models.get((0, model_rank))
     info: Mapping[str, Any] = model.value if model else {}
@@ -134,7 +134,7 @@ def _read_model_rank(
     files = _in_written_order(found, files, info)
     _set_run(found, files, names, info)
     _check_paddings(found, files)
-    if files[0].state.stage > 2 and not folder.experts:  # of experts the first rank alone saves the rest of the model
+    if files[0].state.stage > 2 and not folder.experts:  # with experts, only the first rank saves the rest of the model
         _check_model_files(found, folder, model_rank, names.keys(), info)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
@@ -159,7 +159,7 @@ def _read_model_rank(
             found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
         else:
             streams = _streams(name, parameter)
-            if stage < 3:  # there a rank has a part of it
+            if stage < 3:  # at stage 3 a rank has only a part
                 streams |= weights.of(name, model_rank, parameter.shape)
             found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
         found.shards += _further(name, label, parameter)
@@ -167,7 +167,7 @@ def _read_model_rank(
 
 
 class _Weights:
-    """The model's weights at stage 1 and 2: in the file of the model, or of a pipeline in those of its layers."""
+    """The model's weights at stages 1 and 2, from the model's file, or from the layers' files of a pipeline."""
 
     def __init__(
         self, found: Checkpoint, folder: zero.Folder, models: Mapping[tuple[int | None, int], ModelFacts]
@@ -175,7 +175,7 @@ class _Weights:
         self.found, self.folder, self.models = found, folder, models
         names = zero_pipeline.layer_files(folder.names).values()
         self.layers = {name: tensor_streams.read(folder.path / name, found) for name in names}
-        self.experts: dict[tuple[str, str], tuple[str, Any]] = {}  # by parameter and the end of the file's name
+        self.experts: dict[tuple[str, str], tuple[str, Any]] = {}  # by parameter and file name suffix
         for name in folder.experts:
             values = tensor_streams.read(folder.path / name, found)
             for key, value in values.items() if isinstance(values, Mapping) else ():
@@ -203,11 +203,11 @@ class _Weights:
                     detail = "no file of a layer has the weights of this module"
                     label = f"mp_rank_{mp:02d}"
                     self.found.findings.append(Finding(damages.MISSING_WEIGHT, name, label, detail=detail))
-                elif len(tied) == 1:  # of several that look the same none can be told
+                elif len(tied) == 1:  # several that look the same are ambiguous
                     self.places[name, mp] = tied[0]
 
     def of(self, name: str, model_rank: int, shape: Shape) -> dict[str, Stream]:
-        """A parameter's weight, by role; empty where none can be told."""
+        """A parameter's weight, by role; empty if it cannot be determined."""
         model = self.models.get((None, model_rank)) or self.models.get((0, model_rank))
         module = model.value.get("module") if model else None
         place = self.places.get((name, model_rank))
@@ -225,7 +225,7 @@ class _Weights:
     def of_expert(
         self, name: str, label: str, model_rank: int, local: Mapping[str, int], shape: Shape
     ) -> dict[str, Stream]:
-        """An expert's weight, by role; `local` is how many experts of each layer a rank has, each counted from 0."""
+        """An expert's weight, by role. `local` is each layer's number of experts per rank, numbered from 0."""
         match = zero_experts.LOCAL.fullmatch(name)
         if not match:
             return {}
@@ -248,12 +248,12 @@ def _shapes_by_name(info: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
-    """Of the trained parameters, by group."""
+    """The shapes of the trained parameters, by group."""
     return [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
 
 
 def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> list[dict[str, Shape]]:
-    """Of the trained parameters; with experts, older releases state no shapes in the model's file."""
+    """The shapes of trained parameters, from their weights. With experts, older releases save no `param_shapes`."""
     trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
     if not any(map(zero_inventory.is_expert, trained)):
         return []
@@ -263,7 +263,7 @@ def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> li
 
 
 def _in_written_order(found: Checkpoint, files: list[RankFile], info: Mapping[str, Any]) -> list[RankFile]:
-    """With the addresses of the buffers, if the run had `round_robin_gradients`."""
+    """The files, with the real offsets in the buffers if the run used `round_robin_gradients`."""
     if files[0].state.stage > 2 or not zero_addresses.is_round_robin(info.get("ds_config")) or files[0].is_aligned:
         return files
     own = sorted(files, key=lambda file: file.rank)
@@ -278,7 +278,7 @@ def _in_written_order(found: Checkpoint, files: list[RankFile], info: Mapping[st
 
 
 def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iterator[Extent]:
-    """All bytes of the groups in which parameters are. What no parameter has there is padding, and can be anything."""
+    """The byte ranges of groups that hold parameters. Bytes outside the parameters are padding with any value."""
     used = {id(part.partition) for parameter in parameters.values() for part in parameter.ranks}
     groups = {n for file in files for n, partition in enumerate(file.state.partitions) if id(partition) in used}
     for file in files:
@@ -290,7 +290,7 @@ def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iter
 def _add_experts(
     found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int, weights: dict[str, Stream]
 ) -> None:
-    """A parameter of experts, of which each expert-parallel rank has its own by the same name."""
+    """Add the shard of an expert's parameter. Each expert-parallel rank uses the same name for its own."""
     if numel == math.prod(parameter.shape):
         streams = _streams(name, parameter) | weights
         found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
@@ -300,7 +300,7 @@ def _add_experts(
 
 
 def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
-    """What a rank's file holds; a finding if it is damaged."""
+    """Read a rank's file; None, and a finding, if it is damaged."""
     file = tensor_streams.read_file(path, found)
     if file is None:
         return None
@@ -318,7 +318,7 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
 
 
 def _set_run(found: Checkpoint, files: list[RankFile], ranks: Iterable[int], info: Mapping[str, Any]) -> None:
-    """What the files of one model-parallel rank state of the run."""
+    """Set the facts about the run that the files of one model-parallel rank state."""
     counts = (count for file in files for count in file.state.data_parallel)
     found.data_parallel = zero_inventory.degree(info.get("dp_world_size"), counts, ranks)
     steps = {file.step for file in files if file.step is not None}
@@ -331,7 +331,7 @@ def _set_run(found: Checkpoint, files: list[RankFile], ranks: Iterable[int], inf
 def _check_model_files(
     found: Checkpoint, folder: zero.Folder, model_rank: int, ranks: Iterable[int], info: Mapping[str, Any]
 ) -> None:
-    """At stage 3 each rank loads model states of its own."""
+    """Check that each rank has a model file, since at stage 3 it loads its own."""
     there = {dp: name for (dp, mp), name in folder.zero3_models().items() if mp == model_rank}
     missing = sorted(set(ranks) - there.keys())
     if not missing:
@@ -348,7 +348,7 @@ def _check_model_files(
 
 
 def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
-    """By the configuration that is saved; a name of a file tells nothing."""
+    """Whether the saved configuration has `load_universal`. True if only the name of its file is saved."""
     config = info.get("ds_config")
     if not isinstance(config, dict):
         return True
@@ -357,7 +357,7 @@ def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
 
 
 def _frozen(info: Mapping[str, Any]) -> str:
-    """Why the model states of a rank are not another's: each has its part of what is frozen."""
+    """Why one rank's model file cannot replace another's: its parts of frozen parameters. Empty if it can."""
     if "frozen_param_fragments" not in info:
         return "whether parameters are frozen, of which each had its part, cannot be told"
     frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
@@ -365,7 +365,7 @@ def _frozen(info: Mapping[str, Any]) -> str:
 
 
 def _what_can_differ(info: Mapping[str, Any]) -> str:
-    """What is not made by DeepSpeed to be the same on all ranks, though it mostly is."""
+    """The contents that DeepSpeed does not keep equal on all ranks, although they usually are."""
     module = info.get("module")
     weights = module.values() if isinstance(module, dict) else ()
     buffers = sum(isinstance(value, TensorHeader) and value.numel > 0 for value in weights)
@@ -398,7 +398,7 @@ def _stage12(
                 unread = Parameter(whole.get(name, (0,)), shape_is_known=name in whole)
                 parameter = parameters.setdefault((name, of_experts), unread)
                 parameter.ranks.append(OnRank(file, partition, start, numel))
-    empty = {name for name, shape in whole.items() if not math.prod(shape)}  # as on a rank that has no share of it
+    empty = {name for name, shape in whole.items() if not math.prod(shape)}  # as on a rank without a share of it
     for name in whole.keys() - {name for name, _ in parameters} - empty:
         if any(partition.fragments for file in files for partition in file.state.partitions):
             found.findings.append(Finding(damages.FRAGMENTS, name, detail="no rank has a fragment of it"))
@@ -406,9 +406,9 @@ def _stage12(
 
 
 def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int, neighbours: bool) -> str:
-    """Of a group of experts, which fewer ranks share than there are; empty for others.
+    """The label of a rank's expert-parallel rank, for a group that not all ranks share; empty for other groups.
 
-    Neighbouring ranks have different experts, if the run was not told otherwise: of 4 ranks, 2 of them to an expert,
+    Neighboring ranks have different experts, unless `neighbours` is set: with 4 ranks, 2 of them per expert,
     ranks 0 and 2 share one.
     """
     ranks, counts = found.data_parallel or 1, file.state.data_parallel
@@ -419,7 +419,7 @@ def _expert_parallel_rank(found: Checkpoint, file: RankFile, group: int, neighbo
 
 
 def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) -> None:
-    """Within the partition, and none over another."""
+    """Check that fragments lie within the partition and do not overlap."""
     at, last = 0, ""
     for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
         if start < at:
@@ -432,7 +432,7 @@ def _check_fragments(found: Checkpoint, file: RankFile, partition: Partition) ->
 
 
 def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Shape]]) -> dict[Key, Parameter]:
-    """Every group of every rank."""
+    """The parameters of all groups and ranks; empty, with a finding, if a file contradicts the model's."""
     ranks = found.data_parallel or len(files)
     every = tuple(range(ranks))
     parameters: dict[Key, Parameter] = {}
@@ -461,7 +461,7 @@ def _stage3(found: Checkpoint, files: list[RankFile], shapes: list[dict[str, Sha
 
 
 def _streams(name: str, parameter: Parameter) -> dict[str, Stream]:
-    """The optimizer's state of a parameter, by role."""
+    """A parameter's optimizer state, by role."""
     parts = [part for part in parameter.ranks if part.numel]
     return {
         role: Stream(f"{name}.{key}", parts[0].partition.states[key].type.dtype, tuple(_extents(parts, key)))
@@ -471,7 +471,7 @@ def _streams(name: str, parameter: Parameter) -> dict[str, Stream]:
 
 
 def _further(name: str, label: str, parameter: Parameter) -> Iterator[Shard]:
-    """What other optimizers than Adam have of a parameter, of which no more is known than that it is finite."""
+    """Shards for a parameter's states of optimizers other than Adam. They are only checked for NaN and infinity."""
     parts: dict[tuple[str, str], list[OnRank]] = {}
     for part in (part for part in parameter.ranks if part.numel):
         for key in part.partition.states.keys() - STATES.values():
@@ -483,7 +483,7 @@ def _further(name: str, label: str, parameter: Parameter) -> Iterator[Shard]:
 
 
 def _owners(parameter: Parameter) -> tuple[Owner, ...]:
-    """Which rank has which elements; nothing to tell if one has all."""
+    """The elements that each rank holds; empty if one rank holds all."""
     owners, at = [], 0
     for part in (part for part in parameter.ranks if part.numel):
         owners.append(Owner(f"rank {part.file.rank}", at, at + part.numel))
@@ -492,7 +492,7 @@ def _owners(parameter: Parameter) -> tuple[Owner, ...]:
 
 
 def _reaches(part: OnRank, key: str) -> bool:
-    """Whether a tensor has a rank's elements; a master can have been cut by its padding, in a larger storage."""
+    """Whether a tensor covers a rank's elements. A main parameter saved without padding may have a larger storage."""
     flat = part.partition.states.get(key)
     return flat is not None and part.start + part.numel <= max(flat.numel, flat.room)
 

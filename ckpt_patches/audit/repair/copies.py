@@ -1,6 +1,6 @@
-"""A copy of a checkpoint, by one rank or several, and the checkpoint's elements in it, which a repair writes.
+"""Copy a checkpoint, with one rank or several, and write repaired elements into the copy.
 
-Nothing is written outside of it, whatever the metadata says.
+Nothing is written outside the copy, whatever the metadata contains.
 """
 
 import errno
@@ -18,9 +18,9 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.paths import path_within
 
-AT_A_TIME = 1 << 26  # bytes of a file that a process copies at a time
+AT_A_TIME = 1 << 26  # bytes of a file that a process copies at once
 BUFFER = 1 << 22  # bytes
-COST_OF_A_FILE = 1 << 18  # bytes that could be copied in the time that it takes to open one
+COST_OF_A_FILE = 1 << 18  # bytes that are copied in the time to open one file
 
 
 class Range(NamedTuple):
@@ -32,18 +32,18 @@ class Range(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """In bytes."""
+        """The cost of copying it, in bytes."""
         return self.end - self.begin + COST_OF_A_FILE
 
 
 def begin_copy(path: Path, copy: Path, but: str) -> list[Range]:
-    """Make all folders and all files of a copy, which are empty; what then is to be copied.
+    """Create the folders and empty files of a copy. Returns the ranges to copy.
 
-    Links are followed. Names that match a pattern are left out.
+    Symlinks are followed. Names that match the pattern `but` are left out.
 
     Raises:
-        UserError: something is no file and no folder.
-        OSError: something cannot be read, or be made.
+        UserError: an entry is neither a file nor a folder.
+        OSError: an entry cannot be read or created.
     """
     copy.mkdir()
     ranges: list[Range] = []
@@ -71,7 +71,7 @@ def _ranges(file: Path, name: str) -> Iterator[Range]:
 
 
 def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path) -> None:
-    """Copy bytes into files that are there.
+    """Copy ranges into the existing files of the copy.
 
     Raises:
         OSError: a file cannot be read or written, or is shorter than its range.
@@ -84,7 +84,7 @@ def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path) -> None:
 
 
 def sync(ranges: Iterable[Range], copy: Path) -> None:
-    """Wait until what this process has copied is on the disk: nobody else can write out this machine's page cache."""
+    """Flush the files that this process copied to disk: other machines cannot flush this machine's page cache."""
     for name in dict.fromkeys(found.name for found in ranges):
         with open(path_within(copy, name), "r+b") as file:
             os.fsync(file.fileno())
@@ -103,30 +103,30 @@ def _copy(reading: int, writing: int, found: Range, path: str) -> None:
 
 
 def end_copy(path: Path, copy: Path) -> None:
-    """Give all that was copied the times and the modes of what it is a copy of; the contents of folders first."""
+    """Copy times and modes to the files and folders of the copy, contents before their folder."""
     for folder, _, files in os.walk(copy, topdown=False):
         for own in (*(Path(folder, name) for name in files), Path(folder)):
             shutil.copystat(path / own.relative_to(copy), own)
 
 
 def in_copy(name: str, path: Path, copy: Path) -> str:
-    """The file of the copy that stands for one of the checkpoint at `path`.
+    """The path in the copy for a file of the checkpoint at `path`.
 
     Raises:
-        LeavesFolderError: it would be outside of the copy.
+        LeavesFolderError: it would be outside the copy.
         ValueError: the file is not the checkpoint's.
     """
     return str(path_within(copy, str(Path(name).relative_to(path))))
 
 
 def copied(stream: Stream, path: Path, copy: Path) -> Stream:
-    """A stream of the checkpoint, in the copy."""
+    """The stream of the copy for a stream of the checkpoint."""
     extents = tuple(extent._replace(path=in_copy(extent.path, path, copy)) for extent in stream.extents)
     return stream._replace(extents=extents)
 
 
 def write_elements(target: Stream, begin: int, data: bytes | memoryview) -> None:
-    """Write elements from that one on. A file that is missing is made."""
+    """Write elements from `begin` on. A missing file is created."""
     first, nbytes = begin * item_size(target.dtype), len(data)
     ends = itertools.accumulate(extent.nbytes for extent in target.extents)
     for extent, stop in zip(target.extents, ends, strict=True):

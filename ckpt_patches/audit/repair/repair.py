@@ -1,8 +1,8 @@
-"""Repair what can be repaired, in a copy: a plan, which says what cannot before anything is written, and its execution.
+"""Repair a copy of a checkpoint. A plan lists what cannot be repaired before anything is written.
 
-Lost masters come from the model's own weights, which are rounded. Lost moments come from an older checkpoint, or are
-reset: a lost first moment to zero, a lost square together with its first moment, because a mean without its
-square would make huge steps.
+Lost main parameters come from the model's own weights, which are rounded. Lost moments come from an older checkpoint,
+or are reset to zero. A lost second moment is reset together with its first moment: a first moment without its square
+would cause huge steps.
 """
 
 import os
@@ -58,9 +58,9 @@ from ckpt_patches.runtime.unfinished import check_outside, check_space
 from ckpt_patches.runtime.units import in_bytes
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
-AT_A_TIME = 1 << 22  # elements, many times a block
+AT_A_TIME = 1 << 22  # elements, a multiple of BLOCK
 
-# What can be repaired, of a master or of a moment; what is not listed cannot.
+# The kinds that can be repaired in a master or in a moment.
 IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE, damages.SHIFTED_STATE)
 IN_MOMENTS = (
     damages.LOST_MOMENT,
@@ -76,7 +76,7 @@ CHUNKS = (damages.MISSING_CHUNK, damages.SHORT_CHUNK)
 
 @dataclass(frozen=True)
 class Fill:
-    """Elements of an array, and what goes into them: in a range, those whose code has one of these bits."""
+    """Elements of an array to fill, and their source: those in a range whose code has the bits."""
 
     array: str
     shard: str
@@ -84,27 +84,27 @@ class Fill:
     end: int
     role: str
     source: str
-    bits: int  # none: all of the range
+    bits: int  # 0: the full range
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done, and what cannot be."""
+    """What to repair, and what cannot be repaired."""
 
     fills: tuple[Fill, ...]
-    cuts: tuple[Extent, ...]  # files that are longer than they should be, with their right length
+    cuts: tuple[Extent, ...]  # files that are too long, with their correct length
     refused: tuple[tuple[Finding, str], ...]  # with the reason
-    shift: Shift | None = None  # what is put back in its place
-    copies: tuple[Copies, ...] = ()  # files that are made of others
+    shift: Shift | None = None  # the shift to undo
+    copies: tuple[Copies, ...] = ()  # files to copy from others
 
     @property
     def is_possible(self) -> bool:
-        """Whether something is done. What is beyond repair is left as it is, but beside elements in other places."""
+        """Whether a repair does anything. Damage beyond repair is left as it is; with a shift it prevents repair."""
         return bool(self.fills or self.cuts or self.copies or self.shift) and not (self.shift and self.refused)
 
 
 def plan(report: Report, older: Report | None) -> Plan:
-    """How each finding of a report is repaired."""
+    """Plan the repair of each finding of a report."""
     places = {
         (stream.array, shard.label): (shard, role)
         for shard in report.checkpoint.shards
@@ -115,7 +115,7 @@ def plan(report: Report, older: Report | None) -> Plan:
     refused = []
     lost = {own.name: own.lost for own in report.checkpoint.copies}
     wrong = [f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE]
-    # Of states that are not as recorded the audit of the copy says whether the repair has made them so.
+    # States that differ from the record are skipped: the audit of the copy compares them again.
     for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if finding.kind is damages.LONG_CHUNK and shard:
@@ -168,7 +168,7 @@ def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) ->
 
 
 def _no_copy(finding: Finding) -> str:
-    """Why it is beyond repair."""
+    """Why a finding is beyond repair."""
     return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
 
 
@@ -179,7 +179,7 @@ def _same(found: Checkpoint, shard: Shard) -> Shard | None:
 
 
 def _fills(finding: Finding, shard: Shard, role: str, older: Report | None) -> Iterator[Fill]:
-    """A lost square is reset together with its first moment."""
+    """The fills for a finding. A lost square is reset together with its first moment."""
     assert finding.begin is not None
     assert finding.end is not None
     source = FROM_WEIGHT if role == MASTER else FROM_OLDER if older else RESET
@@ -191,9 +191,9 @@ def _fills(finding: Finding, shard: Shard, role: str, older: Report | None) -> I
 
 
 def _bits(finding: Finding, role: str) -> int:
-    """What the damaged elements have in their codes."""
+    """The bit in the codes of the damaged elements; 0 for all elements of the range."""
     if finding.kind is damages.SHIFTED_STATE:
-        return 0  # what lies there is of another place
+        return 0  # all elements belong to another place
     if finding.kind is damages.NOT_FINITE:
         return blocks.NOT_FINITE[role]
     if finding.kind is damages.UNROUNDED_MASTER:
@@ -205,7 +205,7 @@ def _bits(finding: Finding, role: str) -> int:
 
 @dataclass(frozen=True)
 class Done:
-    """What was repaired of an array's shard."""
+    """What was repaired in an array's shard."""
 
     array: str
     shard: str
@@ -215,14 +215,14 @@ class Done:
 
 @dataclass(frozen=True)
 class Result:
-    """What a repair has done."""
+    """The result of a repair."""
 
     done: tuple[Done, ...]
     copies: tuple[Copies, ...]
-    moved: int  # elements of shifted masters that are in their places now; the moments' are, too
+    moved: int  # elements of shifted masters moved back; the moments moved with them
     source: tuple[str, int | None] | None  # the older checkpoint and its step
     verdict: str  # of the copy
-    left: tuple[tuple[Finding, str], ...]  # what could not be repaired, with the reason; then it is no REPAIRED one
+    left: tuple[tuple[Finding, str], ...]  # not repaired, with the reason; if any, the copy is not REPAIRED
 
 
 def repair(
@@ -235,14 +235,14 @@ def repair(
     trust_source: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Result | None:
-    """Audit, plan, and write the repaired copy; its audit finds what could not be repaired, and nothing else.
+    """Audit, plan, and write the repaired copy. Its audit must find exactly what could not be repaired.
 
-    No element changes but those that are damaged, and a first moment whose square is reset. Several ranks all call
-    this, and share the reading and the copying; rank 0 repairs, and gives the copy its name. The result is on rank 0.
+    Only damaged elements change, and a first moment whose square is reset. With several ranks, all call this function
+    and share the reading and the copying. Rank 0 repairs and renames the copy. The other ranks return None.
 
     Raises:
-        UserError: the checkpoint is whole, or nothing in it can be repaired, or the output is there already; or the
-            older one is not known to be of the same run, unless `trust_source`.
+        UserError: the checkpoint is complete, nothing in it can be repaired, or the output exists; or the older
+            checkpoint is not known to be of the same run, unless `trust_source`.
     """
     ranks = ranks or Ranks()
     ranks.first("looking at the output", lambda: _check_new(path, output))
@@ -264,7 +264,7 @@ def repair(
 
         def copy() -> None:
             copy_ranges(divided[ranks.rank], path, temporary)
-            if ranks.rank:  # nobody else can write out this host's page cache; rank 0's is when the copy gets its name
+            if ranks.rank:  # other hosts cannot flush this host's page cache; rank 0 flushes before the rename
                 sync(divided[ranks.rank], temporary)
 
         def change() -> list[Done]:
@@ -275,7 +275,7 @@ def repair(
 
         def finish() -> None:
             _check_result(report, made, result)
-            stack.close()  # the copy gets its name
+            stack.close()  # renames the copy
 
         temporary, divided = ranks.share("beginning the copy", begin)
         ranks.gather("copying", copy)
@@ -289,7 +289,7 @@ def repair(
     return Result(tuple(done), made.copies, moved, source, result.verdict, made.refused)
 
 
-# Of rank 0, which alone has the reports
+# Run on rank 0, which alone has the reports
 
 
 def _check_new(path: Path, output: Path) -> None:
@@ -321,7 +321,7 @@ def _planned(report: Report | None, older: Report | None) -> Plan:
 
 
 def _check_result(report: Report | None, made: Plan | None, result: Report | None) -> None:
-    """The copy has what could not be repaired, all of it, and nothing else: it looks no better than it is."""
+    """Check that the copy has all findings that could not be repaired, and no others."""
     if report is None or made is None or result is None:
         return
     path, left = report.checkpoint.path, {_key(f, result) for f in result.findings if f.kind.severity != NOTE}
@@ -334,12 +334,12 @@ def _check_result(report: Report | None, made: Plan | None, result: Report | Non
 
 
 def _key(finding: Finding, report: Report) -> tuple[str, str, str]:
-    """What a finding is of, in a checkpoint and in its copy."""
+    """A key of a finding, the same in a checkpoint and in its copy."""
     return finding.kind.name, finding.array.removeprefix(f"{report.checkpoint.path}/"), finding.shard
 
 
 def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:
-    """Change the copy, and put the list of what was repaired into it."""
+    """Apply the plan to the copy, and write the repair list into it."""
     shards = {
         (s.array, shard.label): shard for shard in found.shards for s in (*shard.streams.values(), *shard.lost.values())
     }
@@ -363,7 +363,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
         changed.update(extent.path for extent in own.extents)
         now.add((fill.array, fill.shard), ranges, _source(fill, older))
     changed.update(name for own in made.copies for name in _copy_files(own, copy))
-    wrong = {finding.detail for finding, _ in made.refused}  # among them checksums, which stay as wrong as they are
+    wrong = {finding.detail for finding, _ in made.refused}  # includes wrong checksums, which stay
     for record in found.records:
         if (name := in_copy(record.path, found.path, copy)) in changed and of_checksum(record) not in wrong:
             record_checksums.update_checksum(record._replace(path=name))
@@ -375,7 +375,7 @@ def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path
 
 
 def _source(fill: Fill, older: Checkpoint | None) -> str:
-    """What the elements were taken from, in words."""
+    """Describe the source of the elements."""
     if fill.source != FROM_OLDER or older is None:
         return fill.source
     step = f", step {older.step}" if older.step is not None else ""
@@ -383,13 +383,13 @@ def _source(fill: Fill, older: Checkpoint | None) -> str:
 
 
 def _copy_files(files: Copies, copy: Path) -> Iterator[str]:
-    """Make the missing files of the one that is there; their names."""
+    """Copy the existing file to the missing ones. Yields their paths."""
     for name in files.missing:
         yield shutil.copy2(path_within(copy, files.name), str(path_within(copy, name)))
 
 
 def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, int]]:
-    """The ranges between two elements that are to be filled, as the checkpoint is before anything is."""
+    """The ranges to fill between two elements, by the elements of the original checkpoint."""
     if not fill.bits:
         return [(begin, end)]
     found: list[tuple[int, int]] = []
@@ -408,7 +408,7 @@ def _fill(target: Stream, source: Stream | None, ranges: list[tuple[int, int]]) 
 
 
 def _content(target: Stream, source: Stream | None, begin: int, end: int) -> bytes:
-    """What goes into a range: zeros without a source. Other types are converted through fp32."""
+    """The bytes for a range: zeros without a source. Other dtypes are converted through fp32."""
     if source is None:
         return bytes((end - begin) * item_size(target.dtype))
     if source.dtype == target.dtype:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is an earlier one of the run whose checkpoint is repaired from it.
+"""Check that the source of a repair is an earlier checkpoint of the same run.
 
-Nothing in a checkpoint names its run. What is compared are steps, the shapes of all parameters, the settings that a
-schedule does not change, and the weights, which a run moves less than two initializations lie apart.
+A checkpoint does not name its run. The check compares steps, parameter shapes, settings that a schedule does not
+change, and weights: within a run, they move less than the distance between two initializations.
 """
 
 import math
@@ -17,21 +17,20 @@ from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Checkpoint, St
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.shown import shown
 
-# Of the median weight, ||source - own|| / ||own||: without any correlation 1 at least, 1.4 where both are as large.
-# Measured with DeepSpeed 0.19.8, AdamW, steps 2 to 400 (tests/test_same_run.py): at a rate of 1e-3 up to 0.34 within a
-# run and 1.29 to 1.49 between seeds, at 1e-2 up to 0.75 and 1.27 to 1.48.
+# Limit of the median of ||source - own|| / ||own||: at least 1 without correlation, 1.4 if both norms are equal.
+# Measured with DeepSpeed 0.19.8, AdamW, steps 2 to 400 (tests/test_same_run.py). Learning rate 1e-3: up to 0.34 within
+# a run, 1.29 to 1.49 between seeds; 1e-2: up to 0.75, 1.27 to 1.48.
 BOUND = 1.0
 SAMPLE = 1 << 16  # elements of each shard, from its middle
-LEAST = 16  # elements that tell anything
-CONSTANT = ("betas", "eps", "momentum", "lr_mult", "wd_mult")  # settings
+LEAST = 16  # elements needed to compare two shards
+CONSTANT = ("betas", "eps", "momentum", "lr_mult", "wd_mult")  # settings of param groups
 
 
 def check(own: Checkpoint, source: Checkpoint, *, trust: bool) -> None:
     """Refuse a source that is not known to be an earlier checkpoint of the same run.
 
     Raises:
-        UserError: it is the checkpoint itself or a later one; or, unless `trust`, of another run as far as that can be
-            told.
+        UserError: it is the checkpoint itself or a later one; or, unless `trust`, it fails a check of the run.
     """
     if own.path.samefile(source.path):
         raise UserError(f"--from {source.path}: expected an older checkpoint, found the damaged one itself")
@@ -46,7 +45,7 @@ def check(own: Checkpoint, source: Checkpoint, *, trust: bool) -> None:
 
 
 def _why_not(own: Checkpoint, source: Checkpoint) -> str:
-    """Empty if it is one, as far as that can be told."""
+    """Why the source may be of another run; empty if all checks pass."""
     return _other_shapes(own, source) or _other_settings(own, source) or _too_far(own, source)
 
 
@@ -88,13 +87,13 @@ def _too_far(own: Checkpoint, source: Checkpoint) -> str:
 
 
 def distance(own: Checkpoint, source: Checkpoint) -> float | None:
-    """The median over the weights of two dimensions or more; None if there is none to compare."""
+    """The median distance of weights with two dimensions or more; None if none can be compared."""
     found = [d for one, other in _pairs(own, source) if (d := _distance(one, other)) is not None]
     return median(found) if found else None
 
 
 def _pairs(own: Checkpoint, source: Checkpoint) -> Iterator[tuple[Stream, Stream]]:
-    """The same weights in both; main parameters where the model's own are not beside them."""
+    """The same weights in both; main parameters if one has no weights of the model."""
     others = {(shard.parameter, shard.label, shard.shape): shard for shard in source.shards}
     for shard in own.shards:
         other = others.get((shard.parameter, shard.label, shard.shape))
@@ -106,7 +105,7 @@ def _pairs(own: Checkpoint, source: Checkpoint) -> Iterator[tuple[Stream, Stream
 
 
 def _distance(one: Stream, other: Stream) -> float | None:
-    """Of those elements that are numbers in both, and lost in neither."""
+    """The relative distance of two arrays, over elements that are finite and nonzero in both."""
     own, source = _sample(one), _sample(other)
     if own is None or source is None or own.shape != source.shape:
         return None

@@ -1,7 +1,7 @@
-"""Put the optimizer's state of a shifted checkpoint back in its place, in a copy.
+"""Move the optimizer state of a shifted checkpoint back to its place, in a copy.
 
-Each element comes from where the search has found it, mostly the parameter's own tensor or that of its neighbour. What
-is in no file is left to the ordinary repair: a finding for each of its ranges, in each state.
+Each element comes from where the search found it, mostly the tensor of its parameter or of a neighbor. Elements that
+are in no file are left to the ordinary repair, with a finding for each range in each state.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ AT_A_TIME = 1 << 22  # elements
 
 
 def findings(found: Iterable[Finding], shift: Shift | None) -> Iterator[Finding]:
-    """What is to be repaired: of a shifted parameter not all, but in each of its states what is in no file."""
+    """The findings to repair. For a shifted parameter: the ranges in no file, for each state."""
     own = _ranges(shift) if shift else {}
     for finding in found:
         if finding.kind is damages.SHIFTED_STATE and (finding.array, finding.shard) in own:
@@ -32,7 +32,7 @@ def findings(found: Iterable[Finding], shift: Shift | None) -> Iterator[Finding]
 
 
 def _ranges(shift: Shift) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
-    """By the array and shard of each master: what is in no file, of that array and those of the moments."""
+    """The ranges in no file, of the master and the moments, by the master's array and shard."""
     return {
         (shard.streams[MASTER].array, shard.label): [
             (shard.streams[role].array, begin, end) for begin, end in lost for role in ROLES
@@ -42,7 +42,7 @@ def _ranges(shift: Shift) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
 
 
 def why_not(finding: Finding, shift: Shift | None) -> str:
-    """Why a finding in a shifted checkpoint cannot be repaired; empty if that is no reason."""
+    """Why a finding in a shifted checkpoint cannot be repaired; empty if the shift does not prevent it."""
     if shift is None or finding.kind.severity == NOTE:
         return ""
     placed = {
@@ -57,7 +57,7 @@ def why_not(finding: Finding, shift: Shift | None) -> str:
 
 
 def check_older(path: Path, shift: Shift | None) -> None:
-    """Take no moments from a checkpoint that has them in another place.
+    """Reject a shifted checkpoint as the source of moments.
 
     Raises:
         UserError: it is shifted.
@@ -69,7 +69,7 @@ def check_older(path: Path, shift: Shift | None) -> None:
 
 
 def gather(shift: Shift | None, path: Path, copy: Path) -> set[str]:
-    """Write every element that is in a file into its own place in the copy; which of the copy's files have changed."""
+    """Write each element that is in a file to its place in the copy. Returns the copy's changed files."""
     changed: set[str] = set()
     for move in _of_other_places(shift):
         assert shift is not None
@@ -91,7 +91,7 @@ def _of_other_places(shift: Shift | None) -> Iterator[Move]:
 
 
 def listed(shift: Shift | None) -> list[dict[str, Any]]:
-    """For people: what came from where, as ranges of the master's array; the moments moved with it."""
+    """The moved elements, for the repair list, as ranges of the master's array. The moments moved with them."""
     return [
         {
             "array": shift.shards[move.target].streams[MASTER].array,

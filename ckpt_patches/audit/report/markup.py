@@ -1,20 +1,20 @@
-"""Write HTML: what is no markup is escaped, whoever chose it."""
+"""Write HTML. All text that is not `Markup` is escaped."""
 
 import html
 
 from ckpt_patches.audit.report.plot_layout import printable
 
-EMPTY = ("meta",)  # elements that have no end
+EMPTY = ("meta",)  # elements without an end tag
 
 
 class Markup(str):
-    """Text that is HTML already; made by `element` and `joined`, and of constants."""
+    """Text that is already HTML: from `element`, `joined` or a constant."""
 
 
 def element(name: str, /, *content: str, **attributes: object) -> Markup:
-    """An element; a name that is a keyword of Python ends in an underscore, and hyphens are underscores in between.
+    """An element. Attribute names: a trailing underscore is dropped (`class_`), other underscores become hyphens.
 
-    An attribute that is None is left out, one that is True has no value.
+    An attribute that is None is left out; one that is True has no value.
     """
     shown = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None]
     own = "".join(f" {key}" if value is True else f' {key}="{_escaped(str(value))}"' for key, value in shown)
@@ -22,7 +22,7 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
 
 
 def joined(*content: str) -> Markup:
-    """Behind each other, escaped where it is no markup."""
+    """Concatenate the content; text that is not `Markup` is escaped."""
     return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in content))
 
 

@@ -1,6 +1,6 @@
-"""A page for the person who has to decide: verdicts, pictures of the holes, and for each finding what to do.
+"""Write an HTML page with the verdicts, pictures of the holes, and what to do about each finding.
 
-It is one file that needs no other, and runs nothing.
+The page is one self-contained file without scripts.
 """
 
 import datetime
@@ -12,18 +12,18 @@ from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHO
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.audit.report import plot_layout, recommend
 from ckpt_patches.audit.report.markup import Markup, element, joined
-from ckpt_patches.audit.report.recommend import Advice, Step
+from ckpt_patches.audit.report.recommend import Recommendation, Step
 from ckpt_patches.audit.report.text_report import in_range
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.units import in_bytes
 
-FEW = 12  # findings of a checkpoint; more are folded
-LENGTH = 1000  # units of a bar's picture, which is as wide as the page allows
-# By verdict the class of the style, the worst first.
+FEW = 12  # findings of a checkpoint; more are collapsed
+LENGTH = 1000  # SVG units of a bar's width, which is that of the page
+# The CSS class of each verdict, worst first.
 VERDICTS = {DAMAGED: "bad", INCOMPLETE: "bad", UNKNOWN: "odd", REPAIRED: "good", WHOLE: "good"}
 SEVERITIES = {DAMAGE: "bad", SUSPICION: "odd", NOTE: "note"}
-# Nothing is loaded and no script runs, whatever a name in a checkpoint says.
+# Blocks loading and scripts, whatever a name in a checkpoint contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Markup("""
 :root { color-scheme: light dark; --text: #1c1e21; --soft: #5b6168; --ground: #fff; --raised: #f4f5f7; --edge: #d5d8dc;
@@ -74,10 +74,10 @@ tbody tr:last-child td { border-bottom: 0; }
 
 
 def require(to: Path) -> None:
-    """Raise, before an audit of hours, if the page has no place.
+    """Check before a long audit that the page can be written.
 
     Raises:
-        UserError: there is no such folder, or something else has the name.
+        UserError: the folder does not exist, or the path is not a file.
     """
     if not to.parent.is_dir():
         raise UserError(f"--html {to}: expected a folder {to.parent}, found none: make it first")
@@ -89,14 +89,14 @@ def write(reports: list[Report], to: Path) -> None:
     """Write the page.
 
     Raises:
-        OSError: it cannot be written; then nothing of it is there.
+        OSError: it cannot be written; no partial file is left.
     """
     now = datetime.datetime.now(datetime.timezone.utc)
     replace_durably(to, page(reports, f"{now:%Y-%m-%d %H:%M} UTC").encode("utf-8"))
 
 
 def page(reports: list[Report], made: str) -> str:
-    """The HTML; `made` says when."""
+    """The HTML; `made` is the time to show."""
     title = headline(reports)
     head = element(
         "head",
@@ -121,7 +121,7 @@ def page(reports: list[Report], made: str) -> str:
 
 
 def headline(reports: list[Report]) -> str:
-    """How many checkpoints have which verdict, the worst first."""
+    """The number of checkpoints with each verdict, worst first."""
     verdicts = [report.verdict for report in reports]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
     return f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}: {', '.join(counts)}"
@@ -156,7 +156,7 @@ def _verdict(report: Report) -> Markup:
 
 
 def _checkpoint(number: int, report: Report, reports: list[Report]) -> Markup:
-    given = recommend.advise(report, reports)
+    given = recommend.recommend_for(report, reports)
     return element(
         "section",
         element("h2", report.checkpoint.path.name, ": ", _verdict(report)),
@@ -178,7 +178,7 @@ def _step(step: Step) -> Markup:
 
 
 def _figure(drawn: plot_layout.Panel) -> Markup:
-    """Of one checkpoint; nothing where nothing is to be seen."""
+    """The picture of one checkpoint; empty without bars."""
     if not drawn.bars:
         return Markup()
     return element(
@@ -232,8 +232,8 @@ def _at(part: float) -> str:
 # The findings
 
 
-def _findings(report: Report, given: Advice) -> Iterator[Markup]:
-    """What is wrong by kinds, folded where it is much; what is no damage folded in one."""
+def _findings(report: Report, given: Recommendation) -> Iterator[Markup]:
+    """The findings by kind, collapsed if there are many; all notes collapsed together."""
     by_kind: dict[FindingKind, list[Finding]] = {}
     for finding in report.findings:
         by_kind.setdefault(finding.kind, []).append(finding)
@@ -272,7 +272,7 @@ def _kind(kind: FindingKind, findings: list[Finding], step: Step, *, is_open: bo
 
 
 def _with_code(text: str) -> Markup:
-    """What stands between backticks is for a shell."""
+    """Show the text between backticks as code."""
     parts = text.split("`")
     return joined(*(element("code", part) if number % 2 else part for number, part in enumerate(parts)))
 

@@ -1,4 +1,4 @@
-"""Draw the picture of holes with matplotlib: where along its length each damaged array has what."""
+"""Draw the holes with matplotlib: where the findings lie along each damaged array."""
 
 import io
 from pathlib import Path
@@ -9,17 +9,17 @@ from ckpt_patches.audit.report.plot_layout import INEXACT, Bar, Panel, colour, l
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
 
-MOST_PANELS = 12  # checkpoints of a picture; more are not legible
+MOST_PANELS = 12  # checkpoints per picture; more are not legible
 LONGEST_LABEL = 60  # characters
 BAR = 0.26  # inches
 ARRAY, BOUNDARY = "#dddddd", "#303030"
 
 
 def require(to: Path) -> None:
-    """Raise, before an audit of hours, if no picture can be drawn.
+    """Check before a long audit that a picture can be drawn.
 
     Raises:
-        UserError: matplotlib is not installed, or does not know the file's ending.
+        UserError: matplotlib is not installed, or does not support the file's extension.
     """
     try:
         import matplotlib
@@ -34,10 +34,10 @@ def require(to: Path) -> None:
 
 
 def draw(reports: list[Report], to: Path) -> int:
-    """Write the picture; how many arrays are in it.
+    """Write the picture. Returns the number of arrays in it.
 
     Raises:
-        OSError: it cannot be written; then nothing of it is there.
+        OSError: it cannot be written; no partial file is left.
     """
     panels = [panel(report) for report in reports if report.verdict not in TO_RESUME_FROM]
     replace_durably(to, picture(panels[:MOST_PANELS], rest(len(reports), panels), to.suffix.lstrip(".").lower()))
@@ -45,15 +45,15 @@ def draw(reports: list[Report], to: Path) -> int:
 
 
 def rest(checkpoints: int, panels: list[Panel]) -> str:
-    """Which checkpoints are not in the picture."""
+    """Describe the checkpoints that are not in the picture."""
     whole, more = checkpoints - len(panels), len(panels) - MOST_PANELS
-    parts = [f"{more:,} more that are not whole"] * (more > 0)
+    parts = [f"{more:,} more that are not complete"] * (more > 0)
     parts += [f"{whole:,} complete checkpoint{'s' * (whole > 1)}"] * (whole > 0)
     return f"and {' and '.join(parts)}" if parts else ""
 
 
 def picture(panels: list[Panel], rest: str, kind: str) -> bytes:
-    """The bytes of a file of this kind, as "png"; the same of the same plan."""
+    """The bytes of a file of this kind, such as "png". PNG and SVG are deterministic."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -77,7 +77,7 @@ def _draw_panel(axis: Any, drawn: Panel) -> None:
     for number, bar in enumerate(drawn.bars):
         _draw_bar(axis, number, bar)
     labels = [*(_shortened(bar.label) for bar in drawn.bars), *drawn.rest]
-    # A name may have dollars, between which matplotlib would read formulas.
+    # Without parse_math=False, matplotlib reads text between dollar signs as a formula.
     axis.set_yticks(range(len(labels)), labels, fontsize=8.5, parse_math=False)
     axis.set_title(drawn.title, fontsize=9, loc="left", parse_math=False)
     axis.set(xlim=(0, 1), ylim=(len(labels) - 0.4, -0.6))
@@ -104,5 +104,5 @@ def _draw_legend(figure: Any, panels: list[Panel]) -> None:
 
 
 def _shortened(label: str) -> str:
-    """The end of a name tells more than its beginning."""
+    """Cut a long label at its start: the end is more specific."""
     return label if len(label) <= LONGEST_LABEL else f"…{label[1 - LONGEST_LABEL :]}"

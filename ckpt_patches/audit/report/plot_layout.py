@@ -1,6 +1,6 @@
-"""Plan the picture of holes: which arrays are drawn, the damaged ones first, and what lies where along them.
+"""Plan the picture of holes: which arrays are drawn, damaged ones first, and where their findings lie.
 
-Two draw what is planned here: `plot` with matplotlib, and `page` as a part of a page.
+`plot` draws the plan with matplotlib, and `page` as a part of a page.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,12 +11,12 @@ from ckpt_patches.audit.damages import DAMAGE, KINDS, NOTE, UNREADABLE, Finding
 from ckpt_patches.audit.readers.checkpoint import Shard
 from ckpt_patches.audit.report.text_report import about, in_range
 
-MOST_BARS = 40  # of a checkpoint; more are not legible
-MOST_BOUNDARIES = 128  # of a bar; more are a grey area
-LEAST_WIDTH = 0.004  # of a mark, as a part of the bar: one element of a billion is to be seen
+MOST_BARS = 40  # per checkpoint; more are not legible
+MOST_BOUNDARIES = 128  # per bar; more would be a gray area
+LEAST_WIDTH = 0.004  # of a mark, as a fraction of the bar: one element of a billion is visible
 
-# Of what can lie in an array, without green, which is for intact checkpoints. Those that come together in a checkpoint
-# are easily told apart.
+# Of findings in arrays. Green is not used: it is for complete checkpoints. Kinds that occur together have distinct
+# colors.
 COLOURS = {
     "lost_master": "#c0392b",
     "lost_moment": "#e08214",
@@ -37,17 +37,17 @@ COLOURS = {
 OTHER = "#8a8a8a"
 INEXACT = 0.35  # the opacity of a finding without a range
 
-Key = tuple[str, str]  # an array's name, and its shard's
+Key = tuple[str, str]  # names of an array and its shard
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where along an array a finding lies, in parts of its length."""
+    """The position of a finding along an array, in fractions of its length."""
 
     begin: float
     end: float
     finding: Finding
-    is_exact: bool  # and not a finding of the array, of which no range is known
+    is_exact: bool  # False: the finding has no range and covers the array
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Bar:
     """One array's shard."""
 
     label: str
-    boundaries: tuple[float, ...]  # of what its data-parallel ranks have written, in parts of its length
-    marks: tuple[Mark, ...]  # in the order in which they are drawn: the narrow ones over the wide ones
+    boundaries: tuple[float, ...]  # of data-parallel ranks' parts, in fractions of its length
+    marks: tuple[Mark, ...]  # in drawing order: narrow ones over wide ones
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Panel:
 
     title: str
     bars: tuple[Bar, ...]
-    rest: tuple[str, ...]  # what is not drawn, in a line each
+    rest: tuple[str, ...]  # what is not drawn, one line each
 
 
 def panel(report: Report) -> Panel:
-    """Of a checkpoint the damaged arrays, worst first, and how many others there are."""
+    """The damaged arrays of a checkpoint, worst first, and the number of others."""
     shards = _shards(report)
     found = _by_array(report, shards)
     bars = [_bar(key, shards[key], own, report.checkpoint.data_parallel) for key, own in found.items()]
-    bars.sort(key=lambda bar: (not _is_damaged(bar), -_share(bar)))  # others as they are found
+    bars.sort(key=lambda bar: (not _is_damaged(bar), -_share(bar)))  # ties in the order of the findings
     placed = sum(map(len, found.values()))
     wrong = sum(finding.kind.severity != NOTE for finding in report.findings)
     return Panel(
@@ -84,23 +84,23 @@ def panel(report: Report) -> Panel:
 
 
 def colour(kind: str) -> str:
-    """Of a kind of finding."""
+    """The color of a kind of finding."""
     return COLOURS.get(kind, OTHER)
 
 
 def legend(panels: Iterable[Panel]) -> list[tuple[str, str]]:
-    """The kinds that are drawn, in the order of the list of damages, with their colours."""
+    """The kinds that are drawn, in the order of `damages.KINDS`, with their colors."""
     drawn = {mark.finding.kind.name for panel in panels for bar in panel.bars for mark in bar.marks}
     return [(kind, colour(kind)) for kind in KINDS if kind in drawn]
 
 
 def printable(name: str) -> str:
-    """A name that another may have chosen, without what moves the cursor or turns the direction of reading."""
+    """Escape unprintable characters of an untrusted name: they can move the cursor or change text direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
 def explained(finding: Finding) -> str:
-    """A finding in a line."""
+    """A finding in one line."""
     return printable(" ".join(filter(None, (finding.kind.name, in_range(finding), finding.detail))))
 
 
@@ -114,7 +114,7 @@ def _shards(report: Report) -> dict[Key, Shard]:
 
 
 def _by_array(report: Report, shards: dict[Key, Shard]) -> dict[Key, list[Finding]]:
-    """What is wrong in arrays; a file that is missing lies in none."""
+    """The findings by array, without notes; a missing file is in no array."""
     found: dict[Key, list[Finding]] = {}
     for finding in report.findings:
         key = finding.array, finding.shard
@@ -141,7 +141,7 @@ def _mark(finding: Finding, numel: int) -> Mark:
 
 
 def boundaries(shard: Shard, findings: Iterable[Finding], data_parallel: int | None) -> tuple[float, ...]:
-    """Where a rank's part ends and another's begins: as the files tell, or by an even division that a hole fits."""
+    """The boundaries between ranks' parts, from the files or from an even division that a finding fits."""
     places = [owner.begin for owner in shard.owners]
     if not places and data_parallel and shard.numel % data_parallel == 0:
         part = shard.numel // data_parallel
@@ -164,7 +164,7 @@ def _share(bar: Bar) -> float:
 
 
 def _others(report: Report) -> str:
-    """What arrays are in which nothing was found: one that was not read may be damaged."""
+    """A name for the arrays without findings: they may be damaged if not all was read."""
     return "arrays without a finding" if any(f.kind is UNREADABLE for f in report.findings) else "whole arrays"
 
 

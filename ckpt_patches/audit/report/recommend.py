@@ -1,4 +1,4 @@
-"""What to do about a checkpoint, and the command for it."""
+"""Recommend what to do about a checkpoint, with the command for it."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from ckpt_patches.audit.repair import repair, same_run
 from ckpt_patches.errors import UserError
 
 REFUSED = {DAMAGED: "It cannot be repaired", INCOMPLETE: "The save did not finish"}
-# Megatron's names of states that 0.16 and later do not load; the last one they do where the checkpoint names it.
+# Megatron's sharding types that 0.16 and later do not load. They load the last one if the checkpoint names it.
 OLD = ("fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
@@ -23,50 +23,50 @@ class Step:
     """Something to do."""
 
     what: str
-    command: str = ""  # for a shell; empty where there is none
+    command: str = ""  # for a shell; empty without a command
 
 
 @dataclass(frozen=True)
-class Advice:
-    """Of a checkpoint."""
+class Recommendation:
+    """The recommendation for a checkpoint."""
 
     steps: tuple[Step, ...]
     refused: dict[Finding, str]  # what cannot be repaired, with the reason
-    repair: str  # the command; empty where nothing can be repaired
-    others: tuple[Report, ...]  # of the same audit
+    repair: str  # the command; empty if nothing can be repaired
+    others: tuple[Report, ...]  # other checkpoints of the same audit
 
 
-def advise(report: Report, reports: Iterable[Report]) -> Advice:
-    """What to do about one of the checkpoints that were audited together."""
+def recommend_for(report: Report, reports: Iterable[Report]) -> Recommendation:
+    """What to do about one of the checkpoints of an audit."""
     others = tuple(other for other in reports if other is not report)
     if report.verdict in TO_RESUME_FROM:
         what = "It can be resumed from."
         if report.verdict != WHOLE:
             what += f" {report.repaired} elements are not the run's own: they were repaired."
-        return Advice((Step(what), *_migrate(report, report.checkpoint.path)), {}, "", others)
+        return Recommendation((Step(what), *_migrate(report, report.checkpoint.path)), {}, "", others)
     if {own.kind for own in report.findings if own.kind.severity != NOTE} == {damages.MIXED_ROWS}:
         what = "Put its rows in place, in a copy:"
-        return Advice((Step(what, _migrated(report.checkpoint.path)),), {}, "", others)
+        return Recommendation((Step(what, _migrated(report.checkpoint.path)),), {}, "", others)
     older, plan = _planned(report, others)
     refused = dict(plan.refused)
     new = _beside(report.checkpoint.path, "repaired")
     if not report.checkpoint.shards or (refused and not plan.is_possible):
-        return Advice((_instead(report, others),), refused, "", others)
+        return Recommendation((_instead(report, others),), refused, "", others)
     given: list[str | Path] = ["--from", older.checkpoint.path] if older else []
     command = line("ckpt-patches", "repair", report.checkpoint.path, "--output", new, *given)
     if refused:
         what = f"Some of the damage can be repaired, in a copy, which stays {report.verdict}:"
-        return Advice((_instead(report, others), Step(what, command)), refused, command, others)
+        return Recommendation((_instead(report, others), Step(what, command)), refused, command, others)
     what = "Repair it, in a copy. No element changes but those that are damaged."
     what += (
         ""
         if older or not _of_moments(plan)
         else (" Lost moments are reset to zero: with --from OLDER they come from an older checkpoint that is complete.")
     )
-    return Advice((Step(what, command), *_migrate(report, new)), {}, command, others)
+    return Recommendation((Step(what, command), *_migrate(report, new)), {}, command, others)
 
 
-def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advice: Advice) -> Step:
+def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advice: Recommendation) -> Step:
     """What to do about all findings of a kind."""
     path = report.checkpoint.path
     reasons = dict.fromkeys(advice.refused[f] for f in findings if f in advice.refused)
@@ -89,12 +89,12 @@ def of_kind(kind: FindingKind, findings: Iterable[Finding], report: Report, advi
 
 
 def line(*words: "str | Path") -> str:
-    """A command line that a shell reads as these words; a path in it is absolute."""
+    """A shell command line of these words. Paths are made absolute."""
     return " ".join(_quoted(os.path.abspath(word) if isinstance(word, Path) else word) for word in words)
 
 
 def _quoted(word: str) -> str:
-    """Quoted for a shell, in characters that can be shown."""
+    """Quote a word for a shell, with printable characters only."""
     if word.isprintable():
         return shlex.quote(word)
     shown = "".join(
@@ -104,7 +104,7 @@ def _quoted(word: str) -> str:
 
 
 def _planned(report: Report, others: tuple[Report, ...]) -> tuple[Report | None, repair.Plan]:
-    """How a checkpoint is repaired, with the newest whole one before it that allows it, or with none."""
+    """The repair plan, and its source: the newest suitable complete checkpoint before it, or None."""
     for older in sorted((other for other in others if _is_older(other, report)), key=_step, reverse=True):
         made = repair.plan(report, older)
         if not made.refused and _of_moments(made) and _is_of_the_run(older, report):
@@ -118,7 +118,7 @@ def _is_older(other: Report, report: Report) -> bool:
 
 
 def _is_of_the_run(older: Report, report: Report) -> bool:
-    """Whether `repair` would take it as the source."""
+    """Whether `repair` would accept it as the source."""
     with contextlib.suppress(UserError, OSError):
         same_run.check(report.checkpoint, older.checkpoint, trust=False)
         return True
@@ -126,7 +126,7 @@ def _is_of_the_run(older: Report, report: Report) -> bool:
 
 
 def _can_replace(other: Report, report: Report) -> bool:
-    """Whether another checkpoint can be resumed from instead."""
+    """Whether a run can resume from another checkpoint instead."""
     return other.verdict in TO_RESUME_FROM and other.checkpoint.format == report.checkpoint.format
 
 
@@ -139,7 +139,7 @@ def _of_moments(plan: repair.Plan) -> bool:
 
 
 def _instead(report: Report, others: tuple[Report, ...]) -> Step:
-    """What to take where a checkpoint cannot be repaired."""
+    """What to do if a checkpoint cannot be repaired."""
     complete = [other for other in others if _can_replace(other, report)]
     begin = REFUSED.get(report.verdict, "Whether it is complete could not be determined")
     if complete:
@@ -151,7 +151,7 @@ def _instead(report: Report, others: tuple[Report, ...]) -> Step:
 
 
 def _migrate(report: Report, path: Path) -> tuple[Step, ...]:
-    """Where only megatron-core up to 0.15 loads a checkpoint."""
+    """A migration step if only megatron-core up to 0.15 loads the checkpoint."""
     found = report.checkpoint
     is_old = found.sharding in OLD and not (found.sharding == OLD[-1] and found.names_sharding)
     if found.format != "megatron zarr" and not (found.format == "megatron torch_dist" and is_old):
@@ -164,8 +164,8 @@ def _migrated(path: Path) -> str:
     return line("ckpt-patches", "migrate", path, "--output", _beside(path, "migrated"))
 
 
-def _converted_again(report: Report, advice: Advice) -> str:
-    """From the ZeRO checkpoint of the same step, if it was audited too."""
+def _converted_again(report: Report, advice: Recommendation) -> str:
+    """Convert the ZeRO checkpoint of the same step, if exactly one was audited; else a placeholder."""
     step = report.checkpoint.step
     zero = [other.checkpoint for other in advice.others if other.checkpoint.format == "deepspeed zero"]
     source = [own.path for own in zero if own.step == step]

@@ -1,4 +1,4 @@
-"""What a repair has done, as text and as JSON."""
+"""Report the result of a repair as text or JSON."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What follows from the verdicts on a run's folder: which checkpoint to resume from, and what the trackers name."""
+"""Report on a run's folder: which checkpoint to resume from, and what the trackers name."""
 
 import os
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ class Named:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run's folder."""
+    """The report on a run's folder."""
 
     path: Path
-    newest: Report | None  # that is complete; None if there is none
+    newest: Report | None  # complete checkpoint, or None
     named: tuple[Named, ...]
 
     def as_text(self) -> str:
-        """One line."""
+        """The report in one line."""
         if self.newest is None:
             begin = f"resume from: no checkpoint in {self.path} is complete"
         else:
@@ -47,7 +47,7 @@ class RunReport:
         return f"{tracker} names {names.name}" + (f", which is {named.verdict}" if named.verdict else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Of `audit --json`: docs/json.md."""
+        """The entry in `audit --json`: docs/json.md."""
         return {
             "path": str(self.path),
             "resume_from": None if self.newest is None else str(save_of(self.newest.checkpoint.path)),
@@ -62,13 +62,13 @@ def _as_json(named: Named) -> dict[str, Any]:
 
 
 def run_report(path: Path, reports: Iterable[Report]) -> RunReport | None:
-    """On a folder in which checkpoints were audited; None for a checkpoint itself."""
+    """Report on a folder in which checkpoints were audited; None if it is a checkpoint itself."""
     own = [report for report in reports if path in report.checkpoint.path.parents]
     if not own:
         return None
     damaged = {save_of(report.checkpoint.path) for report in own if report.verdict not in TO_RESUME_FROM}
     complete = [report for report in own if save_of(report.checkpoint.path) not in damaged]
-    if any(not _is_alone(report) for report in own):  # a run resumes from no model that was exported beside it
+    if any(not _is_alone(report) for report in own):  # a run does not resume from an exported model
         complete = [report for report in complete if not _is_alone(report)]
     named = (Named(tracker, _verdict(tracker, own)) for folder in _folders(path, own) for tracker in trackers(folder))
     return RunReport(path, max(complete, key=_order, default=None), tuple(named))
@@ -79,13 +79,13 @@ def _is_alone(report: Report) -> bool:
 
 
 def _order(report: Report) -> tuple[int, float]:
-    """The highest step; of those without a step, or of the same one, what was written last."""
+    """Sort key: the step (-1 without one), then the time of the last write."""
     step = report.checkpoint.step
     return -1 if step is None else step, report.checkpoint.path.stat().st_mtime
 
 
 def _folders(path: Path, reports: Iterable[Report]) -> list[Path]:
-    """That hold checkpoints, and so can have trackers."""
+    """The folders that hold checkpoints and so can have trackers."""
     return sorted({path, *(save_of(report.checkpoint.path).parent for report in reports)})
 
 

@@ -1,4 +1,4 @@
-"""What an audit says: a table for people, JSON for programs."""
+"""Report an audit as a text table or as JSON."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.runtime.terminal import paint
 from ckpt_patches.runtime.units import in_bytes
 
-SCHEMA = 2  # of the JSON; goes up when a key changes its meaning or goes away
+SCHEMA = 2  # of the JSON; raised when a key changes its meaning or is removed
 COLORS = {DAMAGED: "red", INCOMPLETE: "red", WHOLE: "green", REPAIRED: "green"}  # of verdicts
-MOST_LINES = 20  # of one kind in a table; JSON has them all
+MOST_LINES = 20  # per kind in a table; JSON has all
 
 
 def as_json(reports: list[Report], runs: list[RunReport]) -> dict[str, Any]:
@@ -20,12 +20,12 @@ def as_json(reports: list[Report], runs: list[RunReport]) -> dict[str, Any]:
 
 
 def line_as_json(report: Report) -> dict[str, Any]:
-    """One checkpoint of several, in a document of its own."""
+    """One checkpoint as a JSON document of its own."""
     return {"schema": SCHEMA, **checkpoint_as_json(report)}
 
 
 def checkpoint_as_json(report: Report) -> dict[str, Any]:
-    """One of its checkpoints."""
+    """One entry of `checkpoints`."""
     found = report.checkpoint
     return {
         "path": str(found.path),
@@ -51,7 +51,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def as_text(report: Report, *, notes: bool) -> str:
-    """The verdict, and a line for each finding; the notes where they are asked for."""
+    """The verdict and a line for each finding; notes only if `notes` is set."""
     verdict = paint(report.verdict, COLORS.get(report.verdict, "yellow"))
     if report.verdict == REPAIRED:
         verdict += f", {report.repaired} elements are not the run's own"
@@ -71,7 +71,7 @@ def as_text(report: Report, *, notes: bool) -> str:
 
 
 def about(report: Report) -> str:
-    """What a checkpoint is: its format, size, step and ranks."""
+    """The format, size, step and ranks of a checkpoint."""
     found = report.checkpoint
     known = [found.format, in_bytes(found.nbytes)]
     known += [f"step {found.step}"] if found.step is not None else []
@@ -90,5 +90,5 @@ def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:
 
 
 def in_range(finding: Finding) -> str:
-    """Elements of the shard, the end not included."""
+    """The half-open range of elements in the shard."""
     return "" if finding.begin is None else f"[{finding.begin}, {finding.end})"

@@ -1,4 +1,4 @@
-"""kill the process that writes an asynchronous save"""
+"""kill the worker of an asynchronous save"""
 
 from pathlib import Path
 

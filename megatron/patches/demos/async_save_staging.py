@@ -20,7 +20,7 @@ def run(folder: Path) -> str:
 
 
 def save_and_step(rank: int, checkpoint: Path) -> int:
-    """Save a CPU tensor by a persistent worker, which writes only after the next step."""
+    """The number of wrong elements of a CPU tensor that a persistent worker writes only after the next step."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 

@@ -11,7 +11,7 @@ ABSENT = "nvidia_resiliency_ext"
 
 
 def run(folder: Path) -> str:
-    sys.modules[ABSENT] = None  # type: ignore[assignment]  # where it is installed, too
+    sys.modules[ABSENT] = None  # type: ignore[assignment]  # even if it is installed
     found: str = mt.results(save_and_load, 1, folder / "checkpoint")[0]
     return found
 

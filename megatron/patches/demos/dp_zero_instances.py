@@ -1,6 +1,6 @@
 """resume with two instances of the optimizer
 
-Four data-parallel ranks, two for each instance.
+Four data-parallel ranks, two per instance.
 """
 
 from functools import partial

@@ -6,7 +6,7 @@ from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo import show
 from ckpt_patches.demo.memory import MIB, large, peak, return_freed_memory, size
 
-ELEMENTS = MIB // 2  # of a bucket
+ELEMENTS = MIB // 2  # per bucket
 
 
 def run(folder: Path) -> str:
@@ -16,7 +16,7 @@ def run(folder: Path) -> str:
 
 
 def gather(rank: int) -> float:
-    """What this rank needs beyond the state that it gathers, in buckets."""
+    """This rank's memory use beyond the gathered state, in buckets."""
     mt.use_inner_optimizer("fused")
     optimizer = large(ELEMENTS, bucket_size=ELEMENTS)
     state, used, _ = peak(optimizer.get_parameter_state_dp_zero)

@@ -30,7 +30,7 @@ def with_chunks(chunks: int) -> str:
 
 
 def reload(rank: int, chunks: int) -> tuple[str, int, int]:
-    """Load fp32 values into that many model chunks; an error, or how many masters are others, of how many."""
+    """Load fp32 values into model chunks. Returns an error, and the numbers of wrong and of all elements."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     built = [mt.build(make_model=mt.dense_and_expert) for _ in range(chunks)]
@@ -59,7 +59,7 @@ def named(model: Any) -> list[tuple[str, Any]]:
 
 
 def compare(optimizer: Any, parameter: Any, exact: torch.Tensor) -> tuple[int, int]:
-    """How many elements of this rank's part of a parameter's master are others, of how many."""
+    """The numbers of wrong elements and of all elements in this rank's shard of a main parameter."""
     group, order = optimizer.model_param_group_index_map[parameter]
     part = optimizer._get_model_param_range_map(parameter)["param"]
     master = optimizer.optimizer.param_groups[group]["params"][order].detach().cpu()

@@ -7,7 +7,7 @@ import torch
 from ckpt_patches.demo import cases, megatron_lm, show
 from ckpt_patches.demo import megatron_training as mt
 
-# Ranks, tensor- and expert-parallel ones, and the format.
+# Number of ranks, tensor-parallel size, expert-parallel size, format.
 RUNS = (
     (2, 1, 2, "torch_dist"),
     (4, 1, 4, "torch_dist"),
@@ -37,9 +37,9 @@ def in_layout(folder: Path, ranks: int, tensor: int, expert: int, name: str) -> 
 
 
 def resume(rank: int, folder: Path, tensor: int, expert: int, name: str) -> bool:
-    """Whether a run that is loaded draws the numbers for its experts that the run that was saved goes on to draw."""
+    """Whether a resumed run draws the same random numbers for its experts as the saved run."""
     checkpointing = megatron_lm.import_training()
-    fsdp = name == "fsdp_dtensor"  # which depends on no part of Megatron-FSDP for random numbers
+    fsdp = name == "fsdp_dtensor"  # its RNG code does not depend on Megatron-FSDP
     args = megatron_lm.arguments(folder, tensor, expert, ckpt_format=name, use_megatron_fsdp=fsdp)
     megatron_lm.start(tensor, expert)
     model = mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False)
@@ -52,7 +52,7 @@ def resume(rank: int, folder: Path, tensor: int, expert: int, name: str) -> bool
 
 
 def draw(times: int = 1) -> torch.Tensor:
-    """The next random numbers for the experts of this rank, as the router and dropout draw them."""
+    """The next random numbers for this rank's experts, drawn like those of the router and dropout."""
     from megatron.core.tensor_parallel import random
 
     with random.get_cuda_rng_tracker().fork(random.get_expert_parallel_rng_tracker_name()):

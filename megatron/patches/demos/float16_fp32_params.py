@@ -1,6 +1,6 @@
 """save an fp32 parameter among bf16 ones
 
-The optimizer is not distributed. The parameter lies between bf16 ones, as the bias of a router does.
+The optimizer is not distributed. The parameter is between bf16 ones, like the bias of a router.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ def run(folder: Path) -> str:
 
 
 def resume(rank: int, folder: Path) -> str:
-    """Save after three steps, load into another run, and compare two steps later."""
+    """Save after three steps, load into another run, and compare both two steps later."""
     mt.use_inner_optimizer("fused")
     make = partial(mt.build, native_fp32=True, settings={"use_distributed_optimizer": False})
     model, optimizer = make()
@@ -38,7 +38,7 @@ def resume(rank: int, folder: Path) -> str:
 
 
 def states(optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
-    """Main parameters and moments, by their place in the optimizer."""
+    """Main parameters and moments, by their index in the optimizer."""
     own = mt.inner(optimizer).optimizer
     params = [param for group in own.param_groups for param in group["params"]]
     found = {f"{n}.param": param.detach().float() for n, param in enumerate(params)}

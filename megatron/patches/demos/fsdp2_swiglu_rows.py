@@ -1,4 +1,4 @@
-"""save SwiGLU under torch FSDP2, load with other ranks"""
+"""save SwiGLU under torch FSDP2, load on other ranks"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from ckpt_patches.demo import show
 FC1 = "linear_fc1.weight"
 MOMENT = f"optimizer.state.exp_avg.{FC1}"
 
-FORMS = ("", " of 0.18")  # as the release saves, and as those up to 0.18 did
+FORMS = ("", " of 0.18")  # as this release saves, and as releases up to 0.18 did
 REFUSED = "The rows of W and V are mixed in"
 
 
@@ -44,7 +44,7 @@ def loaded_as_others(folder: Path, saved: list[Any], ranks: int, how: str) -> It
 
 
 def write_as_torch_asks() -> None:
-    """Up to 0.12 megatron-core calls a function of torch with what that took until torch 2.6."""
+    """Up to 0.12 megatron-core calls a torch function with the arguments of torch 2.6."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from torch.distributed.checkpoint import filesystem
 
@@ -57,7 +57,7 @@ def write_as_torch_asks() -> None:
 
 
 def save(rank: int, folder: Path) -> dict[str, Any]:
-    """In each form."""
+    """Save a checkpoint in each form. Returns this rank's rows by form."""
     from megatron.core import dist_checkpointing
 
     write_as_torch_asks()
@@ -78,12 +78,12 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """All ranks are refused alike."""
+    """Suppress the error that rejects mixed rows; all ranks raise it."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:
         yield
-    except CheckpointException as errors:  # those of the plan, by rank
+    except CheckpointException as errors:  # the errors of the plan, by rank
         error = next(error for error, _ in errors.failures.values())
         if not str(error).startswith(REFUSED):
             raise
@@ -93,7 +93,7 @@ def refusals() -> Iterator[None]:
 
 
 def file_as_up_to_0_18(state: dict[str, Any]) -> None:
-    """Half of each shard as rows of W, and half as rows of V."""
+    """Save half of each shard as rows of W, and half as rows of V."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     tensor_parallel, data_parallel = place()
@@ -115,7 +115,7 @@ def file_as_up_to_0_18(state: dict[str, Any]) -> None:
 
 
 def place() -> tuple[tuple[int, int], tuple[int, int]]:
-    """The tensor-parallel rank and size, and the data-parallel ones."""
+    """The tensor-parallel rank and size, and the data-parallel rank and size."""
     from megatron.core import parallel_state as state
 
     return (
@@ -128,7 +128,7 @@ def place() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def load(rank: int, folder: Path, fsdp2: bool) -> dict[str, Any]:
-    """As Megatron does, in place for the weights of FSDP2; None for what is refused."""
+    """Load as Megatron does: FSDP2 weights in place. None for a rejected checkpoint."""
     from megatron.core import dist_checkpointing
 
     found: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def load(rank: int, folder: Path, fsdp2: bool) -> dict[str, Any]:
 
 
 def training(seed: int, fsdp2: bool = True) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
-    """An MLP with SwiGLU under FSDP2 after a step of Adam, and what makes its sharded state dict."""
+    """A SwiGLU MLP under FSDP2 and its optimizer after a step, and a function for its sharded state dict."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
@@ -160,7 +160,7 @@ def training(seed: int, fsdp2: bool = True) -> tuple[Any, Any, Callable[[], dict
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         model = mlp.sharded_state_dict(metadata={"dp_cp_group": group})
         states = optimizer.state_dict()
-        # With torch 2.13 upstream does not find them by the parameters themselves.
+        # With torch 2.13 upstream does not find the states by the parameters themselves.
         local = map(local_tensor, mlp.parameters())
         ids = get_param_id_to_sharded_param_map(model, local)
         optim_state_to_sharding_state(states, ids, exclude_keys=("step",))
@@ -188,7 +188,7 @@ def swiglu() -> Any:
 
 
 def fully_sharded(module: Any) -> Any:
-    """What TorchFullyShardedDataParallel does, but on CPU ranks."""
+    """Shard as TorchFullyShardedDataParallel does, but on CPU ranks."""
     from megatron.core import parallel_state
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -196,12 +196,12 @@ def fully_sharded(module: Any) -> Any:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
     for parameter in module.parameters():
-        parameter.is_torch_fsdp2_param = True  # what marks them since 0.19
+        parameter.is_torch_fsdp2_param = True  # marks FSDP2 parameters since 0.19
     return module
 
 
 def local_rows(mlp: Any, optimizer: Any) -> dict[str, Any]:
-    """This rank's rows, and where it is."""
+    """This rank's rows, and its tensor- and data-parallel rank."""
     weight = mlp.linear_fc1.weight
     tensors = {FC1: weight, MOMENT: optimizer.state[weight]["exp_avg"]}
     return {
@@ -215,7 +215,7 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """W of all tensor-parallel ranks, and V of all."""
+    """The full W of all tensor-parallel ranks, then the full V."""
     in_order = [(rank["at"][0], rank) for rank in sorted(ranks, key=lambda rank: rank["at"])]
     tensor_parallel = sorted({place for place, _ in in_order})
     found = {}

@@ -1,6 +1,6 @@
 """load a model with the optimizer offloaded to the CPU
 
-Weights are loaded into the model, and the first step, at learning rate 0, has to leave them as they are.
+The first step after the load, at learning rate 0, must not change the weights.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from ckpt_patches.demo import show
 SET_UPS = list(itertools.product((False, True), (0.0, 0.5, 1.0), (False, True)))
 
 
-COUNT = len(SET_UPS) + 1  # and with Megatron-FSDP
+COUNT = len(SET_UPS) + 1  # plus Megatron-FSDP
 
 
 def run(folder: Path) -> str:
@@ -45,7 +45,7 @@ def weights_lost(precision_aware: bool, fraction: float, overlap: bool) -> bool:
 
 
 def weights_lost_with_fsdp() -> bool:
-    """The distributed optimizer of Megatron-FSDP has no map of shards: its parameters are the inner optimizer's."""
+    """Megatron-FSDP's distributed optimizer has no shard map: its parameters are the inner optimizer's."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -61,7 +61,7 @@ def weights_lost_with_fsdp() -> bool:
     optimizer = object.__new__(DistributedOptimizer)
     optimizer.optimizer, optimizer.is_stub_optimizer = inner, False
     with torch.no_grad():
-        shard.fill_(0.75)  # weights are loaded
+        shard.fill_(0.75)  # simulates a load of weights
     optimizer.reload_model_params()
     shard.grad = torch.ones_like(shard)
     inner.step()

@@ -9,7 +9,7 @@ import torch
 from ckpt_patches.demo import cases, megatron_lm, show
 from ckpt_patches.demo import megatron_training as mt
 
-# Ranks; tensor-, expert-, expert-tensor- and context-parallel ones. All releases have the bug in the first layout.
+# Ranks; TP, EP, ETP and CP sizes. All releases have the bug in the first layout.
 LAYOUTS = ((6, 2, 3, 1, 1), (2, 2, 1, 1, 1), (2, 1, 1, 1, 2), (4, 1, 2, 2, 1), (4, 2, 2, 1, 1))
 
 
@@ -37,11 +37,11 @@ def in_layout(folder: Path, ranks: int, *layout: int) -> str:
 
 
 def resume(rank: int, folder: Path, *layout: int) -> tuple[str, str, list[str], int]:
-    """Save a run, and load it into another one if each file was written once.
+    """Save a run, and load it into another one if each file was written exactly once.
 
     Returns:
-        An error; the name of this rank's file; the files that this rank has written; how many weights, main parameters
-        and moments differ.
+        An error; the name of this rank's file; the files that this rank wrote; the number of different
+        weights, main parameters and moments.
     """
     checkpointing = megatron_lm.import_training()
     args = arguments(folder, *layout)
@@ -64,7 +64,7 @@ def resume(rank: int, folder: Path, *layout: int) -> tuple[str, str, list[str], 
 
 
 def arguments(folder: Path, *layout: int) -> Any:
-    """Those of `--ckpt-format torch` with a distributed optimizer."""
+    """The arguments for `--ckpt-format torch` with a distributed optimizer."""
     *sizes, context = layout
     return megatron_lm.arguments(
         folder,
@@ -79,7 +79,7 @@ def arguments(folder: Path, *layout: int) -> Any:
 
 
 def noted(save: Callable[[], None]) -> list[str]:
-    """The names of the files that `torch.save` writes meanwhile."""
+    """The names of the files that `torch.save` writes during a call."""
     written, torch_save = [], torch.save
 
     def save_and_note(what: Any, path: Any) -> None:
@@ -99,7 +99,7 @@ def build() -> tuple[Any, Any]:
 
 
 def train(model: Any, optimizer: Any) -> None:
-    """Give a rank weights of its own tensor- and expert-parallel ranks, and take a step."""
+    """Set weights that depend on the tensor- and expert-parallel rank, and take a step."""
     from megatron.core import parallel_state as mpu
 
     ranks = {

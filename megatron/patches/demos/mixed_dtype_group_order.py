@@ -1,6 +1,6 @@
 """resume with fp32 parameters on fewer ranks
 
-Two bf16 parameters and an fp32 one, of the same shape and without weight decay, are in one param group.
+One param group has two bf16 parameters and an fp32 one, of the same shape and without weight decay.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
 def trained(start: int) -> tuple[mt.Model, mt.Optimizer]:
     mt.use_inner_optimizer("fused")
     if not hasattr(numpy, "product"):
-        vars(numpy)["product"] = numpy.prod  # 0.11 calls it, and numpy 2 has none
+        vars(numpy)["product"] = numpy.prod  # 0.11 calls it, but NumPy 2 removed it
     model, optimizer = mt.build(make_model=network)
     for iteration in range(start, start + 3):
         mt.step(model, optimizer, iteration)
@@ -65,7 +65,7 @@ def load(rank: int, folder: Path) -> list[str]:
 
 
 def live_states(model: mt.Model, optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
-    """Complete main parameters and moments, found as a step finds them, by the pairs of shards."""
+    """Complete main parameters and moments, looked up as a step does, by pairs of parameter and shard."""
     own = mt.inner(optimizer)
     pairs = [
         pair

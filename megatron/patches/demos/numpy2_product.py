@@ -9,7 +9,7 @@ import torch
 from ckpt_patches.demo import show
 
 BESIDE = {"numpy": "2.2.6"}
-# Between releases, what calls it moved from one of these to another.
+# The callers of `np.product` moved between these modules from release to release.
 MODULES = ("exchange_utils", "strategies.fully_parallel", "validation", "serialization")
 
 

@@ -1,6 +1,6 @@
-"""resume with another learning rate, and override
+"""resume with another learning rate and the override
 
-A torch optimizer has the param groups. From 0.19.0 on Megatron's raises an error before that: see resume_param_groups.
+Uses a torch optimizer: since 0.19.0 Megatron's raises an error first, see resume_param_groups.
 """
 
 from pathlib import Path

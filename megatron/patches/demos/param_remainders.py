@@ -1,6 +1,6 @@
-"""resume with main parameters that are kept as remainders
+"""resume with main parameters stored as remainders
 
-The precision-aware optimizer keeps the 16 bits that bf16 weights lack. The run is resumed so, and without remainders.
+The optimizer stores the 16 bits that bf16 weights lack. One resumed run has remainders, the other does not.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def run(folder: Path) -> str:
 
 
 def resume(rank: int, folder: Path, saved: bool, resumed: bool) -> str:
-    """Save after three steps, load, and compare main parameters, and the weights one step later."""
+    """Save after three steps, load, and compare the main parameters, then the weights one step later."""
     model, optimizer = trained(saved, range(3))
     mt.save("dp_zero_gather_scatter", model, optimizer, folder)
     of_other, other = trained(resumed, range(3, 6))
@@ -37,7 +37,7 @@ def trained(remainders: bool, iterations: range) -> tuple[mt.Model, mt.Optimizer
     import megatron.core.utils
 
     mt.use_inner_optimizer("fused")
-    # Megatron passes the setting on to this release of Transformer Engine and later ones.
+    # Megatron passes the setting only to this release of Transformer Engine and later ones.
     megatron.core.utils._te_version = Version("2.1.0")
     model, optimizer = mt.build(
         precision_aware=True, settings={"store_param_remainders": remainders}
@@ -49,8 +49,8 @@ def trained(remainders: bool, iterations: range) -> tuple[mt.Model, mt.Optimizer
 
 
 def main_params(optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
-    """In fp32, out of the optimizer's memory."""
-    from ckpt_patches.demo.stand_in_fused_adam import joined
+    """The main parameters in fp32, from the optimizer's memory."""
+    from ckpt_patches.demo.stub_fused_adam import joined
 
     found: dict[str, torch.Tensor] = {}
     own: Any = mt.inner(optimizer).optimizer

@@ -1,6 +1,6 @@
 """load weights into a run with the precision-aware optimizer
 
-The next step, at learning rate 0, has to leave them as they are.
+The next step, at learning rate 0, must not change them.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""a checkpoint of a suspicious step, to be run again
+"""save a suspicious step to rerun it
 
-The run has saved before, and assumes that checkpoints have one structure.
+The run has saved before, and assumes that all checkpoints have the same structure.
 """
 
 from pathlib import Path
@@ -36,14 +36,14 @@ def resume(rank: int, folder: Path) -> str:
         return "the step to run again is not in the checkpoint"
     try:
         loaded = dist_checkpointing.load(state(resumed, force=True), str(folder / "suspicious"))
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # not a subclass of Exception
         raise error.failures[rank][0] from error
     resumed.load_state_dict(loaded["rerun_state_machine"])
     return "" if resumed.current_iteration == 5 else f"iteration {resumed.current_iteration}, not 5"
 
 
 def state(machine: Any, force: bool = False) -> dict[str, Any]:
-    """As Megatron-LM makes it, with one weight."""
+    """The state dict as in Megatron-LM, with one weight."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     weight = ShardedTensor.from_rank_offsets("weight", torch.ones(4))

@@ -1,6 +1,6 @@
-"""save where a rank has padding alone
+"""save a bucket where a rank has only padding
 
-The bucket of the last 33 elements is padded so that the second rank owns nothing else.
+The bucket of the last 33 elements is padded, and the second rank owns only padding.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from ckpt_patches.demo import megatron_training as mt
 
 
 def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-    """The first parameter is by itself in a bucket: a buffer is filled from the last parameter on."""
+    """The first parameter has its own bucket: buffers are filled starting with the last parameter."""
     tiny = mt.tiny_model(config, dtype, native_fp32, hidden=64, out=8)
     linear, forward = (tiny.a, tiny.b), tiny.forward
     del tiny.a, tiny.b

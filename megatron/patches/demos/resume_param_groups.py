@@ -1,4 +1,4 @@
-"""resume with another rate, and with an embedding's own"""
+"""resume with a new rate, and with a decoupled one"""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def resumes(rank: int, folder: Path) -> str:
 
 
 def resumed(saved: dict[str, float], loaded: dict[str, float], checkpoint: Path) -> list[str]:
-    """What differs after the load."""
+    """What differs after the load: "states", "rates" or both."""
     model, optimizer = mt.build(settings=saved, make_model=with_embedding)
     mt.step(model, optimizer, 0)
     mt.save(FORMAT, model, optimizer, checkpoint)
@@ -46,7 +46,7 @@ def with_embedding(*args: Any) -> Any:
 
 
 def rates(model: Any, optimizer: Any) -> dict[str, float]:
-    """The learning rate from which each parameter goes on."""
+    """Each parameter's maximum learning rate."""
     places = mt.inner(optimizer).model_param_group_index_map
     return {
         name: optimizer.param_groups[places[p][0]]["max_lr"] for name, p in model.named_parameters()

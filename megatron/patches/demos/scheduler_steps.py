@@ -1,6 +1,6 @@
 """roll back to a checkpoint at step 4
 
-A torch optimizer has the param groups.
+Uses a torch optimizer.
 """
 
 from pathlib import Path

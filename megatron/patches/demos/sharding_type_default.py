@@ -1,4 +1,4 @@
-"""save, and name no format"""
+"""save without naming a format"""
 
 from ckpt_patches.demo import megatron_training as mt
 

@@ -28,7 +28,7 @@ def save_and_load(rank: int, checkpoint: Path) -> str:
     return "" if torch.equal(loaded["weight"], saved) else "other values than were saved"
 
 
-# Up to 0.8 the worker's error is logged alone.
+# Up to 0.8 the worker's error is only logged.
 FAILURES = (
     "RuntimeError: Worker failure: _write_item()",
     "RuntimeError: Incomplete worker results",

@@ -1,6 +1,6 @@
 """zarr save, 4 ranks
 
-Rank 0 creates the arrays while the others write. The demonstration fixes the order of their reads and writes.
+Rank 0 creates the arrays while the others write, in a fixed order of reads and writes.
 """
 
 from pathlib import Path

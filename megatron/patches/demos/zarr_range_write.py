@@ -1,6 +1,6 @@
-"""zarr saves, locks that lock nothing
+"""zarr saves with locks that have no effect
 
-Eight ranks save ten times. A lock is granted to every rank, as on a file system whose locks do not reach other hosts.
+Eight ranks save ten times. Every rank gets the lock, as on a file system with host-local locks.
 """
 
 import fcntl

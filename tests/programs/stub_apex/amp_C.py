@@ -1,4 +1,4 @@
-"""A CPU stand-in for the two kernels of Apex that megatron-core 0.7 imports."""
+"""A CPU stub for the two kernels of Apex that megatron-core 0.7 imports."""
 
 import torch
 

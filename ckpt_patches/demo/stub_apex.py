@@ -1,6 +1,6 @@
-"""apex's optimizers on a CPU: its kernels, by their definitions in csrc/, in torch, and a stand-in for the GPU.
+"""apex's optimizers on a CPU: its csrc/ kernels reimplemented in torch, and a stub GPU.
 
-What is apex's Python is the installed one.
+apex's Python code is the installed one.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from ckpt_patches.demo.gpu import REAL_GPU
 
 
 def install() -> None:
-    """Before apex is imported; nothing where a real GPU is used."""
+    """Install the stubs. Call this before apex is imported; it does nothing on a real GPU."""
     if REAL_GPU:
         return
     fake_gpu.install()
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _module(name: str, **kernels: Callable[..., None]) -> None:
-    """A compiled module; a kernel that is not defined here is there, and cannot be called."""
+    """Register a stub of a compiled module. Kernels that are not defined here exist, but raise when called."""
     module = ModuleType(name)
     vars(module).update({kernel: _without_gradients(call) for kernel, call in kernels.items()}, __getattr__=_kernel)
     sys.modules[name] = module
@@ -62,14 +62,14 @@ def _kernel(name: str) -> Any:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any, device: Any, reqs: Any) -> Iterator[None]:
-    """In the form of torch 2.0: Gloo joins no collectives, and apex waits for each."""
+    """`_coalescing_manager` of torch 2.0: Gloo does not coalesce collectives, and apex waits for each."""
     yield
 
 
 def _adam_capturable(
     size: int, skip: Any, lists: Any, lr: Any, b1: Any, b2: Any, eps: Any, step: Any, *how: Any
 ) -> None:
-    """With fp32 masters as a fifth list, or without."""
+    """Adam with or without fp32 main parameters as a fifth list."""
     mode, correct, decay, inverse_scale = how
     if int(skip) == 1:
         return
@@ -93,7 +93,7 @@ def _distributed_adam(size: int, skip: Any, lists: Any, scale: Any, *how: Any) -
 
 
 def _adam_with_remainders(size: int, skip: Any, lists: Any, scale: Any, *how: Any) -> None:
-    """Masters are a weight's 16 bits and a remainder's; a remainder with its highest bit set was rounded up."""
+    """A main parameter is a weight's 16 bits plus a remainder's; a negative remainder means a weight rounded up."""
     for weight, remainder, first, second, gradient, out in zip(*lists, strict=True):
         high = weight.view(torch.int16).int() - (remainder < 0).int()
         master = ((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
@@ -106,7 +106,7 @@ def _adam_with_remainders(size: int, skip: Any, lists: Any, scale: Any, *how: An
 def _adam_value(
     value: Any, gradient: Any, first: Any, second: Any, lr: Any, b1: Any, b2: Any, eps: Any, step: Any, *how: Any
 ) -> torch.Tensor:
-    """The updated parameter in fp32; the moments are updated where they are."""
+    """The updated parameter in fp32; the moments are updated in place."""
     mode, correct, decay = how
     value, gradient = value.float(), gradient.float()
     gradient = gradient if mode else gradient + decay * value

@@ -1,4 +1,4 @@
-"""What `megatron.training` imports and saves and loads do not use, where it is absent."""
+"""Stubs for missing modules that `megatron.training` imports, but that saves and loads do not use."""
 
 import importlib.util
 import sys
@@ -9,8 +9,8 @@ from typing import Any
 MODULES = ("yaml",)
 
 
-class StandIn(types.ModuleType):
-    """A module with any name in it, of a class that can be derived from, made and called."""
+class Stub(types.ModuleType):
+    """A module that has every attribute; each is a callable instance of a new class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -19,7 +19,7 @@ class StandIn(types.ModuleType):
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Take anything."""
+    """Accept any arguments."""
 
 
 def install() -> None:
@@ -27,4 +27,4 @@ def install() -> None:
         vars(typing)["override"] = lambda function: function
     for name in MODULES:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
-            sys.modules[name] = StandIn(name)
+            sys.modules[name] = Stub(name)

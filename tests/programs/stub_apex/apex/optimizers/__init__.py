@@ -1,4 +1,4 @@
-"""A CPU stand-in for Apex's fused optimizers, as far as Megatron's optimizers look at them."""
+"""A CPU stub for Apex's fused optimizers, as far as Megatron's optimizers look at them."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""A CPU stand-in for transformer_engine's FusedAdam, enough for megatron's (distributed) optimizer:
-lr may be None, fp32 math, group['step'], decoupled grads, fp32 master weights, (un)scaled state accessors."""
+"""A CPU stub for transformer_engine's FusedAdam, sufficient for Megatron's (distributed) optimizer:
+lr may be None, fp32 math, group['step'], decoupled grads, fp32 main parameters, (un)scaled state accessors."""
 
 import torch
 
@@ -63,7 +63,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[p][name].copy_(v)
 
     def load_state_dict(self, state_dict):
-        """torch casts a state to its parameter's dtype; Transformer Engine's optimizer keeps the state's own."""
+        """Keep the states' dtypes as Transformer Engine does; torch casts them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -109,7 +109,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def joined(weight, remainder):
-    """fp32 of a bf16 weight and the 16 bits that it lacks; a negative remainder has been rounded up."""
+    """The fp32 value of a bf16 weight and its 16-bit remainder; negative remainders were rounded up."""
     high = weight.view(torch.int16).int() - (remainder < 0).int()
     return ((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
 
@@ -125,7 +125,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def patch_megatron():
-    """make megatron.core.optimizer believe TE's FusedAdam was imported (as in upstream CI), without faking TE itself"""
+    """Make megatron.core.optimizer use this stub as TE's FusedAdam (as in upstream CI), without a stub of TE."""
     import megatron.core.optimizer as mo
     import megatron.core.optimizer.distrib_optimizer as do
 
