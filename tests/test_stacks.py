@@ -80,7 +80,7 @@ FOUND = {
     "fixes": {"works": "a b", "not present": "c", "the bug shows with the fix: lost": "d"},
     "tools": {"megatron: audit": "works"},
     "flattened": "failed: no",
-    "explorer": {"megatron": {"right": 5, "loud": 2, "SILENT": 1, "not trained": 0}},
+    "explorer": {"megatron": {"right": 5, "loud": 2, "SILENT": 1, "not trained": 3}},
 }
 
 
@@ -90,7 +90,8 @@ def test_a_line_of_the_page() -> None:
         "verl 0.9",
         "Python 3.12.1, torch 2.11.0, megatron-core 0.18.0; 2026-01-02",
         "2 fixes; audit; explorer: 5 right, 2 loud",
-        "not present: 1; [exceptions](limits.md#stacks): `d`; megatron: migrate: failed: no; explorer: 1 silent",
+        "not present: 1; [exceptions](limits.md#stacks): `d`; megatron: migrate: failed: no; explorer: 1 silent; "
+        "explorer: 3 not trained",
     ]
 
 

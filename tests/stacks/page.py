@@ -9,7 +9,7 @@ HEADS = ("stack", "installed, date", "works", "other")
 NOT_RUN = "not run"
 NOTHING_TO_DO = ("fixed upstream", "not present")
 WORKS = "works"
-KINDS = ("right", "loud", "SILENT")
+KINDS = ("right", "loud", "SILENT", "not trained")
 FLATTENED = "megatron: migrate"
 LIMITS = "limits.md#stacks"  # what became of exceptions
 
@@ -42,9 +42,9 @@ def cells(row: Row, found: Found) -> list[str]:
     broken = [f"{name}: {result}" for name, result in of_tools.items() if result != WORKS]
     drawn = {kind: sum(of_package[kind] for of_package in found["explorer"].values()) for kind in KINDS}
     explored = f"explorer: {drawn['right']} right, {drawn['loud']} loud"
-    silent = [f"explorer: {drawn['SILENT']} silent"] if drawn["SILENT"] else []
+    unproven = [f"explorer: {drawn[kind]} {kind.lower()}" for kind in KINDS[2:] if drawn[kind]]
     works = [f"{count.get(WORKS, 0)} fixes", *dict.fromkeys(name.partition(": ")[2] for name in tools), explored]
-    other = [*idle, *([f"[exceptions]({LIMITS}): {failed}"] if failed else []), *broken, *silent]
+    other = [*idle, *([f"[exceptions]({LIMITS}): {failed}"] if failed else []), *broken, *unproven]
     return [row.title, f"{installed(row, found)}; {found['date']}", "; ".join(works), "; ".join(other)]
 
 
