@@ -3,6 +3,7 @@
 One program writes all ranks' files: their keys are the same, but for what is a rank's own (fragments, states).
 """
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from ckpt_patches.runtime.shown import shown
 OWN = ("param_slice_mappings", "state", "ds_config")
 # Keys that all ranks have, with values of their own; of settings there is a check of its own.
 OWN_VALUES = ("group_paddings", "param_groups", "ds_zero_partition_groups")
+ITEM = re.compile(r"\[\d+\]")  # of a list, in a path
 MOST_KEYS = 10_000  # of a file; there are about 100
 # What `load_checkpoint` of every release of DeepSpeed takes of a model-states file, and fails without.
 OF_THE_MODEL = ("module", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
