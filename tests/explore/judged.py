@@ -23,7 +23,8 @@ DIFFERS = "fingerprint: the "  # "state after the load is not what was saved", o
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # formats of Megatron
 FIRST = "first"  # of two saves
 REPAIRED_PART = "a repaired part"
-NO_STATE = "it has no state yet"  # in a line of the log
+# In a line of the log: why nothing can be proven.
+UNPROVEN = ("it has no state yet", "of tensor parallelism DeepSpeed does not say")
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
 
@@ -152,7 +153,7 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
     if proof.startswith(DIFFERS):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: fingerprints differ, and no state does")
     to_prove = tried.saving.fingerprint and load["restore"] in ("everything", "without scheduler")
-    if to_prove and not proof and not any(NO_STATE in line for line in found["proof"]):
+    if to_prove and not proof and not any(why in line for line in found["proof"] for why in UNPROVEN):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: a right load is not proven")
     # Without optimizer states a checkpoint that lacks them loads right, too.
     partly = load["restore"] != "everything" and (not tried.saving.fixes or bool(tried.saving.without))
