@@ -1,4 +1,4 @@
-"""Load a universal checkpoint on ranks that own nothing of a param group but padding.
+"""Load a universal checkpoint on ranks that own only padding of a param group.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5289
 """
@@ -37,8 +37,8 @@ PADDING = """if not steps and lp_groups[i]:
 
 
 def _step_and_state_keys(folder: str) -> "tuple[list[object], set[str]]":
-    """The step of a parameter (None if it has none) and its states, but for fp32, in a universal checkpoint."""
-    if not os.path.isdir(folder):  # of an expert: all have taken the same steps, and are there by their global numbers
+    """Return a parameter's step (None if not saved) and the names of its states except fp32."""
+    if not os.path.isdir(folder):  # experts have global numbers there, and all the same step
         folder = folder.replace("deepspeed_experts.", "deepspeed_experts.global_")
     keys = {name for name, extension in map(os.path.splitext, os.listdir(folder)) if extension == ".pt"}
     step = torch.load(os.path.join(folder, "step.pt"), weights_only=True) if "step" in keys else None

@@ -1,4 +1,4 @@
-"""Refuse a universal checkpoint with another number of param groups than the run has, at ZeRO 1 and 2.
+"""Refuse a universal checkpoint whose number of param groups differs from the run's, at ZeRO 1 and 2.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/base_optimizer.py#L299
 """

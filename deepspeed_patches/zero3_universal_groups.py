@@ -1,4 +1,4 @@
-"""Resume ZeRO-3 from a universal checkpoint with each param group's own settings, and a step for each flat tensor.
+"""Resume ZeRO-3 from a universal checkpoint with each param group's settings and a step per flat tensor.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7585
 """

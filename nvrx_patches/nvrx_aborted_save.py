@@ -1,4 +1,4 @@
-"""Forget what an aborted save has left: its call, its forked worker, and its results.
+"""Discard the calls, the forked worker and the results of an aborted save.
 
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5842
 """
