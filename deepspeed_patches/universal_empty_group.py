@@ -31,7 +31,7 @@ LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
 GUARD = "steps and "
 STEP = "steps[0] is not None"
 PADDING = """if not steps and lp_groups[i]:
-    # Padding alone: training keeps it at the step of its group, with states of zeros.
+    # Only padding: training keeps it at the group's step, with zero states.
     folder = os.path.join(checkpoint_dir, self.param_names[lp_groups[i][0]])
     steps, opt_keys = _step_and_state_keys(folder)"""
 

@@ -34,7 +34,7 @@ NOT_NAMED = (
 NOT_OF_ZERO = "ZERO_STAGE not in optimizer_states and SINGLE_PARTITION_OF_FP32_GROUPS not in optimizer_states"
 STAGE = "zero_stage = state_dicts[0][OPTIMIZER_STATE_DICT][ZERO_STAGE]"
 STAGE_OR_1 = "zero_stage = optimizer_states.get(ZERO_STAGE, 1)"
-WHY = "# BF16_Optimizer names no stage; its files are laid out as those of stage 1"
+WHY = "# BF16_Optimizer stores no stage; its files have the layout of stage 1"
 COPY, COPY_AS_LOADED = "copyfile(src, dst)", "_copy_as_loaded(src, dst)"
 
 

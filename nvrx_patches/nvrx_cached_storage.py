@@ -62,6 +62,6 @@ def follow_storages(source: Source) -> None:
     identifiers = source.one("_cached_identifiers: set = set()", writer)
     source.insert_after(
         identifiers,
-        "# By identifier, where the tensors are that the worker has\n_cached_storages: dict = {}",
+        "# By identifier, the storages of the tensors that the worker holds\n_cached_storages: dict = {}",
     )
     source.insert_function_before(writer, _storages_of)

@@ -59,7 +59,7 @@ BY_RANK = "rng_state_list = shard_rng_state_by_dp_rank({arguments})"
 BY_KEY = "rng_state_list = key_rng_state_by_dp_rank({arguments})"
 KEYED = "rng_state_list = {f'({pp_rank}, {tp_rank})': rng_state_list}"
 OF_FORMAT = "ckpt_format == 'fsdp_dtensor'"  # since 0.14
-FOR_LOCAL = """if ckpt_type == CheckpointType.LOCAL:  # each rank has a file of its own
+FOR_LOCAL = """if ckpt_type == CheckpointType.LOCAL:  # each rank has its own file
     rng_state = rng_state_of_all_dp_ranks(rng_state)"""
 LOCAL = "rng_state = rng_state_of_all_dp_ranks(rng_state)"
 TO_LOAD = """gen_sd_rng_state, keep_expert_rng = rng_state_to_load(
@@ -203,8 +203,8 @@ def rng_state_to_load(
         print_rank_0(
             f"WARNING: RNG state will be ignored: {checkpoint_name} has that of each data-parallel"
             f" rank with (EP, ETP) {saved[:2]} and (PP, TP, DP) {sorted(shapes)[-1]}, this run has"
-            f" {run[:2]} and {rng_state.global_shape}. All ranks go on with the states that they"
-            " are seeded with."
+            f" {run[:2]} and {rng_state.global_shape}. All ranks keep the states that they were"
+            " seeded with."
         )
         return None, False
     return (
@@ -244,7 +244,7 @@ def keyed_rng_state_to_load(
         print_rank_0(
             f"WARNING: RNG state will be ignored: {reader.path} has that of each data-parallel rank"
             f" with (EP, ETP, TP, PP) {saved[:4]}, the last of them {by_dp_rank[-1]}, this run has"
-            f" {run[:4]} and {key}. All ranks go on with the states that they are seeded with."
+            f" {run[:4]} and {key}. All ranks keep the states that they were seeded with."
         )
         return None, False
     # A load fills tensors in place: use copies of the tracker's tensors, one for each entry.
@@ -310,7 +310,7 @@ def keeps_expert_rng(
     print_rank_0(
         f"WARNING: {checkpoint_name} has the RNG state of one data-parallel rank for all. The"
         f" expert-parallel RNG states of {lost} are not in it and cannot be recovered:"
-        f" {'these' if of_first else 'all'} ranks go on with the states that they are seeded with."
+        f" {'these' if of_first else 'all'} ranks keep the states that they were seeded with."
         " All others are loaded."
     )
     return saved != run or not of_first or sharing_ranks[0] not in same_experts

@@ -143,7 +143,7 @@ def saved_param_groups_in_order(
             " groups of a kind with the rates of this run, or one of the kind. Found in this run,"
             " with the number of the saved group,\n"
             + "\n".join(
-                f"  {text}: {pairs.get(index, 'cannot be told')}" for index, text in enumerate(ours)
+                f"  {text}: {pairs.get(index, 'ambiguous')}" for index, text in enumerate(ours)
             )
             + "\nand in the checkpoint\n"
             + "\n".join(f"  {number}: {text}" for number, text in enumerate(theirs))
@@ -177,10 +177,10 @@ DOCSTRING = '''"""The settings saved for each current param group, with the para
 
 Args:
     current_groups (List[Dict]): the param groups of this run's optimizer.
-    state_dict_groups (List[Dict]): those of the checkpoint.
+    state_dict_groups (List[Dict]): the param groups of the checkpoint.
 
 Returns:
-    List[Dict]: one group for each current one, in the order of those.
+    List[Dict]: one group for each current group, in that order.
 
 Raises:
     ValueError: a current group has no counterpart, or more than one.

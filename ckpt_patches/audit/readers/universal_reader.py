@@ -78,7 +78,8 @@ def read(path: Path) -> Checkpoint:
 def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
     """Check that each model-parallel rank has a file, with the keys that a load needs and the weights it states."""
     facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
-    names = [name for own in facts for group in own.value.get("param_shapes") or [] for name in group]
+    shapes = [own.value.get("param_shapes") for own in facts]
+    names = [name for groups in shapes if isinstance(groups, list) for group in groups for name in group]
     # The conversion leaves out a pipeline's weights, which are in files of layers.
     has_layers = len(models) > 1 or (bool(names) and all(map(zero_pipeline.is_in_layers, names)))
     # At stage 3, a load on any number of ranks needs the files of data-parallel rank 0.

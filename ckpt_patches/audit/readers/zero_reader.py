@@ -366,7 +366,7 @@ def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
 def _frozen(info: Mapping[str, Any]) -> str:
     """Why one rank's model file cannot replace another's: its parts of frozen parameters. Empty if it can."""
     if "frozen_param_fragments" not in info:
-        return "whether parameters are frozen, of which each had its part, cannot be told"
+        return "it is unknown whether parameters are frozen, of which each rank had a part"
     frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
     return f"their parts of {len(frozen)} frozen parameters are lost" if frozen else ""
 
