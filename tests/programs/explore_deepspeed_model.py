@@ -25,7 +25,7 @@ SLICED = {
 
 def patterns(options: dict[str, Any]) -> dict[str, list[str]]:
     """What a checkpoint has to say of them so that it can be converted."""
-    whole = ["down.bias", "head.weight", "scale"]
+    whole = ["head.weight", "scale", *["down.bias"] * (not options["frozen"])]
     whole += ["again.weight"] * (not options["tied"]) + [r"unused\..*"] * options["unused"]
     return {"parameter_with_row_parallelism_patterns": ["down.weight"], "tp_replicated_parameter_patterns": whole}
 
