@@ -148,6 +148,8 @@ def drawn(seed: str, version: str) -> Case:
             load |= {"damage": "", "repaired": False}
         if load["ranks"] != ranks or (other and one_in(2)):
             load["tp"] = generator.choice([1, 2 - load["ranks"] % 2])
+        if run["stage"] == 3 and kind.endswith("universal"):
+            load["tp"] = 1  # of slices it is refused, by their sizes
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
     return {"package": "deepspeed", **case}
 
