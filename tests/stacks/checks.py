@@ -6,6 +6,7 @@ import hook and not with it. The tools judge checkpoints that this stack saves, 
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -145,11 +146,11 @@ def cause(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
-    """Without the paths of this machine."""
+    """Without the paths of this machine, and the names of temporary folders."""
     folders = (os.environ.get("STACK_PATH", ""), sys.prefix, tempfile.gettempdir(), str(TESTS))
     for folder in filter(None, folders):
         text = text.replace(folder, "...")
-    return " ".join(text.split())[:LENGTH]
+    return re.sub(r"-[a-z0-9_]{8}(?=/|$)", "", " ".join(text.split()))[:LENGTH]
 
 
 # The tools, and the explorer's sample
